@@ -1,5 +1,5 @@
-//! The memory that `backward` allocates beside plain Burn: books, and no gradients; and the memory that is held while
-//! batch sizes are tried: nothing of an attempt that failed.
+//! Measures memory: `backward` allocates bookkeeping beyond plain Burn's, but no gradients, and while batch sizes are
+//! tried, nothing stays of a failed attempt.
 
 #![allow(clippy::unwrap_used, reason = "these are tests, helpers included")]
 
@@ -17,7 +17,7 @@ use burn::optim::{GradientsParams, SgdConfig};
 use burn::tensor::activation::relu;
 use burn::tensor::{Device, Tensor};
 
-/// Counts the bytes that each thread asks for, and those that the process holds.
+/// Counts the bytes that each thread requests and those that the process holds.
 struct Counting;
 
 thread_local! {
@@ -26,23 +26,23 @@ thread_local! {
 
 static HELD: AtomicIsize = AtomicIsize::new(0);
 
-/// What the process holds is of one test at a time.
+/// Serializes the tests, since the held bytes are those of the whole process.
 static TURN: Mutex<()> = Mutex::new(());
 
 #[expect(unsafe_code, reason = "an allocator is")]
-// SAFETY: everything is left to the system's allocator.
+// SAFETY: every call is passed on to the system's allocator.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        // A thread that ends has nothing to count.
+        // The count of a thread that ends does not matter.
         let _ = BYTES.try_with(|bytes| bytes.set(bytes.get() + layout.size()));
         HELD.fetch_add(layout.size() as isize, Ordering::Relaxed);
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `alloc`.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
         HELD.fetch_sub(layout.size() as isize, Ordering::Relaxed);
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `dealloc`.
         unsafe { System.dealloc(pointer, layout) }
     }
 }
@@ -80,31 +80,31 @@ impl Layers {
         output.mean()
     }
 
-    /// Of the gradients, in bytes.
+    /// Returns the size of the gradients in bytes.
     fn size(&self) -> usize {
         4 * self.num_params()
     }
 }
 
-/// What a rank's calls of `backward` took, by micro-step of their window.
+/// The memory that a rank's calls of `backward` took in one micro-step of the window.
 #[derive(Clone, Default)]
 struct Taken {
-    /// By window, in bytes.
+    /// Bytes, one entry per window.
     ours: Vec<usize>,
     plain: Vec<usize>,
     operations: usize,
 }
 
 impl Taken {
-    /// Bytes of every window beside what plain Burn takes. Graphs of all threads are in one table of Burn's, and
-    /// whose thread has to grow or clear it is chance, which only adds.
+    /// Returns the bytes beyond those of plain Burn. All threads share Burn's table of graphs, and chance decides which
+    /// of them grows or clears it. That only adds bytes, so the minimum counts.
     fn bytes(&self) -> isize {
         let least = |bytes: &[usize]| bytes.iter().min().copied().unwrap_or(0) as isize;
         least(&self.ours) - least(&self.plain)
     }
 }
 
-/// What every rank took in 24 windows, after six others.
+/// Returns what every rank took in 24 windows, after 6 windows of warm-up.
 fn taken(overlap: Overlap, accumulation: usize) -> Vec<(Vec<Taken>, usize)> {
     let train = |accelerator: Accelerator| {
         let device = accelerator.device();
@@ -153,7 +153,7 @@ fn a_step_allocates_no_gradients_beside_burns() {
         for (taken, size) in taken(overlap, accumulation) {
             let all: isize = taken.iter().map(Taken::bytes).sum();
             let share = all as f64 / (accumulation * size) as f64;
-            // A copy would be 1. Watches are nodes of Burn's graph, which allocates for them.
+            // A copy would be 1. The observers are nodes of Burn's graph, which allocates for them.
             assert!(
                 share < 0.05,
                 "{overlap}, {accumulation} micro-steps: {share} of the gradients"
@@ -163,10 +163,10 @@ fn a_step_allocates_no_gradients_beside_burns() {
             };
             assert!(last.operations > 0);
             for micro_step in others {
-                // They fill buckets that are there already, and tell nobody.
+                // These micro-steps fill buckets that exist and send nothing.
                 assert_eq!(micro_step.operations, 0, "{overlap}");
                 let share = micro_step.bytes() as f64 / size as f64;
-                // A copy of the biases alone would be 0.005. What is less may be Burn's table, which either rank grows.
+                // A copy of the biases alone would be 0.005. Less may be Burn's table, which either rank grows.
                 assert!(share < 0.004, "{overlap}: {share} of the gradients");
             }
         }
@@ -190,7 +190,7 @@ fn c20_what_an_attempt_recorded_that_failed_is_not_held_in_the_next() {
         let input = Tensor::<2>::ones([1000 * size, WIDTH], &device.clone().inner());
         let forward = |x, layer: &Linear| relu(layer.forward(x));
         let output = model.layers.iter().fold(input, forward);
-        // No panic: if it prints a backtrace, the program's symbols stay in memory.
+        // An error, not a panic: printing a backtrace would keep the program's symbols in memory.
         if size >= 3 {
             return Err(Box::<dyn std::error::Error>::from("out of memory"));
         }
@@ -199,7 +199,7 @@ fn c20_what_an_attempt_recorded_that_failed_is_not_held_in_the_next() {
     };
     let found = accelerator.find_executable_batch_size(6, &model, attempt);
     assert_eq!(found.unwrap().0, 2);
-    // The first attempt records more than 40 million bytes. Products of matrices keep some room to work in.
+    // The first attempt records more than 40 million bytes. Matrix products keep some workspace.
     let most = held.iter().max().unwrap();
     assert!(most - held[0] < 10_000_000, "{held:?}");
 }

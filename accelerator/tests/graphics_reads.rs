@@ -1,4 +1,4 @@
-//! How often a training waits for what a graphics device has computed.
+//! Counts how often a training waits for results of a graphics device.
 
 #![allow(clippy::unwrap_used, reason = "these are tests, helpers included")]
 
@@ -15,10 +15,10 @@ use burn::tensor::{Tensor, TensorData};
 use common::linear;
 use log::{LevelFilter, Log, Metadata, Record};
 
-/// How many pieces of the device's memory were read in this process.
+/// The number of reads from the device's memory in this process.
 static READS: AtomicUsize = AtomicUsize::new(0);
 
-/// Sees what `wgpu` logs of each of its calls.
+/// A logger that sees the calls of `wgpu`.
 struct Reads;
 
 impl Log for Reads {
@@ -43,7 +43,7 @@ struct Setting {
     accumulation: usize,
     looks: fn(&mut AveragedGradients),
     clip: fn(AveragedGradients) -> AveragedGradients,
-    /// Whether the outcome of a step is asked for.
+    /// Set if the program reads the outcome of a step.
     told: bool,
 }
 
@@ -52,7 +52,7 @@ struct Net {
     layers: Vec<Linear>,
 }
 
-/// How many pieces of memory were read in so many steps, by all ranks together.
+/// Returns the number of reads from the device's memory by all ranks together.
 fn reads(setting: Setting, steps: usize) -> usize {
     let counts = Accelerator::builder()
         .device(BackendKind::Wgpu)
@@ -108,9 +108,9 @@ fn steps_read_what_they_are_asked_for_and_no_more() {
             told: false,
         };
         let more = |setting| {
-            // Kernels are measured, and chosen, when they are first used.
+            // Kernels are measured and chosen at their first use.
             reads(setting, 2);
-            // What is read once for all is in both.
+            // Both runs include the reads that happen once.
             reads(setting, 12) - reads(setting, 2)
         };
         let of = |ranks, looks: fn(&mut AveragedGradients)| {

@@ -1,4 +1,4 @@
-//! Optimizers whose state is shared out over the ranks do what whole ones do.
+//! Optimizers whose state is sharded over the ranks do what unsharded ones do.
 
 #![allow(clippy::unwrap_used, reason = "these are tests, helpers included")]
 
@@ -24,7 +24,7 @@ use burn::tensor::activation::tanh;
 use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
 use common::{Column, ColumnBatcher, columns, loader};
 
-/// `wide` is cut among up to four ranks, and the rest lives on one each.
+/// A net whose `wide` is cut among up to four ranks. The other parameters belong to one rank each.
 #[derive(Debug, Module)]
 struct Net {
     first: Linear,
@@ -56,7 +56,7 @@ impl Net {
     }
 }
 
-/// Weights that do not depend on the generator, which threads share.
+/// Sets weights that do not depend on the generator, which threads share.
 struct Fixed {
     at: usize,
     dtype: DType,
@@ -105,7 +105,7 @@ struct Case {
 
 #[derive(Clone, Copy)]
 enum Schedule {
-    /// With a rate of its own for `wide`.
+    /// Uses a rate of its own for `wide`.
     Groups,
     PerEpoch,
     PerStep,
@@ -145,7 +145,7 @@ impl Case {
         let builder = Accelerator::builder()
             .accumulation_steps(self.accumulate)
             .device(self.device)
-            // Several buckets.
+            // The size makes several buckets.
             .bucket_size(20_000);
         match self.device {
             BackendKind::Flex => builder,
@@ -156,7 +156,7 @@ impl Case {
     fn prepare(self, accelerator: &Accelerator, state: State) -> accelerator::Result<Parts> {
         RANK.set(accelerator.rank());
         let model = Net::new(&accelerator.device(), self.dtype);
-        // 11 samples in global batches of 4: in the last one, a rank of three is idle.
+        // With 10 samples in global batches of 4, one of three ranks is idle in the last step.
         let train = LoaderBuilder::new(ColumnBatcher)
             .global_batch_size(4)
             .build(columns(10));
@@ -175,7 +175,7 @@ impl Case {
         }
     }
 
-    /// Trains for some epochs. Gives the model's values after each step.
+    /// Trains for some epochs and returns the model's values after each step.
     fn train(
         self,
         accelerator: &Accelerator,
@@ -210,7 +210,7 @@ impl Case {
         of_every_rank(outcomes.unwrap())
     }
 
-    /// Trains for the first epoch, and saves.
+    /// Trains for the first epoch and saves.
     fn save(self, folder: &Path, ranks: usize, state: State) {
         let saved = self.builder().launch(ranks, |accelerator| {
             let parts = self.prepare(&accelerator, state)?;
@@ -220,7 +220,7 @@ impl Case {
         saved.unwrap();
     }
 
-    /// Goes on from a checkpoint, for the second epoch.
+    /// Resumes from a checkpoint and trains for the second epoch.
     fn resume(self, folder: &Path, ranks: usize, state: State) -> Vec<Resumed> {
         let outcomes = self.builder().launch(ranks, |accelerator| {
             let parts = self.prepare(&accelerator, state)?;
@@ -249,7 +249,7 @@ impl Case {
     }
 }
 
-/// What each of the ranks has, which is the same.
+/// Returns the values of the ranks, which must be equal.
 fn of_every_rank(outcomes: Vec<Vec<Vec<f64>>>) -> Vec<Vec<f64>> {
     assert!(outcomes.iter().all(|outcome| *outcome == outcomes[0]));
     outcomes.into_iter().next().unwrap()
@@ -308,8 +308,8 @@ thread_local! {
     static RANK: Cell<usize> = const { Cell::new(0) };
 }
 
-/// Gradient descent that rounds on one rank as if its processor were another one: a tensor of as many elements
-/// as the sample by which an optimizer is judged.
+/// Gradient descent that rounds differently on one rank, as another processor might, for tensors of the size of the
+/// sample that an optimizer is judged by.
 #[derive(Clone)]
 struct Rounding {
     rank: usize,
@@ -380,7 +380,7 @@ fn windows_clipping_schedules_and_groups_stay_as_they_are() {
     .check("groups of optimizers");
 }
 
-/// Fused optimizers read sums where they lie; Burn's get copies.
+/// Fused optimizers read sums in place, and Burn's get copies.
 #[test]
 fn steps_from_sums_have_burns_bits() {
     let pairs: [(&str, Make, Make); 3] = [
@@ -440,7 +440,7 @@ fn other_types_learn_the_same_bits() {
             .with_momentum(Some(MomentumConfig::new()))
             .init_fused()
     };
-    // Adam's squares leave the range of f16.
+    // Adam's squares exceed the range of f16.
     let cases = [
         (DType::F64, adamw as Make),
         (DType::F64, momentum),
@@ -471,7 +471,7 @@ fn state_is_divided_by_the_number_of_ranks() {
         })
         .unwrap()
     };
-    // Two moments of each element that takes a gradient.
+    // There are two moments of each element that takes a gradient.
     let whole = 2 * 4 * (50 + 50 + 60 * 300 + 300 + 300 + 1);
     assert_eq!(memory(2, State::Whole), [whole, whole]);
     for ranks in [2, 3] {
@@ -491,7 +491,7 @@ fn resumed(folder: &Path, ranks: usize, state: State) -> Vec<Vec<f64>> {
     of_every_rank(outcomes.map(Result::unwrap).collect())
 }
 
-/// Cases whose parameters are of another type than what Burn loads state in.
+/// Returns cases whose parameters are of another type than Burn loads state in.
 fn of_another_type() -> Vec<Case> {
     let case = |dtype| Case { dtype, ..CASE };
     let mut cases: Vec<_> = [DType::F64, DType::F16, DType::BF16].map(case).into();
@@ -601,7 +601,7 @@ fn state_in_another_type_is_refused_in_the_first_step_where_the_model_is_prepare
         let outcomes = case.builder().launch(ranks, |accelerator| {
             let device = accelerator.device();
             let mut model = Net::new(&device, case.dtype);
-            // State of rank 0's parameters, on every rank.
+            // Every rank has state of rank 0's parameters.
             model.last.weight.id = ParamId::from(7);
             let mut gradients = GradientsParams::new();
             let weight = &model.last.weight;
@@ -627,7 +627,7 @@ fn state_in_another_type_is_refused_in_the_first_step_where_the_model_is_prepare
     }
 }
 
-/// Whether the message names a parameter, and both types.
+/// Asserts that the message names a parameter and both types.
 fn check_names_type(text: &str, dtype: DType) {
     let paths = ["`first.", "`wide.", "`last."];
     assert!(paths.iter().any(|path| text.contains(path)), "{text}");
@@ -744,7 +744,7 @@ fn a_rank_that_is_lost_in_a_step_leaves_the_model_as_it_was() {
         Ok(())
     })
     .unwrap();
-    // What was in the step that is lost comes again.
+    // The samples of the lost step come again.
     let accelerator = Accelerator::new().unwrap();
     let (model, _, train) = CASE.prepare(&accelerator, State::Whole).unwrap();
     let resumed = accelerator.resume(folder.path(), (model, train));

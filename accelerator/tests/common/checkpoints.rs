@@ -1,4 +1,4 @@
-//! What the tests of checkpoints share: a training that is small, and what lies in a folder.
+//! Helpers for tests of checkpoints: a small training, and a look into folders.
 
 use std::path::Path;
 
@@ -20,7 +20,7 @@ pub fn prepared(accelerator: &Accelerator) -> Parts {
     accelerator.prepare(parts).unwrap()
 }
 
-/// Makes so many steps of epoch 0.
+/// Makes `steps` steps of epoch 0.
 pub fn train(accelerator: &Accelerator, parts: Parts, steps: usize) -> Parts {
     let (mut model, mut optimizer, train) = parts;
     for batch in train.epoch(0).take(steps) {
@@ -32,7 +32,7 @@ pub fn train(accelerator: &Accelerator, parts: Parts, steps: usize) -> Parts {
     (model, optimizer, train)
 }
 
-/// Trains for so many epochs, or what is left of them behind a checkpoint; saves after each step into a folder.
+/// Trains for `epochs` epochs, or for the rest of them after a checkpoint, and saves after each step into a folder.
 pub fn train_epochs(
     accelerator: &Accelerator,
     mut parts: Parts,
@@ -63,13 +63,13 @@ pub fn train_epochs(
     Ok((model, optimizer, train))
 }
 
-/// The message, once it is certain that the checkpoint was blamed.
+/// Returns the message of an error that blames the checkpoint.
 pub fn misfit(error: &accelerator::Error) -> String {
     assert!(error.is_checkpoint(), "{error:?}");
     format!("{error:?}")
 }
 
-/// What lies in a folder, sorted.
+/// Returns the sorted names in a folder.
 pub fn names(folder: &Path) -> Vec<String> {
     let entries = folder.read_dir().unwrap();
     let mut names: Vec<_> = entries

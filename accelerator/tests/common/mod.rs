@@ -1,4 +1,4 @@
-//! What the tests of this folder share.
+//! Helpers that the tests of this folder share.
 #![allow(dead_code, unreachable_pub, reason = "each test uses a part of it")]
 
 pub mod checkpoints;
@@ -11,7 +11,7 @@ use burn::nn::loss::{MseLoss, Reduction};
 use burn::nn::{Linear, LinearConfig};
 use burn::tensor::{Device, Tensor, TensorData};
 
-/// The CPU devices of this build: tests run on each.
+/// Returns the CPU devices of this build. Tests run on each of them.
 pub fn devices() -> impl Iterator<Item = BackendKind> {
     [BackendKind::Flex, BackendKind::NdArray]
         .into_iter()
@@ -48,7 +48,7 @@ pub fn loader(samples: usize, batch_size: usize) -> accelerator::data::Loader<Co
         .build(columns(samples))
 }
 
-/// A line whose weights are known.
+/// Returns a line whose weights are known.
 pub fn line(device: &Device) -> Linear {
     let mut line: Linear = LinearConfig::new(1, 1).init(device);
     line.weight = Param::from_data(TensorData::from([[0.5_f32]]), device);
@@ -56,7 +56,7 @@ pub fn line(device: &Device) -> Linear {
     line
 }
 
-/// A layer with weights that are the same each time, also where tests beside this one draw some.
+/// Returns a layer whose weights are always the same, even if other tests draw from the generator at the same time.
 pub fn linear(inputs: usize, outputs: usize, device: &Device) -> Linear {
     let weights = (0..inputs * outputs).map(|i| (i as f32 * 1.7).sin() / (inputs as f32).sqrt());
     let weights = TensorData::new(weights.collect::<Vec<_>>(), [inputs, outputs]);
@@ -66,20 +66,20 @@ pub fn linear(inputs: usize, outputs: usize, device: &Device) -> Linear {
     linear
 }
 
-/// The squared distance from `3 x - 1`.
+/// Returns the squared distance from `3 x - 1`.
 pub fn distance(model: &Linear, batch: &Column) -> Tensor<1> {
     let wanted = batch.values.clone() * 3.0 - 1.0;
     MseLoss::new().forward(model.forward(batch.values.clone()), wanted, Reduction::Mean)
 }
 
-/// A folder in memory, where the system has one: who saves hundreds of times would wait for the disk.
+/// Returns a folder in memory if the system has one, since hundreds of saves would wait for the disk.
 pub fn folder_in_memory() -> tempfile::TempDir {
     tempfile::tempdir_in("/dev/shm")
         .or_else(|_| tempfile::tempdir())
         .unwrap()
 }
 
-/// Every float parameter, one after the other.
+/// Returns every float parameter, one after the other.
 pub fn flat<M: Module>(model: &M) -> Vec<f32> {
     struct Flat(Vec<f32>);
     impl ModuleVisitor for Flat {
@@ -93,7 +93,7 @@ pub fn flat<M: Module>(model: &M) -> Vec<f32> {
     flat.0
 }
 
-/// What each of the ranks has, which is the same to the bit.
+/// Returns the values of the ranks, which must agree to the bit.
 pub fn of_every_rank(outcomes: Vec<Vec<f32>>) -> Vec<f32> {
     let bits = |values: &Vec<f32>| {
         values

@@ -1,4 +1,4 @@
-//! Norms and clips, which the device computes.
+//! Norms and clipping, computed by the device.
 
 use accelerator::prelude::*;
 use accelerator::{Clip, Oversubscription};
@@ -44,14 +44,14 @@ fn norms_and_clips_are_those_of_the_cpu() {
     }
 }
 
-/// Numbers whose gradients are what the loss multiplies them with.
+/// Numbers whose gradients are the factors that the loss multiplies them by.
 #[derive(Debug, Module)]
 struct Numbers {
     body: Param<Tensor<1>>,
     head: Param<Tensor<1>>,
 }
 
-/// What a step of rate 1 takes off numbers that have these gradients.
+/// Returns the norm, and how far a step of rate 1 moves numbers that have these gradients.
 fn moved(
     ranks: usize,
     slopes: [f32; 3],

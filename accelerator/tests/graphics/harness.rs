@@ -1,4 +1,4 @@
-//! A training that is the same on any number of ranks, and of any device.
+//! A training that is the same on any number of ranks and on any device.
 
 use accelerator::optim::Sharded;
 use accelerator::prelude::*;
@@ -14,10 +14,10 @@ use crate::common::{flat, linear};
 /// Samples of a micro-step, over all ranks.
 pub(crate) const SAMPLES: usize = 7;
 
-/// How many of them `extra` sees: less than those of rank 0 of two, so that rank 1 has no gradient of it.
+/// The number of samples that `extra` sees. It is smaller than rank 0's share of two, so rank 1 has no gradient of it.
 const SEEN: usize = 3;
 
-/// Whether there is a graphics device here. Says so where there is none.
+/// Returns true if there is a graphics device here, and prints a line if there is none.
 pub(crate) fn is_there() -> bool {
     match Accelerator::builder().device(BackendKind::Wgpu).build() {
         Ok(_) => true,
@@ -29,7 +29,7 @@ pub(crate) fn is_there() -> bool {
     }
 }
 
-/// The CPU, to compare with, where it is compiled in. Says so where it is not.
+/// Returns the CPU to compare with, and prints a line if it is not compiled in.
 pub(crate) fn cpu() -> Option<BackendKind> {
     let cpu = Some(BackendKind::Flex).filter(|kind| kind.is_compiled_in());
     if cpu.is_none() {
@@ -56,7 +56,7 @@ impl Net {
         }
     }
 
-    /// The mean squared distance of these samples of a micro-step.
+    /// Returns the mean squared distance of these samples of a micro-step.
     fn distance(&self, samples: Samples, accelerator: &Accelerator) -> Tensor<1> {
         let (input, wanted) = samples.tensors(&accelerator.device());
         let input = accelerator.to_working(input);
@@ -78,7 +78,7 @@ impl Net {
     }
 }
 
-/// What a rank has of a micro-step.
+/// The samples that a rank has in a micro-step.
 #[derive(Clone, Copy)]
 struct Samples {
     micro_step: usize,
@@ -87,7 +87,7 @@ struct Samples {
 }
 
 impl Samples {
-    /// Rank 0 of two has more than rank 1, and now and then all of them.
+    /// Rank 0 of two has more samples than rank 1, and in some micro-steps all of them.
     fn of(rank: usize, ranks: usize, micro_step: usize) -> Self {
         let border = if micro_step % 4 == 2 { SAMPLES } else { 4 };
         let (from, to) = match (ranks, rank) {
@@ -120,7 +120,7 @@ impl Samples {
     }
 }
 
-/// What ranks keep of the optimizer's state.
+/// The part of the optimizer's state that ranks keep.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum State {
     Sharded,
@@ -166,7 +166,7 @@ impl Setting {
         }
     }
 
-    /// What comes of it, which is the same on all ranks, bit for bit.
+    /// Trains, and returns the outcome, which is the same bit for bit on all ranks.
     pub(crate) fn run(self) -> Outcome {
         let mut outcomes = self.try_run().unwrap();
         for outcome in &outcomes {
@@ -199,7 +199,7 @@ impl Setting {
         let (mut losses, mut norms, mut skipped) = (Vec::new(), Vec::new(), 0);
         for micro_step in 0..self.steps * self.accumulation {
             let samples = Samples::of(accelerator.rank(), accelerator.world_size(), micro_step);
-            // A rank without samples computes with another one's.
+            // A rank without samples computes with another rank's.
             let shown = match samples.count {
                 0 => Samples::of(0, 1, micro_step),
                 _ => samples,
@@ -226,7 +226,7 @@ impl Setting {
     }
 }
 
-/// What a rank ends with.
+/// The state of a rank after training.
 #[derive(Debug)]
 pub(crate) struct Outcome {
     pub(crate) parameters: Vec<f32>,
@@ -236,8 +236,8 @@ pub(crate) struct Outcome {
     pub(crate) report: OverlapReport,
 }
 
-/// Whether numbers are as near to each other as `bound` says of those of their size; small ones, of those of
-/// a layer's weights.
+/// Asserts that numbers differ by at most `bound`, relative to their size. Small numbers are compared as if they had
+/// the size of a layer's weights.
 #[track_caller]
 pub(crate) fn assert_near(ours: &[f64], theirs: &[f64], bound: f64) {
     assert_eq!(ours.len(), theirs.len());
@@ -251,14 +251,14 @@ pub(crate) fn assert_near(ours: &[f64], theirs: &[f64], bound: f64) {
 }
 
 impl Outcome {
-    /// The mean loss of the first steps and of the last ones, so many that each sees all samples.
+    /// Returns the mean loss of the first ten steps and of the last ten.
     pub(crate) fn ends(&self) -> (f64, f64) {
         let mean = |losses: &[f64]| losses.iter().sum::<f64>() / losses.len() as f64;
         let losses = &self.losses;
         (mean(&losses[..10]), mean(&losses[losses.len() - 10..]))
     }
 
-    /// Whether another training has come to about the same.
+    /// Asserts that another training had about the same outcome.
     #[track_caller]
     pub(crate) fn assert_near(&self, other: &Self, bound: f64) {
         let wide = |values: &[f32]| {

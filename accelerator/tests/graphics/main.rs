@@ -1,10 +1,10 @@
-//! Training on a graphics device, where there is one. Mesa's `lavapipe` is one that computes on the CPU:
+//! Training on a graphics device, if there is one. Mesa's `lavapipe` is one that computes on the CPU:
 //!
 //! ```text
 //! cargo test --release -p burn-accelerate --features wgpu,fusion --test graphics -- --nocapture
 //! ```
 //!
-//! What it computes is compared with the CPU's where `flex` is there as well.
+//! The results are compared with the CPU's if `flex` is compiled in as well.
 
 #![allow(clippy::unwrap_used, reason = "these are tests, helpers included")]
 

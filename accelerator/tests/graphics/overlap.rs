@@ -1,4 +1,4 @@
-//! Sending while backward runs.
+//! Overlap of communication with the backward pass.
 
 use accelerator::prelude::*;
 use accelerator::{Overlap, OverlapReport, OverlapState, Oversubscription};
@@ -33,7 +33,7 @@ impl Net {
         }
     }
 
-    /// The squared distance from `3 x - 1`.
+    /// Returns the squared distance from `3 x - 1`.
     fn distance(&self, batch: &Column) -> Tensor<1> {
         let samples = batch.values.dims()[0];
         let wanted = batch.values.clone() * 3.0 - 1.0;
@@ -51,9 +51,9 @@ impl Net {
     }
 }
 
-/// What a rank ends with, bit for bit, and how the gradients of its last step were sent.
+/// The trained values of a rank, bit for bit, and how the gradients of its last step were sent.
 struct Outcome {
-    /// Running statistics, which are each rank's own, are left out.
+    /// Excludes running statistics, which each rank has for itself.
     trained: Vec<TensorData>,
     report: OverlapReport,
 }
@@ -66,7 +66,7 @@ impl ModuleVisitor for Outcome {
     }
 }
 
-/// What both ranks have after two epochs.
+/// Trains two ranks for two epochs.
 fn train(overlap: Overlap) -> Vec<Outcome> {
     Accelerator::builder()
         .device(BackendKind::Wgpu)
@@ -110,7 +110,7 @@ fn two_ranks_get_the_same_with_and_without_overlap() {
         }
     }
     if cfg!(feature = "fusion") {
-        // Which operations become one kernel depends on when buckets are read.
+        // Fusion depends on when buckets are read.
         let pairs = off[0].trained.iter().zip(&on[0].trained);
         for (off, on) in pairs.flat_map(|(off, on)| off.iter::<f32>().zip(on.iter::<f32>())) {
             assert!((off - on).abs() <= 1e-3, "{off}, {on}");
@@ -146,8 +146,8 @@ fn what_is_accumulated_and_missing_on_a_rank_is_sent_early_as_well() {
         };
         let (late, early) = (off.run(), on.run());
         if cfg!(feature = "fusion") {
-            // Which operations become one kernel depends on when buckets are read, and two runs of `on` differ, too:
-            // by 2e-8 of parameters, 2e-7 of norms.
+            // Fusion depends on when buckets are read, so even two runs of `on` differ: by 2e-8 in parameters and 2e-7
+            // in norms.
             early.assert_near(&late, 1e-6);
         } else {
             assert!(late.parameters == early.parameters, "{:?}", early.report);
@@ -157,7 +157,7 @@ fn what_is_accumulated_and_missing_on_a_rank_is_sent_early_as_well() {
         assert_eq!(early.report.state, OverlapState::On);
         assert!(early.report.early_total > 0, "{:?}", early.report);
         assert_eq!(early.report.repairs, 0, "{:?}", early.report);
-        // Parts of the sums, which go through memory.
+        // A sharded optimizer takes parts of the sums, which go through memory.
         let parts = Setting {
             state: State::Sharded,
             ..on

@@ -1,4 +1,4 @@
-//! Half precision over parameters in full.
+//! Half-precision computation with full-precision parameters.
 
 use accelerator::Overlap;
 use accelerator::prelude::*;

@@ -1,4 +1,4 @@
-//! Saving and going on.
+//! Saving and resuming.
 
 use std::path::Path;
 
@@ -11,7 +11,8 @@ use crate::harness::is_there;
 
 const EPOCHS: u64 = 2;
 
-/// What ranks end with, from a checkpoint or the beginning; saves after each step into a folder.
+/// Returns the final weights of ranks that start at a checkpoint or at the beginning and save into a folder after each
+/// step.
 fn train(ranks: usize, from: Option<&Path>, into: Option<&Path>) -> Vec<f32> {
     let rows = Accelerator::builder()
         .device(BackendKind::Wgpu)

@@ -1,4 +1,4 @@
-//! One rank and two, on the same samples.
+//! One rank and two ranks train on the same samples.
 
 use accelerator::local::LocalSgd;
 use accelerator::prelude::*;
@@ -95,7 +95,7 @@ fn compressed_gradients_train_about_the_same() {
     }
 }
 
-/// Steps with Burn's own optimizer.
+/// Trains with Burn's own optimizer.
 fn with_burns_optimizer(ranks: usize) -> Vec<f32> {
     let rows = Accelerator::builder()
         .device(BackendKind::Wgpu)
@@ -127,7 +127,7 @@ fn burns_own_optimizer_takes_what_ranks_have_averaged() {
     crate::common::assert_close(&two, &one, 1e-5);
 }
 
-/// What two ranks have after local steps, of which every third ends with an average.
+/// Returns the weights of two ranks after local steps, with an average after every third.
 fn local(kind: BackendKind) -> Vec<f32> {
     let rows = Accelerator::builder()
         .device(kind)

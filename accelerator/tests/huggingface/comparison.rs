@@ -1,4 +1,4 @@
-//! What a training by ours and one by Hugging Face's Trainer have in common.
+//! Compares our training with Hugging Face's Trainer.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -26,13 +26,13 @@ impl<'a> Comparison<'a> {
         }
     }
 
-    /// `own` logged when the case says so, `stepwise` each step.
+    /// Compares `own`, which logged at the intervals of the case, and `stepwise`, which logged each step.
     pub fn compare(&mut self, own: &Trained, stepwise: &Trained) {
         let given = &self.case.huggingface;
         self.same("logs change weights", &own.weights, &stepwise.weights);
         self.windows(own, stepwise);
-        // Its threshold is beyond the last improvement that counted, ours too; but its best moves with each smaller one.
-        // So it stops where ours goes on to the end, and what is before that is the same.
+        // With a threshold, Hugging Face moves its best metric at each smaller improvement too, so it stops early and
+        // ours runs to the end. Everything before the stop is the same.
         let stops_earlier = self.case.threshold() > 0.0;
         let first = self.case.resume.as_ref().map_or(0, |resume| resume.from);
         let last = if stops_earlier { given.steps } else { u64::MAX };
@@ -65,10 +65,10 @@ impl<'a> Comparison<'a> {
         self.same("saved", &own.saved, &given.saved);
         let mut kept = given.checkpoints.clone();
         if own.arguments.load_best_model_at_end && own.arguments.save_total_limit == Some(1) {
-            // Ours keeps the newest beside the best until the end, too.
+            // Ours also keeps the newest beside the best until the end.
             kept.extend(given.saved.last());
         }
-        // Where a run goes on from an older one, ours leaves the newer ones, and Hugging Face writes over them.
+        // After a resume from an older checkpoint, ours keeps the newer ones and Hugging Face overwrites them.
         let left: BTreeSet<_> = own.checkpoints.iter().copied().collect();
         self.same("checkpoints", left, kept.into_iter().collect());
         let best = given.best.as_ref();
@@ -77,12 +77,12 @@ impl<'a> Comparison<'a> {
             &own.state.best_metric.into_iter().collect::<Vec<_>>(),
             &best.map(|best| best.metric).into_iter().collect::<Vec<_>>(),
         );
-        // Hugging Face notes the step when it saves.
+        // Hugging Face records the step when it saves.
         if let Some(step) = best.and_then(|best| best.step) {
             self.same("best step", own.state.best_global_step, Some(step));
         }
-        // A run of Hugging Face that resumes goes on with the intervals of the checkpoint, not with those that it is
-        // given; ours does as it is told, which `windows` checks.
+        // A resumed run of Hugging Face takes the intervals of the checkpoint and ignores those that it is given. Ours
+        // follows the arguments, which `windows` checks.
         let changes = |resume: &super::fixture::Resume| !resume.arguments.is_empty();
         if !self.case.resume.as_ref().is_some_and(changes) {
             self.log(&log, &given.log);
@@ -93,7 +93,8 @@ impl<'a> Comparison<'a> {
         }
     }
 
-    /// Each log has the mean loss of the updates since the one before, and the whole that of all, resumed or not.
+    /// Checks that each log has the mean loss of the updates since the last one, and the summary that of all updates,
+    /// resumed or not.
     fn windows(&mut self, own: &Trained, stepwise: &Trained) {
         let logged = stepwise.state.log_history.iter();
         let losses: Vec<_> = logged.filter_map(|x| x.metrics.value("loss")).collect();
@@ -134,7 +135,7 @@ impl<'a> Comparison<'a> {
                 let found = match &**name {
                     "step" => Some(ours.step as f64),
                     "epoch" => Some(ours.epoch),
-                    // Hugging Face divides the sum of the run alone by all updates.
+                    // Hugging Face divides the sum of this run alone by the number of all updates.
                     "train_loss" if self.case.resume.is_some() => continue,
                     name => ours.metrics.value(name),
                 };
@@ -179,7 +180,8 @@ fn has(entry: &LogEntry, name: &str) -> bool {
     entry.metrics.value(name).is_some()
 }
 
-/// Which metrics make an entry what it is: times are of each machine, and an evaluation's metrics are compared by value.
+/// Returns the names of the metrics that tell kinds of entries apart. Times depend on the machine, and the metrics of
+/// an evaluation are compared by value.
 fn kind<'a>(names: impl Iterator<Item = &'a String>) -> Vec<String> {
     let is_timed = |name: &&String| name.ends_with("_runtime") || name.ends_with("_per_second");
     let names = names.filter(|name| !is_timed(name) && !["step", "epoch"].contains(&&***name));
@@ -188,13 +190,13 @@ fn kind<'a>(names: impl Iterator<Item = &'a String>) -> Vec<String> {
     names
 }
 
-/// The numbers of the line that an entry is as text, with four digits.
+/// Returns the numbers of an entry's text, which have four digits.
 fn printed(entry: &LogEntry) -> BTreeMap<String, f64> {
     let metrics = entry.metrics.iter().chain([("epoch", entry.epoch)]);
     numbers(&metrics.collect::<Metrics>().to_string())
 }
 
-/// Those of `{'loss': '9.342', 'epoch': 0.1}`.
+/// Parses a line such as `{'loss': '9.342', 'epoch': 0.1}`.
 fn numbers(line: &str) -> BTreeMap<String, f64> {
     let line = line.trim_matches(['{', '}']).replace('\'', "");
     let pairs = line.split(", ").map(|pair| pair.split_once(": ").unwrap());
@@ -203,7 +205,7 @@ fn numbers(line: &str) -> BTreeMap<String, f64> {
         .collect()
 }
 
-/// Runs an ignored test in a process of its own, and compares the banners that it prints with those of the fixture.
+/// Runs an ignored test in a process of its own and compares the banners that it prints with those of the fixture.
 pub fn check_banners(test: &str, file: &str, dtype: FloatDType) {
     let output = std::process::Command::new(std::env::current_exe().unwrap())
         .args(["--exact", test, "--ignored", "--nocapture"])
@@ -223,7 +225,7 @@ pub fn check_banners(test: &str, file: &str, dtype: FloatDType) {
             .unwrap();
         let epochs = format!("  Num Epochs = {}", case.huggingface.epochs);
         for line in case.huggingface.banner.iter().chain([&epochs]) {
-            // Ours does not say the updates of an epoch, and skips batches without a word; and it writes no commas.
+            // Ours does not print the updates per epoch, skips batches silently, and writes no thousands separators.
             let expected = match line.split_once(" = ") {
                 Some((name, _)) if name.contains("update steps per epoch") => continue,
                 Some((name, value)) => format!("{name} = {}\n", value.replace(',', "")),

@@ -1,4 +1,4 @@
-//! The files.
+//! Loads the fixtures.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -59,7 +59,7 @@ pub struct Resume {
     pub arguments: Map<String, Value>,
 }
 
-/// What Hugging Face's Trainer gave.
+/// The results of Hugging Face's Trainer.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Given {
@@ -85,7 +85,7 @@ pub struct Best {
     pub metric: f64,
 }
 
-/// What is in the place of numbers with Hugging Face's bias.
+/// The exact values where the numbers of Hugging Face are biased.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Exact {
@@ -121,7 +121,7 @@ impl Fixture {
         self.tokens.iter().any(|other| other.name == case.name)
     }
 
-    /// The weights at the start.
+    /// Returns the initial weights.
     pub fn weights(&self, case: &Case) -> Weights {
         if self.is_of_tokens(case) {
             return Weights::from([("weight".to_owned(), vec![0.0])]);
@@ -145,7 +145,7 @@ impl Fixture {
     }
 }
 
-/// The first ones, or points of the line.
+/// Returns the first `count` rows, or as many points of the line.
 fn samples(rows: &[Row], count: usize) -> Vec<Sample> {
     let point = |at: usize| {
         let x = at as f64 / count as f64;
@@ -174,7 +174,7 @@ impl Row {
     }
 }
 
-/// Hugging Face's argument that ours leaves to the program, whose function of losses it is.
+/// An argument of Hugging Face's that ours leaves to the program, which brings its own loss function.
 const LABEL_SMOOTHING: &str = "label_smoothing_factor";
 
 impl Case {
@@ -186,7 +186,7 @@ impl Case {
         }
     }
 
-    /// An argument that ours does not know is an error.
+    /// Returns the arguments. One that ours does not know is an error.
     pub fn arguments(&self, folder: &Path, more: &[&Map<String, Value>]) -> TrainingArguments {
         let mut all = self.arguments.clone();
         all.remove(LABEL_SMOOTHING);
@@ -211,7 +211,7 @@ impl Case {
         self.exact.is_none()
     }
 
-    /// The threshold of early stopping.
+    /// Returns the threshold of early stopping.
     pub fn threshold(&self) -> f64 {
         let arguments = self.early_stopping.as_ref();
         let threshold = arguments.and_then(|of| of.get("early_stopping_threshold"));

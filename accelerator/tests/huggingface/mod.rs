@@ -1,4 +1,4 @@
-//! Trainings by Hugging Face's Trainer, done again by ours: `tests/fixtures/trainer/README.md` says what the files have.
+//! Repeats trainings of Hugging Face's Trainer with ours. `tests/fixtures/trainer/README.md` describes the files.
 
 #![allow(unreachable_pub, reason = "two tests include it")]
 
@@ -16,8 +16,8 @@ pub use self::fixture::Case;
 use self::fixture::Fixture;
 use self::models::{Classifier, Cnn, Model, OneWeight};
 
-/// Trains the cases of a file that are in that type, and compares what Hugging Face and ours give: numbers to the
-/// tolerance, relative or, below 1, absolute.
+/// Trains the cases of a file that have this type, and compares the results of Hugging Face and ours. The tolerance is
+/// relative, or absolute below 1.
 pub fn check(file: &str, dtype: FloatDType, tolerance: f64) {
     let fixture = Fixture::load(file);
     let mut failures = Vec::new();

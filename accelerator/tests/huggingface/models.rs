@@ -1,4 +1,4 @@
-//! The models of the fixtures in Burn, and their data.
+//! Burn versions of the fixtures' models, and their data.
 
 use std::collections::BTreeMap;
 use std::fmt::Display;
@@ -19,7 +19,7 @@ use accelerator::train::LossOutput;
 
 use super::Case;
 
-/// The numbers of a sample, and its label.
+/// The inputs of a sample, and its label.
 pub type Sample = (Vec<f64>, f64);
 /// Logits and labels.
 pub type Outputs = (Tensor<2>, Tensor<2>);
@@ -55,7 +55,7 @@ pub trait Model: Module + Display + 'static {
     fn loss(&self, rows: &Rows, case: &Case) -> LossOutput<Outputs>;
 }
 
-/// The line `w x + b`.
+/// Implements the line `w x + b`.
 impl Model for Linear {
     fn new(device: &Device) -> Self {
         LinearConfig::new(1, 1).init(device)
@@ -68,7 +68,7 @@ impl Model for Linear {
     }
 }
 
-/// One number, whose loss is a mean over the tokens of a batch.
+/// A single weight, whose loss is a mean over the tokens of a batch.
 #[derive(Debug, Module)]
 pub struct OneWeight {
     weight: Param<Tensor<1>>,
@@ -168,14 +168,14 @@ fn cross_entropy(logits: Tensor<2>, rows: &Rows, case: &Case) -> LossOutput<Outp
     LossOutput::new(-loss).with_outputs((logits, rows.labels.clone()))
 }
 
-/// The share of rows whose greatest logit is that of the label.
+/// Returns the share of rows whose greatest logit is that of the label.
 pub fn accuracy((logits, labels): Outputs) -> f64 {
     let [rows, _] = labels.dims();
     let hits = logits.argmax(1).equal(labels.int()).int().sum();
     hits.into_data().iter::<f64>().sum::<f64>() / rows as f64
 }
 
-/// The model with these weights, all of them.
+/// Returns the model with these weights, all of which it must use.
 pub fn with_weights<M: Module>(model: M, weights: &Weights, dtype: DType) -> M {
     let mut writer = Writer {
         path: Vec::new(),

@@ -1,4 +1,4 @@
-//! A case, trained by ours.
+//! Trains a case with our trainer.
 
 use std::path::Path;
 use std::sync::{Arc, Mutex};
@@ -15,24 +15,24 @@ use serde_json::json;
 use super::fixture::{Case, Fixture};
 use super::models::{Collator, Model, Outputs, Rows, Weights, accuracy, weights_of, with_weights};
 
-/// Whether the intervals are those of the case.
+/// The logging intervals: those of the case, or each step.
 #[derive(Clone, Copy, Eq, PartialEq)]
 pub enum Logs {
     AsGiven,
     EachStep,
 }
 
-/// What a rank has at the end.
+/// The state of a rank at the end.
 pub struct Trained {
     pub arguments: TrainingArguments,
     pub state: TrainerState,
     pub weights: Weights,
-    /// The steps after which checkpoints were saved, and of those that are left.
+    /// The steps after which checkpoints were saved. `checkpoints` has those that are left.
     pub saved: Vec<u64>,
     pub checkpoints: Vec<u64>,
 }
 
-/// The training of a case on its ranks; where it resumes, the second one.
+/// Trains a case on its ranks, and returns the second run if the case resumes.
 pub fn train<M: Model>(fixture: &Fixture, case: &Case, logs: Logs) -> Vec<Trained> {
     let folder = tempfile::tempdir().unwrap();
     let each = json!({ "logging_strategy": "steps", "logging_steps": 1 });
@@ -94,8 +94,8 @@ fn once<M: Model>(fixture: &Fixture, case: &Case, arguments: &TrainingArguments)
     trained
 }
 
-/// The accuracy or, where there are values, one after the other; the call before training, by which a trainer learns
-/// the names of metrics, does not count.
+/// Returns a metric: the accuracy or, if there are `values`, one of them per call. The trainer calls it once before
+/// training to learn the names of metrics, which uses up no value.
 fn metric(name: &str, values: &[f64]) -> impl Fn(Outputs) -> [(String, f64); 1] + use<> {
     let name = name.to_owned();
     let is_accuracy = values.is_empty();

@@ -1,4 +1,4 @@
-//! C6, C7, C8: when a window ends, and what it averages.
+//! C6, C7, C8: the ends of accumulation windows, and the averages over them.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -11,8 +11,8 @@ use burn::nn::{Linear, LinearConfig};
 use burn::optim::{GradientsParams, SgdConfig};
 use burn::tensor::{Device, Tensor, TensorData};
 
-/// C6: 80 samples in batches of 16, two micro-steps a window: gradients are those of all ranks where
-/// `(step + 1) % 2 == 0`, and with the last batch; in between nothing is sent.
+/// C6: 80 samples in batches of 16, with windows of two micro-steps. A window ends if `(step + 1) % 2 == 0` and at the
+/// last batch; only then are gradients averaged over all ranks. Nothing is sent in between.
 #[test]
 fn c6_windows_end_when_they_are_full_and_with_the_loader() {
     for (samples, ends) in [
@@ -40,7 +40,7 @@ fn c6_windows_end_when_they_are_full_and_with_the_loader() {
                         let loss = distance(&model, &batch);
                         let gradients = accelerator.backward(loss, &model, &batch)?;
                         let sent = count.load(Ordering::Relaxed) > before;
-                        // One rank has nothing to send, and its operations do nothing.
+                        // A single rank has nothing to send, and its operations do nothing.
                         assert!(ranks == 1 || sent != gradients.is_accumulating());
                         found.push(!gradients.is_accumulating());
                         model = optimizer.step(0.05, model, gradients);
@@ -54,14 +54,14 @@ fn c6_windows_end_when_they_are_full_and_with_the_loader() {
     }
 }
 
-/// A line through the origin at 0.
+/// Returns a line through the origin with slope 0.
 fn zero(device: &Device) -> Linear {
     let mut line: Linear = LinearConfig::new(1, 1).with_bias(false).init(device);
     line.weight = Param::from_data(TensorData::from([[0.0_f32]]), device);
     line
 }
 
-/// The mean squared distance from `2 x` at these places.
+/// Returns the mean squared distance from `2 x` at these places.
 fn from_double(model: &Linear, places: &[f32]) -> Tensor<1> {
     let x = TensorData::new(places.to_vec(), [places.len(), 1]);
     let x = Tensor::<2>::from_data(x, &model.weight.val().device().inner());
@@ -93,8 +93,8 @@ fn c7_a_window_of_four_gives_the_weight_of_one_batch() {
     }
 }
 
-/// C8: sequences of 52 tokens in all on rank 0, and of 84 on rank 1, in two micro-steps each: the step
-/// is that of one device which has all 136 in one batch.
+/// C8: sequences of 52 tokens on rank 0 and of 84 on rank 1, in two micro-steps each, give the step of one device that
+/// has all 136 in one batch.
 #[test]
 fn c8_tokens_weigh_as_on_one_device() {
     // By rank and micro-step.
@@ -152,7 +152,7 @@ fn the_program_keeps_a_window_open_or_ends_it() {
                     for batch in train.epoch(epoch) {
                         let batch = batch?;
                         let weight = match (epoch, batch.step()) {
-                            // Four calls in a window of three, beyond the end of the epoch.
+                            // A window of three takes four calls, past the end of the epoch.
                             (0, 2 | 3) => batch.weight().no_sync(),
                             (1, 1) => batch.weight().trigger_sync(),
                             _ => batch.weight(),
@@ -188,7 +188,7 @@ fn windows_that_differ_between_ranks_are_an_error_on_all_of_them() {
         .launch(3, |accelerator| {
             let model = accelerator.prepare(line(&accelerator.device()))?;
             let loss = || model.weight.val().powi_scalar(2).mean();
-            // The mean of the three is what rank 1 does.
+            // Rank 0 closes the window at once, rank 1 after one call and rank 2 after two. The mean is that of rank 1.
             let open = accelerator.rank();
             for _ in 0..open {
                 let gradients = accelerator.backward(loss(), &model, Weight::from(1).no_sync())?;
@@ -197,7 +197,7 @@ fn windows_that_differ_between_ranks_are_an_error_on_all_of_them() {
             let error = accelerator
                 .backward(loss(), &model, Weight::from(1).trigger_sync())
                 .unwrap_err();
-            // The group is as it was, and the next window is a new one.
+            // The group still works, and the next window is a new one.
             let next = accelerator.backward(loss(), &model, Weight::from(1).trigger_sync())?;
             assert_eq!(next.samples(), Some(3.0));
             Ok(error)
@@ -241,7 +241,7 @@ fn a_global_batch_is_reached_by_accumulation() {
     assert!(both.launch(2, |_| Ok(())).is_ok());
 }
 
-/// Runs this file's `inner_steps` in a process of its own, with the variable.
+/// Runs this file's `inner_steps` in a process of its own with the variable set.
 fn steps_with(value: &str) -> (bool, String) {
     let output = std::process::Command::new(std::env::current_exe().unwrap())
         .args([
@@ -292,7 +292,7 @@ fn inner_steps() {
     );
 }
 
-/// Gradients that the program has computed, in windows of two with a ragged rest, on devices with and without overlap.
+/// Gradients computed by the program, in windows of two with a shorter last one, on devices with and without overlap.
 #[test]
 fn finished_gradients_are_averaged_to_the_bits_of_backward() {
     for kind in devices() {

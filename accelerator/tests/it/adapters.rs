@@ -1,4 +1,4 @@
-//! Burn's adapters: LoRA trains as with Burn alone, and quantised parameters are refused.
+//! Burn's adapters: LoRA trains as it does with Burn alone, and quantised parameters are refused.
 
 use std::ops::Range;
 use std::path::Path;
@@ -13,7 +13,7 @@ use burn::optim::{AdamWConfig, GradientsParams, SgdConfig};
 use burn::tensor::quantization::{Calibration, QuantValue};
 use burn::tensor::{Device, Tensor, TensorData};
 
-/// The samples of a step. Each rank has a number of them that is a power of two.
+/// The samples of a step. Each rank gets a number of them that is a power of two.
 const SAMPLES: usize = 8;
 const STEPS: u64 = 4;
 

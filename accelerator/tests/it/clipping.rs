@@ -8,7 +8,7 @@ use burn::nn::Linear;
 use burn::optim::SgdConfig;
 use burn::tensor::{Device, Tensor, TensorData};
 
-/// Three numbers whose gradients are what the loss multiplies them with.
+/// Numbers whose gradients are the factors that the loss multiplies them by.
 #[derive(Debug, Module)]
 struct Numbers {
     body: Param<Tensor<1>>,
@@ -23,7 +23,7 @@ fn numbers(device: &Device) -> Numbers {
     }
 }
 
-/// What a step of rate 1 takes off the numbers whose mean gradient is `[3, -4, 12]`, after `clip`.
+/// Returns how far a step of rate 1 moves numbers whose mean gradient is `[3, -4, 12]`, after `clip`.
 fn moved(
     kind: BackendKind,
     ranks: usize,
@@ -35,7 +35,7 @@ fn moved(
             let device = accelerator.device();
             let parts = (numbers(&device), SgdConfig::new().init());
             let (mut model, mut optimizer) = accelerator.prepare(parts)?;
-            // Ranks have different parts, whose weighted mean is the same on any number of them.
+            // Ranks have different parts, whose weighted mean is the same on any number of ranks.
             let (weight, share) = match (ranks, accelerator.rank()) {
                 (1, _) => (4, 1.0),
                 (_, 0) => (3, 0.0),
@@ -62,14 +62,14 @@ fn check(clip: impl Fn(AveragedGradients) -> AveragedGradients + Sync, expected:
 #[test]
 fn any_norm_over_everything() {
     check(|g| g, [3.0, -4.0, 12.0]);
-    // 13, 12 and 19.
+    // The norms are 13, 12 and 19.
     check(|g| g.clip_norm(6.5), [1.5, -2.0, 6.0]);
     check(
         |g| g.clip(Clip::norm(6.0).of_order(f64::INFINITY)),
         [1.5, -2.0, 6.0],
     );
     check(|g| g.clip(Clip::norm(9.5).of_order(1.0)), [1.5, -2.0, 6.0]);
-    // The cube root of 27 + 64 + 1728.
+    // The norm is the cube root of 27 + 64 + 1728.
     let cube = 1819_f64.cbrt();
     check(
         |g| g.clip(Clip::norm(cube / 2.0).of_order(3.0)),
@@ -101,7 +101,7 @@ fn values_and_groups() {
         |g| g.clip(Clip::norm(1.0).only(|_| false)),
         [3.0, -4.0, 12.0],
     );
-    // One after the other: 2.5 and 6, then the whole by 6.5.
+    // The clips act one after the other: by 2.5 and 6, then the whole by 6.5.
     check(
         |g| {
             g.clip(Clip::norm(2.5).only(|path| path == "body"))

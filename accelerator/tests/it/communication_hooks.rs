@@ -1,4 +1,4 @@
-//! Gradients that hooks of the program's reduce (C26).
+//! Gradients that the program's hooks reduce (C26).
 
 use std::cell::RefCell;
 use std::path::{Path, PathBuf};
@@ -54,8 +54,8 @@ impl Network {
 
 const EPOCHS: u64 = 20;
 
-/// What all ranks hold after each of 20 epochs of three steps, in small buckets; the last step of an epoch
-/// is ragged.
+/// Returns the weights that all ranks hold after each of 20 epochs of three steps, in small buckets. The last step of
+/// an epoch is smaller.
 fn trained(builder: AcceleratorBuilder, ranks: usize) -> Vec<Vec<f32>> {
     let outcomes = builder
         .bucket_size(1024)
@@ -85,7 +85,7 @@ fn trained(builder: AcceleratorBuilder, ranks: usize) -> Vec<Vec<f32>> {
         .collect()
 }
 
-/// How far a trajectory is from the exact one at its farthest point, in parts of the exact one.
+/// Returns the greatest distance between two trajectories, relative to the exact one.
 fn farthest(ours: &[Vec<f32>], exact: &[Vec<f32>]) -> f32 {
     let length = |values: &mut dyn Iterator<Item = f32>| values.map(|v| v * v).sum::<f32>().sqrt();
     let off = ours.iter().zip(exact).map(|(ours, exact)| {
@@ -122,8 +122,8 @@ fn c26_compressed_trajectories_stay_within_a_hundredth_of_the_exact_one() {
     }
 }
 
-/// How far the second row of a matrix is from its goal in the end, in parts of the way. The first row is
-/// pulled to and fro, twice as strongly as the second is to its goal.
+/// Returns how far the second row of a matrix is from its goal in the end, relative to the initial distance. The first
+/// row is pulled back and forth, twice as hard as the second is pulled to its goal.
 fn distance_of_the_quiet_row(builder: AcceleratorBuilder) -> f32 {
     let outcomes = builder
         .launch(2, |accelerator| {
@@ -167,7 +167,7 @@ fn what_is_never_the_largest_arrives_by_error_feedback_only() {
     assert!(without > 0.8, "{without}");
 }
 
-/// An all-reduce in a program's own words, which counts its calls.
+/// An all-reduce that the program writes itself and that counts its calls.
 struct Plain(Arc<AtomicUsize>);
 
 impl CommunicationHook for Plain {
@@ -228,7 +228,7 @@ struct Mixed {
     idle: Param<Tensor<1>>,
 }
 
-/// Weights in f64, and the norms of gradients before clipping, of training in windows of two micro-steps.
+/// Returns the weights in f64 and the gradient norms before clipping of a training in windows of two micro-steps.
 fn mixed(builder: AcceleratorBuilder) -> (Vec<f64>, Vec<f64>) {
     let outcomes = builder
         .bucket_size(1024)
@@ -254,7 +254,7 @@ fn mixed(builder: AcceleratorBuilder) -> (Vec<f64>, Vec<f64>) {
                 let other = model.single.val() * (0.1 * at) - 1.0;
                 let loss =
                     (off.clone() * off).mean().cast(DType::F32) + (other.clone() * other).mean();
-                // One rank has nothing in some steps.
+                // In some steps, one rank has no samples.
                 let weight = (step + accelerator.rank()) % 3;
                 let mut gradients = accelerator.backward(loss, &model, weight)?;
                 norms.extend(gradients.norm());
@@ -284,7 +284,7 @@ fn a_plain_all_reduce_by_a_hook_is_what_is_done_without_one() {
     for (ours, exact) in our_norms.iter().zip(&norms) {
         assert!((ours - exact).abs() < 1e-6 * exact, "{ours} {exact}");
     }
-    // One rank alone calls no hook.
+    // A single rank calls no hook.
     let (alone, calls) = plain(Accelerator::builder());
     assert_eq!(trained(alone, 1), trained(Accelerator::builder(), 1));
     assert_eq!(calls.load(Ordering::Relaxed), 0);
@@ -327,7 +327,7 @@ fn steps_that_are_not_finite_pass_the_hook_by_on_all_ranks() {
     crate::common::assert_close(&ours.0, &exact.0, 1e-6);
 }
 
-/// What a rank gets where the hook of rank 1 does something else in the third step.
+/// Returns each rank's error if the hook of rank 1 does something else in the third step.
 fn errors_of(odd: fn() -> Result<(), HookError>) -> Vec<Error> {
     struct Odd(fn() -> Result<(), HookError>);
     impl CommunicationHook for Odd {
@@ -360,7 +360,7 @@ fn errors_of(odd: fn() -> Result<(), HookError>) -> Vec<Error> {
                     Ok(gradients) => model = optimizer.step(0.1, model, gradients),
                     Err(error) => {
                         assert_eq!(step, 2);
-                        // The group is gone on both ranks.
+                        // The group has failed on both ranks.
                         assert!(accelerator.wait_for_everyone().is_err());
                         return Ok(error);
                     }
@@ -412,7 +412,7 @@ fn a_rank_that_hears_of_a_loss_inside_its_hook_says_so() {
         .unwrap_err()
         .into())
     });
-    // Handed on as it is, by the hook.
+    // The hook passes the error on unchanged.
     assert!(
         errors[1].is_collective() && !errors[1].is_hook(),
         "{:?}",
@@ -420,7 +420,7 @@ fn a_rank_that_hears_of_a_loss_inside_its_hook_says_so() {
     );
 }
 
-/// Sends what it likes: other results on each rank.
+/// A hook that sends nothing, so that results differ between ranks.
 struct Unlike;
 
 impl CommunicationHook for Unlike {
@@ -429,7 +429,7 @@ impl CommunicationHook for Unlike {
     }
 
     fn reduce(&mut self, bucket: &mut GradientBucket<'_>, _: &Ranks<'_>) -> Result<(), HookError> {
-        // Each rank keeps its own share.
+        // Each rank keeps its own gradients.
         assert!(
             bucket
                 .parameters()
@@ -485,7 +485,7 @@ fn ranks_with_different_hooks_are_told_when_they_are_built() {
             assert!(text.contains(part), "{part} is not in: {text}");
         }
     }
-    // So are threads, whose hooks are made one by one.
+    // Threads make one hook each, so theirs can differ too.
     let made = AtomicUsize::new(1);
     let error = Accelerator::builder()
         .communication_hook(move || PowerSgd::new(made.fetch_add(1, Ordering::Relaxed)))
@@ -552,7 +552,7 @@ fn ranks_whose_windows_differ_are_told_before_a_hook_is_called() {
     assert_eq!(calls.load(Ordering::Relaxed), 0);
 }
 
-/// Two ranks with PowerSGD, cut off and resumed.
+/// Trains ranks with PowerSGD, from a checkpoint if `from` has one, and saves each step if `into` is given.
 fn interrupted(ranks: usize, rank: usize, from: Option<&Path>, into: Option<&Path>) -> Vec<f32> {
     let outcomes = Accelerator::builder()
         .bucket_size(1024)
@@ -596,7 +596,7 @@ fn a_resumed_run_repeats_the_bits_and_fits_another_number_of_ranks() {
     assert_eq!(interrupted(2, 1, None, Some(folder.path())), whole);
     for number in 1..=6 {
         let from = folder.path().join(format!("checkpoint-{number:06}"));
-        // The first step is exact: there is nothing to keep after it.
+        // The first step is exact, so there is no state to keep after it.
         for rank in 0..2 {
             let file = from.join(format!("hook-rank-{rank:05}.bin"));
             assert_eq!(file.is_file(), number > 1, "{number}");
@@ -604,7 +604,7 @@ fn a_resumed_run_repeats_the_bits_and_fits_another_number_of_ranks() {
         assert_eq!(interrupted(2, 1, Some(&from), None), whole, "{number}");
     }
     let from = folder.path().join("checkpoint-000003");
-    // What is kept makes a difference, and so does who keeps it.
+    // The restored state makes a difference, and so does the rank that it belongs to.
     std::fs::create_dir(folder.path().join("other")).unwrap();
     for (ranks, rank) in [(3, 1), (1, 1), (2, 2)] {
         let ours = interrupted(ranks, rank, Some(&from), None);
@@ -613,7 +613,7 @@ fn a_resumed_run_repeats_the_bits_and_fits_another_number_of_ranks() {
     }
 }
 
-/// Fails to save, or to go on, on rank 1.
+/// A hook that fails to save or to restore on rank 1.
 struct Forgetful {
     rank: usize,
     fails_to_save: bool,
@@ -708,7 +708,7 @@ fn a_sharded_optimizer_steps_by_what_a_hook_has_reduced() {
     assert_eq!(run(true), run(false));
 }
 
-/// Keeps something on rank 1 alone, and notes who asks.
+/// A hook that keeps something on rank 1 alone and records the calls.
 struct OnRankOne {
     notes: Arc<Mutex<Vec<String>>>,
     rank: usize,
@@ -763,7 +763,7 @@ fn every_rank_gets_its_own_state_back_once_also_where_it_kept_nothing() {
                 let input = Tensor::<2>::ones([1, 1], &accelerator.device());
                 let gradients = accelerator.backward(model.forward(input).mean(), &model, 1)?;
                 model = optimizer.step(0.1, model, gradients);
-                // What lies beside the model has no hook of its own.
+                // The objects beside the model have no hooks of their own.
                 let ema = Ema::new(&model, 0.5);
                 let outer = DiLoCoConfig::new(3).init(&accelerator, &model)?;
                 if resumes {
@@ -784,11 +784,11 @@ fn every_rank_gets_its_own_state_back_once_also_where_it_kept_nothing() {
 }
 
 thread_local! {
-    /// What the hook of this rank asks.
+    /// The accelerator and the model that this rank's hook uses.
     static ASKED: RefCell<Option<(Accelerator, Linear)>> = const { RefCell::new(None) };
 }
 
-/// Asks the accelerator for all that it tells of a model, and to save it.
+/// A hook that asks the accelerator for everything it tells of a model, and for a save of it.
 struct Asking(PathBuf);
 
 impl CommunicationHook for Asking {
@@ -805,7 +805,7 @@ impl CommunicationHook for Asking {
             let (accelerator, model) = asked.as_ref().unwrap();
             let report = accelerator.overlap_report(model)?;
             assert_eq!(report.state, OverlapState::Off);
-            // Of the step before.
+            // The report is that of the previous step.
             assert_eq!(report.buckets, usize::from(bucket.step() > 0));
             assert_eq!(accelerator.loss_scale(model)?, None);
             assert!(accelerator.bucket_memory() > 0);
@@ -859,7 +859,7 @@ fn a_hook_may_ask_the_accelerator_and_is_not_kept_waiting() {
     assert!(saved.next().is_none(), "nothing is saved");
 }
 
-/// Calls `backward` in the midst of one.
+/// A hook that calls `backward` within `backward`.
 struct Nested;
 
 impl CommunicationHook for Nested {
@@ -898,7 +898,7 @@ fn a_hook_that_calls_backward_is_refused_on_every_rank() {
     }
 }
 
-/// What work comes to that waits for ever where it waits for itself.
+/// Returns the result of `work`, and panics if it deadlocks.
 fn in_time<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
     let (over, done) = mpsc::channel();
     thread::spawn(move || over.send(work()));

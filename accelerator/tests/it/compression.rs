@@ -1,4 +1,4 @@
-//! Gradients that travel in half precision.
+//! Gradients sent in half precision.
 
 use crate::common::{Column, columns, devices, distance, flat, line, linear, of_every_rank};
 use accelerator::prelude::*;
@@ -36,7 +36,7 @@ impl Network {
     }
 }
 
-/// What all ranks hold after 120 steps, in small buckets; the last step of an epoch is ragged.
+/// Returns the weights that all ranks hold after 120 steps, in small buckets. The last step of an epoch is smaller.
 fn trained(builder: AcceleratorBuilder, ranks: usize) -> Vec<f32> {
     let outcomes = builder
         .bucket_size(1024)
@@ -101,7 +101,7 @@ fn length(values: &[f32]) -> f32 {
     values.iter().map(|value| value * value).sum::<f32>().sqrt()
 }
 
-/// The gradients of a line on two ranks, where the loss is multiplied by `factors[rank]`.
+/// Returns the gradients of a line on two ranks whose losses are multiplied by `factors[rank]`.
 fn gradients_of(compression: Compression, factors: [f32; 2]) -> Vec<f32> {
     let outcomes = Accelerator::builder()
         .compression(compression)
@@ -129,7 +129,7 @@ fn gradients_of(compression: Compression, factors: [f32; 2]) -> Vec<f32> {
 
 #[test]
 fn what_overflows_is_reduced_again_as_it_is() {
-    // On one rank only: its contribution is infinite, or the sum is.
+    // Either the contribution of a rank is infinite, or the sum is.
     for factors in [
         [1e6, 1.0],
         [1.0, 1e6],
@@ -141,7 +141,7 @@ fn what_overflows_is_reduced_again_as_it_is() {
         assert!(exact.iter().all(|gradient| gradient.is_finite()));
         assert_eq!(gradients_of(Compression::F16, factors), exact);
     }
-    // Rounded to bf16, the largest values of f32 are infinite.
+    // The largest values of f32 are infinite when rounded to bf16.
     let factor = f32::MAX / 40.0;
     let exact = gradients_of(Compression::None, [factor, 0.0]);
     let ours = gradients_of(Compression::Bf16, [factor, 0.0]);
@@ -169,11 +169,11 @@ fn what_is_not_finite_stays_so() {
 #[test]
 fn small_gradients_keep_their_digits() {
     for (compression, bound) in [(Compression::F16, 1e-3), (Compression::Bf16, 1e-2)] {
-        // Around 1e-6, where unscaled f16 values have a digit left.
+        // Around 1e-6, unscaled f16 values have one digit left.
         let exact = gradients_of(Compression::None, [1e-6, 1e-6]);
         let ours = gradients_of(compression, [1e-6, 1e-6]);
         for (ours, exact) in ours.iter().zip(&exact) {
-            // What is seen is the difference of two f32 values near one.
+            // The gradient is observed as the difference of two f32 values near one.
             assert!(
                 (ours - exact).abs() <= bound * exact.abs() + 2e-7,
                 "{ours} {exact}"

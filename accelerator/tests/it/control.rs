@@ -1,4 +1,4 @@
-//! Control of which ranks run what, and the flag that any of them raises. C13 and C14 are numbers of the
+//! Control of which ranks run a closure, and the flag that any rank can raise. C13 and C14 are numbers of the
 //! conformance list that follows Accelerate's tests.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -12,7 +12,7 @@ use accelerator::collective::{Launch, Rendezvous, StoreHost, Topology};
 use accelerator::prelude::*;
 use burn::optim::SgdConfig;
 
-/// Counts the operations of a rank from here on.
+/// Counts the operations of a rank from now on.
 fn counted(accelerator: &Accelerator) -> Result<Arc<AtomicUsize>> {
     let count = Arc::new(AtomicUsize::new(0));
     let counter = count.clone();
@@ -42,8 +42,8 @@ fn c13_a_flag_that_one_rank_raises_is_seen_by_all_once() {
     }
 }
 
-/// Every step is checked; the last rank raises the flag in one of them. Gives what each check said, and
-/// how many operations there were.
+/// Trains, checks the trigger after every step, and lets the last rank raise it once. Returns the answers of the checks
+/// and the number of operations.
 fn steps(
     kind: BackendKind,
     ranks: usize,
@@ -89,7 +89,7 @@ fn c13_a_check_after_a_step_needs_no_operation_of_its_own() {
                 for overlap in [Overlap::Off, Overlap::On] {
                     let plain = steps(kind, ranks, accumulation, overlap, false);
                     let checked = steps(kind, ranks, accumulation, overlap, true);
-                    // Twelve micro-steps; the flag is raised in the sixth of them.
+                    // The flag is raised in the sixth of twelve micro-steps.
                     let expected: Vec<bool> = (0..12 / accumulation)
                         .map(|step| step == 5 / accumulation)
                         .collect();
@@ -106,7 +106,7 @@ fn c13_a_check_after_a_step_needs_no_operation_of_its_own() {
     }
 }
 
-/// A notice that a rank is given now.
+/// Returns a preemption notice that is due now.
 fn notice() -> Preemption {
     let preemption = Preemption::new().with_signals([]);
     preemption.with_deadline(std::time::SystemTime::now())
@@ -144,7 +144,7 @@ fn a_preemption_is_told_with_its_window_and_stays() {
             }
             Ok((answers, count.load(Ordering::Relaxed)))
         });
-        // Within a window there is nothing to save.
+        // There is nothing to save within a window.
         let expected: Vec<bool> = (0..12)
             .map(|step| (step + 1) % accumulation == 0 && step >= 4)
             .collect();
@@ -217,7 +217,7 @@ fn a_preemption_in_local_training_is_told_with_the_average() {
         });
         outcomes.unwrap()
     };
-    // In the middle of a round there is nothing to save.
+    // There is nothing to save in the middle of a round.
     let expected = vec![false, false, true, false, false, true];
     for ((answers, with), (_, without)) in steps(true).into_iter().zip(steps(false)) {
         assert_eq!(answers, expected);
@@ -239,7 +239,7 @@ fn c13_a_flag_that_is_raised_after_the_window_is_told_by_the_next_check() {
                 answers.push(accelerator.check_trigger()?);
             }
             let count = counted(&accelerator)?;
-            // Without a window since then, ranks are asked.
+            // No window has ended since then, so the check asks the other ranks.
             answers.push(accelerator.check_trigger()?);
             answers.push(accelerator.check_trigger()?);
             assert_eq!(count.load(Ordering::Relaxed), 2);
@@ -293,9 +293,9 @@ fn c14_a_collective_where_a_rank_is_alone_is_an_error_there_and_then() {
             assert!(error.is_misuse(), "{error:?}");
             assert!(format!("{error:?}").contains("one rank only"), "{error:?}");
         }
-        // The group is as good as before.
+        // The group still works.
         accelerator.wait_for_everyone()?;
-        // The others hear of it where they wait for the first one.
+        // The others get the error while they wait for the first rank.
         for outcome in [
             accelerator.main_process_first(meet),
             accelerator.local_main_process_first(meet),
@@ -336,7 +336,7 @@ fn c14_a_collective_where_a_rank_is_alone_is_an_error_there_and_then() {
                 );
             }
             accelerator.wait_for_everyone()?;
-            // Nothing of it is in the next window.
+            // The next window contains nothing of it.
             let mut last = accelerator.backward(loss(), &model, &batch)?;
             for batch in batches.by_ref().take(accumulation - 1) {
                 let batch = batch?;
@@ -349,7 +349,7 @@ fn c14_a_collective_where_a_rank_is_alone_is_an_error_there_and_then() {
     }
 }
 
-/// Two hosts of two ranks each, in threads that are connected as processes are.
+/// Runs two hosts of two ranks each, in threads that are connected as processes are.
 fn on_two_hosts<T: Send>(body: impl Fn(Accelerator) -> Result<T> + Send + Sync) -> Vec<Result<T>> {
     let store = StoreServer::bind(("127.0.0.1", 0), 4, None).unwrap();
     let rendezvous = Rendezvous::new("127.0.0.1", store.local_addr().port());
@@ -377,7 +377,7 @@ fn on_two_hosts<T: Send>(body: impl Fn(Accelerator) -> Result<T> + Send + Sync) 
 #[test]
 fn c14_the_first_of_each_host_goes_before_the_others() {
     let order = Mutex::new(Vec::new());
-    // Both of the first ones are inside at once: hosts do not wait for each other.
+    // Both first ranks are inside at once, since hosts do not wait for each other.
     let both = Barrier::new(2);
     let outcomes = on_two_hosts(|accelerator| {
         accelerator.local_main_process_first(|| {
@@ -450,7 +450,7 @@ fn who_waits_for_the_first_hears_of_its_panic() {
     }
 }
 
-/// However long it takes, and whichever way it is one rank's alone.
+/// One rank may work alone for any length of time and in any of these ways.
 #[test]
 fn who_works_while_others_wait_is_waited_for() {
     fn long() {
@@ -468,7 +468,7 @@ fn who_works_while_others_wait_is_waited_for() {
             accelerator.on_process(1, long);
             Ok(())
         },
-        // Without a closure.
+        // A plain `if` instead of a closure.
         |accelerator| {
             if accelerator.is_main_process() {
                 for _ in 0..15 {
@@ -479,7 +479,7 @@ fn who_works_while_others_wait_is_waited_for() {
             Ok(())
         },
     ];
-    // All at the same time, since they mostly sleep.
+    // They run at the same time, since they mostly sleep.
     std::thread::scope(|scope| {
         for way in ways {
             scope.spawn(move || {

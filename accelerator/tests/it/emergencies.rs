@@ -1,4 +1,4 @@
-//! What survivors save when a rank is lost.
+//! Saves by survivors after a rank is lost.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
@@ -84,7 +84,7 @@ fn survivors_save_the_last_complete_step() {
 fn of_two_ranks_that_die_together_neither_is_to_write() {
     let folder = tempfile::tempdir().unwrap();
     let saved = Mutex::new(Vec::new());
-    // Nobody dies while another still trains.
+    // No rank dies while another still trains.
     let trained = std::sync::Barrier::new(4);
     let lost = accelerator::launch(4, |accelerator| {
         let parts = accelerator.prepare((line(&accelerator.device()), adam(), loader(16, 1)))?;
@@ -118,7 +118,7 @@ fn of_two_ranks_that_die_together_neither_is_to_write() {
     assert_eq!(position.world_size_before(), 4);
 }
 
-/// The optimizer is sharded, so survivors save without it; training resumes from the checkpoint that has all parts.
+/// The optimizer is sharded, so survivors save without it. Training resumes from the checkpoint that has all parts.
 #[test]
 fn a_save_that_lacks_parts_is_passed_over_and_removes_nothing() {
     let folder = tempfile::tempdir().unwrap();
@@ -165,7 +165,7 @@ fn a_save_that_lacks_parts_is_passed_over_and_removes_nothing() {
     life(Some(7)).unwrap_err();
     assert_eq!(there().len(), 4, "{:?}", there());
 
-    // The loader alone goes on from the same one.
+    // The loader alone resumes from the same checkpoint.
     let accelerator = Accelerator::new().unwrap();
     let train = accelerator.prepare(loader(40, 1)).unwrap();
     let train = accelerator.resume_loader(&checkpoints, train).unwrap();
@@ -223,7 +223,7 @@ fn a_save_that_lacks_parts_is_passed_over_and_removes_nothing() {
     );
 }
 
-/// Settings of regular saves, and a folder that no regular save takes.
+/// The settings of regular saves do not count, nor does a folder that a regular save refuses.
 #[test]
 fn the_last_state_is_saved_whatever_a_regular_save_refuses() {
     let outer = tempfile::tempdir().unwrap();
@@ -245,7 +245,7 @@ fn the_last_state_is_saved_whatever_a_regular_save_refuses() {
     .unwrap();
     let saved = folder.join("checkpoint-000001");
 
-    // A training that would save there is told when it begins.
+    // A training that would save there gets the error when it begins.
     let errors = accelerator::launch(2, |accelerator| {
         Ok(accelerator.resume(&folder, Object(0)).unwrap_err())
     });
@@ -268,7 +268,7 @@ fn resumed_one_by_one(folder: &PathBuf) -> (Parts, Position) {
 /// An all-reduce that counts its calls.
 struct Counting {
     calls: u8,
-    /// In which step it fails on rank 0.
+    /// The step in which it fails on rank 0.
     fails_in: Option<u64>,
     rank: usize,
     restored: Restored,
@@ -306,7 +306,7 @@ impl CommunicationHook for Counting {
     }
 }
 
-/// How rank 0 comes to its end, in the third step.
+/// The way in which rank 0 ends, in the third step.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum Dies {
     BeforeItsStep,
@@ -314,7 +314,7 @@ enum Dies {
     Never,
 }
 
-/// Trains to the end of an epoch, from wherever the folder's checkpoint is; survivors save there.
+/// Trains to the end of an epoch from the folder's checkpoint, if it has one. Survivors save there.
 fn with_hook(ranks: usize, folder: &Path, dies: Dies) -> (Result<Vec<f32>>, Restored) {
     let restored = Restored::default();
     let seen = restored.clone();
@@ -366,7 +366,7 @@ fn what_the_writers_hook_keeps_is_for_every_rank() {
         };
         assert!(is_culprits, "{dies:?}: {error:?}");
         assert!(restored.lock().unwrap().is_empty());
-        // Rank 1 writes, of two that are left, and can ask its own hook alone.
+        // Rank 1 of the two that are left writes, and can ask only its own hook.
         let checkpoint = folder.path().join("checkpoint-000001");
         let hooks = checkpoints::names(&checkpoint);
         let hooks: Vec<_> = hooks
@@ -376,7 +376,7 @@ fn what_the_writers_hook_keeps_is_for_every_rank() {
         assert_eq!(hooks, ["hook-rank-00001.bin"], "{dies:?}");
         for ranks in 1..=3 {
             let (resumed, restored) = with_hook(ranks, folder.path(), Dies::Never);
-            // Two steps were complete, of which each has a bucket.
+            // Two steps were complete, with one bucket each.
             let state = (vec![1, 2], SavedBy::OneForAll);
             assert_eq!(*restored.lock().unwrap(), vec![state; ranks], "{dies:?}");
             let resumed = resumed.unwrap();

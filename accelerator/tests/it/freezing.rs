@@ -1,4 +1,4 @@
-//! Parameters are frozen and unfrozen in the course of a training.
+//! Parameters are frozen and unfrozen during training.
 
 use std::path::Path;
 
@@ -13,15 +13,15 @@ use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer, SgdConfig};
 use burn::tensor::activation::tanh;
 use burn::tensor::{Device, FloatDType, Tensor, TensorData};
 
-/// The samples that all ranks use in a step.
+/// The samples of a step, over all ranks.
 const SAMPLES: usize = 6;
 const RATE: f64 = 0.01;
 const DECAY: f64 = 0.8;
-/// The base is frozen in these steps.
+/// The steps in which the base is frozen.
 const FROZEN: core::ops::Range<u64> = 4..8;
 const STEPS: u64 = 12;
 
-/// `base.1` is cut among up to three ranks where an optimizer is sharded.
+/// Sharding cuts `base.1` among up to three ranks.
 #[derive(Debug, Module)]
 struct Net {
     base: Vec<Linear>,
@@ -36,7 +36,7 @@ impl Net {
         }
     }
 
-    /// As it is trained in a step.
+    /// Freezes the base or unfreezes it, as the step demands.
     fn at(self, step: u64) -> Self {
         let base = || ParamGroup::from_predicate("base");
         match FROZEN.contains(&step) {
@@ -45,7 +45,7 @@ impl Net {
         }
     }
 
-    /// Over this rank's samples of a step.
+    /// Returns the loss over this rank's samples of a step.
     fn loss(&self, step: u64, rank: usize, ranks: usize) -> Tensor<1> {
         let own = SAMPLES / ranks;
         let first = step as usize * SAMPLES + rank * own;
@@ -63,7 +63,7 @@ impl Net {
     }
 }
 
-/// What Burn alone does, and the average of its weights.
+/// Returns the weights that Burn alone gives, and their average.
 fn plain(kind: BackendKind) -> Vec<f32> {
     let accelerator = Accelerator::builder().device(kind).build().unwrap();
     let mut net = Net::new(&accelerator.device());
@@ -109,8 +109,8 @@ impl Optimizer {
     }
 }
 
-/// Trains from a step on, at which the newest checkpoint in the folder was saved, to another one, and saves.
-/// Gives the weights, and their average.
+/// Trains `steps`, beginning with the newest checkpoint of the folder, and saves. Returns the weights and their
+/// average.
 fn train(
     accelerator: &Accelerator,
     optimizer: Optimizer,
@@ -119,7 +119,7 @@ fn train(
 ) -> Result<Vec<f32>> {
     let mut model = Net::new(&accelerator.device());
     if steps.start % 4 == 2 {
-        // A program that knows may also freeze before.
+        // A program may also freeze before it resumes.
         model = model.at(steps.start);
     }
     let model = accelerator.prepare(model)?;
@@ -252,7 +252,7 @@ fn parts_may_take_turns_and_what_is_frozen_without_prepare_stays() {
             let mut model = accelerator.prepare(Net::new(&accelerator.device()))?;
             let mut optimizer = Optimizer::ShardedFused.prepare(&accelerator)?;
             for step in 0..6 {
-                // Nothing that is trained now was trained before.
+                // No parameter that is trained now was trained in the step before.
                 let (frozen, trained) = match step % 2 {
                     0 => ("base", "head"),
                     _ => ("head", "base"),
@@ -271,7 +271,7 @@ fn parts_may_take_turns_and_what_is_frozen_without_prepare_stays() {
                 ];
                 assert_eq!(moved, [trained == "base", trained == "head"]);
             }
-            // Gradients are all that tells.
+            // Only the missing gradients show that the base is frozen.
             let model = model.unfreeze_group(ParamGroup::from_predicate("head"));
             let mut model = accelerator.prepare(model)?;
             model.base = model.base.no_grad();
@@ -379,7 +379,7 @@ fn a_model_that_is_new_on_one_rank_begins_anew_on_all() {
         let gradients = accelerator.backward(loss, &model, SAMPLES / 2)?;
         model = optimizer.step(RATE, model, gradients);
         drop(model);
-        // Known by its ids on rank 0 alone.
+        // Only rank 0 knows the ids of `first`.
         let model = accelerator.prepare(first)?;
         let optimizer = accelerator.prepare(SgdConfig::new().init())?;
         accelerator.save_state(folder.path(), (&model, &optimizer))?;
@@ -425,7 +425,7 @@ fn running_statistics_of_all_ranks_are_kept() {
     assert_eq!(outcomes.unwrap(), [2.0, 2.0]);
 }
 
-/// A model, and another one that is frozen in it.
+/// A model that contains another one, frozen.
 #[derive(Debug, Module)]
 struct Pair {
     student: Linear,
@@ -451,7 +451,7 @@ fn a_frozen_part_may_be_a_model_of_its_own() {
             };
             let gradients = accelerator.backward(loss(&pair), &pair, 2)?;
             assert!(gradients.loss().is_some_and(|loss| loss > 0.5));
-            // Each of them is trained by itself all the same.
+            // Each of them can still be trained by itself.
             let loss = teacher.forward(input()).mean();
             let gradients = accelerator.backward(loss, &teacher, 2)?;
             let stepped = optimizer.step(0.1, teacher.clone(), gradients);

@@ -1,5 +1,5 @@
-//! What comes out of all ranks together: each sample once, on every path. C4, C12 and C15 are numbers of
-//! the conformance list that follows Accelerate's tests.
+//! Gathering from all ranks: each sample counts once on every path. C4, C12 and C15 are numbers of the conformance list
+//! that follows Accelerate's tests.
 
 use crate::common::{Column, ColumnBatcher, columns, devices, distance, line};
 use accelerator::data::AssumeDeterministic;
@@ -19,7 +19,7 @@ fn list(tensor: Tensor<1, Int>) -> Vec<i64> {
     data.try_to_vec::<i64>().unwrap()
 }
 
-/// The sample numbers that each step of an epoch gathers, the same on every rank.
+/// Returns the sample numbers that each step of an epoch gathers, the same on every rank.
 fn gathered(
     accelerator: &Accelerator,
     loader: &PreparedLoader<Column>,
@@ -164,7 +164,7 @@ fn c12_what_ranks_with_other_numbers_of_steps_gather_is_gathered_at_the_end() {
         for batch in loader.epoch(0) {
             let batch = batch?;
             let rows = numbers(&batch, &accelerator.device());
-            // At once, and not when the other rank does not come to the last step.
+            // The error comes at once, not when the other rank is missing in the last step.
             let error = accelerator.gather_for_metrics(rows, &batch).unwrap_err();
             assert!(error.is_misuse() && !error.is_collective(), "{error:?}");
             mine.extend(batch.real_indices().iter().map(|&number| number as i64));
@@ -189,7 +189,7 @@ fn c12_metrics_of_every_kind_count_each_sample_once() {
             (Accuracy::new(), TopK::new(2), Confusion::new(3));
         for batch in loader.epoch(0) {
             let batch = batch?;
-            // The answer is always class 1, then class 2.
+            // The prediction is always class 1, and class 2 is second.
             let logits = Tensor::<1>::from_floats([0.0, 2.0, 1.0], &device);
             let logits = logits.reshape([1, 3]).repeat_dim(0, batch.num_samples());
             let targets = numbers(&batch, &device).remainder_scalar(3);
@@ -204,7 +204,7 @@ fn c12_metrics_of_every_kind_count_each_sample_once() {
         Ok((of, accuracy.value(), top.value()))
     })
     .unwrap();
-    // Classes 0, 1, 2 have 8, 8 and 7 samples.
+    // Classes 0, 1 and 2 have 8, 8 and 7 samples.
     let (of, accuracy, top) = on_every_rank(figures);
     assert_eq!(of, [8, 8, 7]);
     assert_eq!((accuracy, top), (8.0 / 23.0, 15.0 / 23.0));
@@ -218,7 +218,7 @@ fn c4_tensors_are_padded_to_the_longest_of_all_ranks() {
             .launch(2, |accelerator| {
                 let device = accelerator.device();
                 let rank = accelerator.rank();
-                // Accelerate's own test: [0, 1, 2] and [0, 1].
+                // The shapes are those of Accelerate's own test: [0, 1, 2] and [0, 1].
                 let mine = || Tensor::<1, Int>::arange(0..3 - rank as i64, &device);
                 let pad =
                     |value: i32, side| accelerator.pad_across_processes(mine(), 0, value, side);
@@ -235,7 +235,7 @@ fn c4_tensors_are_padded_to_the_longest_of_all_ranks() {
                         expected.concat()
                     );
                 }
-                // Other dimensions are left alone.
+                // Other dimensions stay as they are.
                 let wide = Tensor::<2>::ones([1 + rank, 2 + rank], &device);
                 let wide = accelerator.pad_across_processes(wide, 1, 0.5, PadSide::End)?;
                 assert_eq!(wide.dims(), [1 + rank, 3]);
@@ -268,12 +268,12 @@ fn c4_a_dimension_that_is_not_there_is_refused_on_every_rank() {
     }
 }
 
-/// C5: Accelerate's debug mode, which is always on here: every rank is told what each one has, and the
-/// ranks can go on.
+/// C5: Accelerate's debug mode, which is always on here. Every rank learns the shapes of all ranks, and the ranks can
+/// continue.
 #[test]
 fn c5_tensors_that_do_not_fit_together_are_named_on_every_rank() {
     type Call = fn(&Accelerator, &Batch<Column>) -> Result<()>;
-    // A tensor of a number of rows and columns, which rank 1 has another one of.
+    // Returns a tensor of the shape `others`, or `one` on rank 1.
     fn tensor(accelerator: &Accelerator, others: [usize; 2], one: [usize; 2]) -> Tensor<2> {
         let shape = if accelerator.rank() == 1 { one } else { others };
         Tensor::ones(shape, &accelerator.device())
@@ -326,7 +326,7 @@ fn c5_tensors_that_do_not_fit_together_are_named_on_every_rank() {
         ),
         (
             "gather_for_metrics",
-            // Two samples are in the batch of each rank.
+            // The batch of each rank has two samples.
             |x, batch| {
                 x.gather_for_metrics(tensor(x, [2, 3], [1, 3]), batch)
                     .map(drop)

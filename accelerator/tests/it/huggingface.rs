@@ -1,4 +1,4 @@
-//! Our trainer against Hugging Face's, in f32.
+//! Compares our trainer with Hugging Face's in f32.
 
 #[path = "../huggingface/mod.rs"]
 mod trainings;

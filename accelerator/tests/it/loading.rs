@@ -1,4 +1,4 @@
-//! Who gets which sample, through every kind of loader.
+//! The distribution of samples over ranks by every kind of loader.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use burn::data::dataloader::{DataLoader, DataLoaderBuilder as BurnBuilder};
 use burn::data::dataset::transform::{SamplerDataset, SamplerDatasetOptions, ShuffledDataset};
 use burn::data::dataset::{Dataset, DatasetError, InMemDataset};
 
-/// Every rank's batches of an epoch: (sample numbers, real ones, idle or not).
+/// Returns every rank's batches of an epoch: sample numbers, how many are real, and whether the batch is idle.
 fn shares(
     ranks: usize,
     epoch: u64,
@@ -154,7 +154,7 @@ fn a_loader_of_burns_is_shared_out_batch_by_batch() {
             .collect::<Result<Vec<_>>>()
     })
     .unwrap();
-    // Eight batches over three ranks: the third one is idle in the last round.
+    // Eight batches go to three ranks, so the third is idle in the last round.
     assert_eq!(
         ranks[0],
         [
@@ -309,7 +309,7 @@ fn loaders_that_differ_between_ranks_are_named() {
     }
 }
 
-/// What `prepare` says on two ranks to a data set of each.
+/// Calls `prepare` on two ranks with a data set of each rank's own, and returns the outcomes.
 fn prepared_of_each<D: Dataset<usize> + 'static>(
     dataset: impl Fn(usize) -> D + Sync,
 ) -> Vec<Result<()>> {
@@ -336,7 +336,7 @@ fn a_data_set_that_each_rank_has_drawn_by_itself_is_refused() {
             "{text}"
         );
     }
-    // What a process has for itself is shown, once.
+    // The error shows once what each process has.
     for outcome in prepared_of_each(|rank| InMemDataset::new(vec![7000 + rank; 64])) {
         let text = outcome.unwrap_err().to_string();
         let found = "rank 0 has the item 0 (`7000`), and rank 1 has the item 0 (`7001`)";
@@ -367,7 +367,7 @@ fn a_data_set_that_draws_for_each_read_is_refused_on_several_ranks() {
         );
         assert!(!text.contains("start every rank with the same"), "{text}");
     }
-    // One process draws what it likes.
+    // A single process may draw at random.
     let accelerator = Accelerator::new().unwrap();
     let train = LoaderBuilder::new(ColumnBatcher)
         .batch_size(4)
@@ -397,7 +397,7 @@ fn a_data_set_that_cannot_be_read_is_told_to_every_rank() {
     }
 }
 
-/// Settings that one rank alone cannot use; the group lives.
+/// One rank alone cannot use the settings. The group still works afterwards.
 #[test]
 fn a_loader_that_one_rank_refuses_is_told_to_every_rank() {
     let weighted = |samples: usize, weights: usize| {
@@ -421,7 +421,7 @@ fn a_loader_that_one_rank_refuses_is_told_to_every_rank() {
         let rank = accelerator.rank();
         let each = |rank: usize, sizes: [usize; 2]| sizes[rank];
         let errors = [
-            // The weights are for the data set of rank 0.
+            // The weights fit only the data set of rank 0.
             accelerator
                 .prepare(weighted(each(rank, [8, 7]), 8))
                 .map(drop),

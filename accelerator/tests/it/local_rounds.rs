@@ -39,7 +39,7 @@ impl Net {
     }
 }
 
-/// Several buckets, running statistics, frozen layers, clipping, a schedule and what is in f32.
+/// Covers several buckets, running statistics, frozen layers, clipping, a schedule and values in f32.
 #[test]
 fn every_rank_ends_with_the_same_bits_and_statistics() {
     let builder = Accelerator::builder().bucket_size(1024).seed(5);
@@ -115,7 +115,7 @@ fn a_rank_whose_gradients_overflow_skips_alone_and_keeps_pace() {
     assert_eq!(others[0], others[1]);
 }
 
-/// A line and its optimizer, prepared.
+/// Returns a prepared line and its optimizer.
 fn prepared(accelerator: &Accelerator) -> Result<(Linear, PreparedOptimizer<Manual>)> {
     accelerator.prepare((line(&accelerator.device()), SgdConfig::new().init()))
 }
@@ -165,7 +165,7 @@ fn replicas_that_differ_are_neither_reduced_nor_saved() {
         let gradients = accelerator.backward(loss(&accelerator, &model), &model, 4)?;
         model = optimizer.step(RATE, model, gradients);
         accelerator.check_replicas(&model)?;
-        // Nothing is left, and nothing changes.
+        // No round is open, so nothing changes.
         let before = flat(&model);
         local.finish(&mut model)?;
         assert_eq!(flat(&model), before);
@@ -182,7 +182,7 @@ fn calls_out_of_order_are_refused() {
         let before = flat(&model);
         let gradients = local.backward(loss(&accelerator, &model), &model, 4)?;
         if accelerator.rank() == 1 {
-            // The other rank hears of what this one forgets.
+            // Rank 1 steps correctly, and learns that rank 0 did not.
             model = optimizer.step(RATE, model, gradients);
             let text = local.step(&mut model).unwrap_err().to_string();
             assert!(text.contains("rank 0 was not ready"), "{text}");
@@ -241,7 +241,7 @@ fn ranks_with_different_numbers_of_steps_are_told_so() {
     accelerator::launch(2, |accelerator| {
         let (mut model, mut optimizer) = prepared(&accelerator)?;
         let mut local = LocalSgdConfig::new(3).init(&accelerator, &model)?;
-        // Rank 1 comes to the end of a round, and rank 0 to the end of its samples.
+        // Rank 1 reaches the end of a round, and rank 0 the end of its samples.
         for _ in 0..1 + 2 * accelerator.rank() {
             let gradients = local.backward(loss(&accelerator, &model), &model, 4)?;
             model = optimizer.step(RATE, model, gradients);
@@ -285,7 +285,7 @@ fn settings_that_cannot_be_are_refused() {
         for error in errors {
             assert!(error.unwrap_err().is_config());
         }
-        // What one rank alone is told wrong, all hear of.
+        // If one rank alone has a wrong setting, all ranks get an error.
         let wrong = [4, 0][accelerator.rank()];
         let rate = [0.7, f64::NAN][accelerator.rank()];
         let errors = [
@@ -342,7 +342,7 @@ fn a_sharded_optimizer_is_refused_before_the_first_local_step() {
         let mut local = LocalSgdConfig::new(2).init(&accelerator, &model)?;
         let mut backward = || local.backward(loss(&accelerator, &model), &model, 2);
         assert_sharded(&backward().unwrap_err());
-        // The group lives, and so may another optimizer.
+        // The group still works, and another optimizer may follow.
         accelerator.wait_for_everyone()?;
         drop(sharded);
         drop(backward()?);
@@ -364,7 +364,7 @@ fn a_sharded_optimizer_beside_another_one_steps_nothing_and_is_told() {
         assert_eq!(flat(&model), before);
         assert_sharded(&local.step(&mut model).unwrap_err());
 
-        // In the end of a round, with a rank that is idle: it hears of it where ranks meet.
+        // At the end of a round, an idle rank gets the error when the ranks meet.
         let samples = [2, 0][accelerator.rank()];
         let gradients = local.backward(loss(&accelerator, &model), &model, samples)?;
         model = sharded.step(RATE, model, gradients);
@@ -377,7 +377,7 @@ fn a_sharded_optimizer_beside_another_one_steps_nothing_and_is_told() {
             ),
         }
 
-        // Training goes on with the other one.
+        // Training continues with the other optimizer.
         local.average(&mut model)?;
         let gradients = local.backward(loss(&accelerator, &model), &model, 2)?;
         model = optimizer.step(RATE, model, gradients);
@@ -388,7 +388,7 @@ fn a_sharded_optimizer_beside_another_one_steps_nothing_and_is_told() {
     .unwrap();
 }
 
-/// What comes of an average in which rank 1 of 3 has a loss that is multiplied by so much.
+/// Returns the errors of an average in which the loss of rank 1 of 3 is multiplied by `by`.
 fn spoilt<L: LocalTraining<Linear>>(
     by: f64,
     init: impl Fn(&Accelerator, &Linear) -> Result<L> + Send + Sync,
@@ -407,7 +407,7 @@ fn spoilt<L: LocalTraining<Linear>>(
         let error = local.step(&mut model).unwrap_err();
         let bits = |values: Vec<f32>| values.into_iter().map(f32::to_bits).collect::<Vec<_>>();
         assert_eq!(bits(flat(&model)), bits(before));
-        // The group lives.
+        // The group still works.
         accelerator.wait_for_everyone()?;
         Ok(error)
     })
@@ -468,7 +468,7 @@ fn layers_that_ask_other_ranks_in_each_forward_are_refused() {
         accelerator.wait_for_everyone()
     })
     .unwrap();
-    // One rank alone has nobody to ask.
+    // A single rank has no other ranks to share statistics with.
     let accelerator = Accelerator::new().unwrap();
     let _norm = SyncBatchNormConfig::new(3).init(&accelerator);
     let model = accelerator.prepare(line(&accelerator.device())).unwrap();
@@ -480,7 +480,7 @@ fn layers_that_ask_other_ranks_in_each_forward_are_refused() {
     );
 }
 
-/// Where a rank is lost.
+/// The moment at which a rank is lost.
 #[derive(Clone, Copy)]
 enum Leaves {
     BeforeTheAverage,
@@ -498,7 +498,7 @@ fn a_rank_that_is_lost_in_an_average_is_named_and_the_model_is_as_it_was() {
                 model = optimizer.step(RATE, model, gradients);
                 if accelerator.rank() == 2 && optimizer.steps() == 2 {
                     if let Leaves::WithinIt = leaves {
-                        // What ranks count, and then no bucket.
+                        // It sends the counts of the ranks, and then no bucket.
                         accelerator.group().all_gather(&[2.0_f64, 8.0, 0.0, 0.0])?;
                     }
                     return Ok(());
@@ -522,7 +522,7 @@ fn a_rank_that_is_lost_in_an_average_is_named_and_the_model_is_as_it_was() {
     }
 }
 
-/// Every float of a model, the running statistics included.
+/// Returns every float of a model, including the running statistics.
 fn everything(model: &Net) -> Vec<f32> {
     struct All(Vec<f32>);
     impl ModuleVisitor for All {
@@ -536,7 +536,7 @@ fn everything(model: &Net) -> Vec<f32> {
     all.0
 }
 
-/// From a checkpoint between rounds, in mid-epoch, training goes on with the same bits.
+/// Training resumes from a checkpoint between rounds, in mid-epoch, with the same bits.
 #[test]
 fn resumed_is_uninterrupted() {
     let folder = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! What a program does with the library, a module for each subject.
+//! Tests of the library as programs use it, one module per subject.
 
 #![allow(clippy::unwrap_used, reason = "these are tests, helpers included")]
 

@@ -1,4 +1,4 @@
-//! Model files: in one piece or several, for Burn or for PyTorch, and what of them fits a model.
+//! Model files: in one piece or in shards, for Burn or for PyTorch, and the parts of them that fit a model.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -29,7 +29,7 @@ impl Net {
         }
     }
 
-    /// One whose running statistics have moved.
+    /// Returns a net whose running statistics have moved.
     fn trained(device: &Device) -> Self {
         let net = Self::new(device);
         let pictures = Tensor::random([4, 1, 4, 4], Distribution::Default, device);
@@ -38,7 +38,7 @@ impl Net {
     }
 }
 
-/// Its names in a file in Burn's layout.
+/// The names of the net's tensors in Burn's layout.
 const NAMES: [&str; 8] = [
     "conv.weight",
     "conv.bias",
@@ -58,7 +58,7 @@ fn folder() -> tempfile::TempDir {
     tempfile::tempdir().unwrap()
 }
 
-/// The names in a folder, sorted.
+/// Returns the sorted names in a folder.
 fn files(folder: &Path) -> Vec<String> {
     let mut names: Vec<_> = folder
         .read_dir()
@@ -89,7 +89,7 @@ fn a_large_model_is_written_in_shards_and_read_back_bit_for_bit() {
     let path = folder.path().join("model.safetensors");
     let (accelerator, device) = (alone(), alone().device());
     let net = Net::trained(&device);
-    // 72 + 8 | 8 + 8 + 8 + 8 | 96 | 12 bytes.
+    // The shards have 72 + 8, 8 + 8 + 8 + 8, 96 and 12 bytes.
     let options = SaveOptions::new().with_max_shard_size(80);
     accelerator.save_model_with(&net, &path, &options).unwrap();
 
@@ -152,7 +152,7 @@ fn a_manifest_of_another_program_beside_a_model_is_not_a_checkpoints() {
             assert_eq!(flat(&loaded), flat(&net.valid()), "{text}");
         }
     }
-    // What was a checkpoint stays one, under any name.
+    // A folder that was a checkpoint stays one under any name.
     std::fs::write(folder.path().join("state.cbor"), "").unwrap();
     let error = alone().load_model(Net::new(&device), folder.path());
     assert!(error.unwrap_err().is_checkpoint());
@@ -176,7 +176,7 @@ fn what_an_older_save_left_goes_when_the_next_is_complete() {
         let names = files(folder.path());
         names.iter().filter(|name| name.contains("-of-")).count() - 1
     };
-    // From few shards to many, the same number again, one file, and back.
+    // The number of shards grows, stays, falls to one file, and grows again.
     for (size, expected) in [(120, 2), (80, 4), (80, 4), (0, 0), (120, 2), (1 << 20, 0)] {
         save(&Net::trained(&device), size);
         assert_eq!(shards(), expected, "{:?}", files(folder.path()));
@@ -184,7 +184,7 @@ fn what_an_older_save_left_goes_when_the_next_is_complete() {
     assert_eq!(files(folder.path()), [stranger, "model.safetensors"]);
 }
 
-/// Jobs that save to one path at the same time, as two that were started by mistake.
+/// Two jobs save to one path at the same time, as if one had been started by mistake.
 #[test]
 fn two_jobs_that_save_to_one_path_leave_the_model_of_one_of_them() {
     for options in [
@@ -224,7 +224,7 @@ fn an_index_is_never_left_beside_shards_of_two_saves() {
     accelerator
         .save_model_with(&Net::new(&device), &path, &options)
         .unwrap();
-    // The second shard cannot be put in its place any more, after the first one was.
+    // The second shard cannot be moved into place after the first one was.
     let second = folder.path().join("model-00002-of-00004.safetensors");
     std::fs::remove_file(&second).unwrap();
     std::fs::create_dir(&second).unwrap();
@@ -271,7 +271,7 @@ fn pytorchs_layout_turns_linear_weights_and_renames_norms() {
     let written = tensors["output.weight"].to_bytes().unwrap();
     assert_eq!(written[..], turned.bytes()[..]);
 
-    // The file says which layout it has.
+    // The file states its layout.
     let loaded = accelerator.load_model(Net::new(&device), &path).unwrap();
     assert_eq!(flat(&loaded), flat(&net.valid()));
     let wrong = LoadOptions::new().with_layout(FileLayout::Burn);
@@ -299,7 +299,7 @@ fn column_major_weights_are_the_same_in_every_layout() {
         let loaded: Linear = accelerator.load_model(config.init(&device), &path).unwrap();
         assert_eq!(loaded.weight.val().into_data(), weight, "{layout:?}");
     }
-    // In PyTorch's layout a row-major one takes it as well.
+    // In PyTorch's layout, a row-major layer can load it as well.
     let path = folder.path().join("PyTorch.safetensors");
     let row: Linear = LinearConfig::new(4, 3).init(&device);
     let row = accelerator.load_model(row, &path).unwrap();
@@ -380,7 +380,7 @@ fn a_tied_parameter_is_written_once_while_it_is_one() {
     let loaded = accelerator.load_model(fresh(), &path).unwrap();
     assert_eq!(flat(&loaded), flat(&tied));
 
-    // Trained apart, they are two.
+    // After separate training they are two tensors.
     let mut apart = tied;
     let id = apart.second.weight.id;
     let moved = apart.second.weight.val().inner() + 1.0;
@@ -441,7 +441,7 @@ fn everything_that_does_not_fit_is_listed_and_partial_loading_takes_the_rest() {
     assert_eq!(flat(&loaded.norm), flat(&net.norm.valid()));
     assert_eq!(loaded.output.weight.val().into_data(), output, "left alone");
 
-    // Nothing in common is an error in any mode.
+    // A file that has nothing in common with the model is an error in any mode.
     let stranger: Linear = LinearConfig::new(2, 2).init(&device);
     let error = accelerator
         .load_model_with(stranger, &path, &LoadOptions::new().allow_partial())
@@ -475,7 +475,7 @@ fn names_can_be_changed_on_the_way() {
     assert!(report.is_complete());
     assert_eq!(flat(&loaded), flat(&outer.module.valid()));
 
-    // What has another name is not found under its old one.
+    // A renamed tensor is not found under its old name.
     let away = options.clone().rename("conv.bias", "conv.shift");
     let error = accelerator
         .load_model_with(Net::new(&device), &path, &away)
@@ -502,7 +502,7 @@ fn another_float_type_is_an_error_unless_a_cast_is_asked_for() {
     let path = folder.path().join("half.safetensors");
     let accelerator = alone();
     let device = accelerator.device();
-    // 1.0 and -2.5 in bf16.
+    // The values are 1.0 and -2.5 in bf16.
     let header = br#"{"weight":{"dtype":"BF16","shape":[2,1],"data_offsets":[0,4]}}"#;
     let mut file = (header.len() as u64).to_le_bytes().to_vec();
     file.extend(header);
@@ -537,7 +537,7 @@ fn every_rank_gets_rank_zeros_values_report_and_errors() {
         };
         let (net, report) = accelerator.load_model_with(net, path, &LoadOptions::new())?;
         let net = accelerator.prepare(net)?;
-        // Prepared models stay prepared.
+        // A prepared model stays prepared.
         let again = accelerator.load_model(net.clone(), folder.path())?;
         assert_eq!(again.output.weight.id, net.output.weight.id);
         let wrong: Linear = LinearConfig::new(2, 2).init(&device);
@@ -580,7 +580,7 @@ fn damaged_files_are_told_from_models_that_do_not_fit() {
     }
     std::fs::write(&path, [&whole[..], b"more"].concat()).unwrap();
     assert_mentions(&load(), &["accounts for"]);
-    // A header that claims to be as long as memory.
+    // The header claims to be as long as all memory.
     let mut huge = whole.clone();
     huge[..8].fill(0xff);
     std::fs::write(&path, &huge).unwrap();
@@ -603,8 +603,7 @@ fn damaged_files_are_told_from_models_that_do_not_fit() {
     }
 }
 
-/// Runs a Python program that has numpy and safetensors; `None`, with a message, where there is
-/// no such Python.
+/// Runs a Python program that uses numpy and safetensors. Prints a line and returns `None` if there is no such Python.
 fn python(program: &str, folder: &Path) -> Option<String> {
     let run = |program: &str| {
         Command::new("python3")

@@ -1,4 +1,4 @@
-//! Models are the same on every rank, and on disk.
+//! Models are the same on every rank and on disk.
 
 use crate::common::{devices, flat, line};
 use accelerator::prelude::*;
@@ -31,7 +31,7 @@ fn prepare_gives_every_rank_rank_zeros_values_and_ids() {
             .device(kind)
             .launch(3, |accelerator| {
                 let device = accelerator.device();
-                // Only this rank's number tells the models apart.
+                // The models differ only in this rank's number.
                 let value = accelerator.rank() as f32;
                 let mut model = Net::new(&device, 3);
                 let weight = TensorData::new(vec![value; 8 * 3], [8, 3]);
@@ -133,7 +133,7 @@ fn saving_replaces_files_only_and_keeps_links() {
             .is_io()
     );
 
-    // Nothing else is left.
+    // No other file is left.
     accelerator.save_model(&model, &file).unwrap();
     let mut names: Vec<_> = folder
         .path()

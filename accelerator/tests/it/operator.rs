@@ -1,4 +1,4 @@
-//! The training operator, on ranks that are threads: against a loop by hand, and against the trainer.
+//! The training operator on ranks that are threads, compared with a loop by hand and with the trainer.
 
 use accelerator::data::Loader;
 use accelerator::prelude::*;
@@ -93,7 +93,7 @@ struct Config {
     clip: Option<f64>,
 }
 
-/// It counts the batches that it has seen, over saves too.
+/// An operator that counts the batches that it has seen, across saves too.
 struct Classifier {
     seen: u64,
 }
@@ -145,7 +145,7 @@ impl TrainingOperator for Classifier {
     }
 }
 
-/// All defaults.
+/// An operator with all defaults.
 struct Plain;
 
 impl TrainingOperator for Plain {
@@ -267,7 +267,7 @@ fn the_defaults_train_as_a_loop_by_hand() {
 fn metrics_are_means_over_the_samples_of_all_ranks() {
     let metrics = |world_size| {
         on_ranks(world_size, |accelerator| {
-            // Nothing is learned, so that one loss is the other's mean.
+            // The rate is 0, so one loss is the mean of the others.
             let mut trainer = OperatorTrainer::<Plain>::on(accelerator, 0.0)?;
             Ok((trainer.train(None)?, trainer.validate()?))
         })
@@ -313,7 +313,8 @@ fn metrics_are_means_over_the_samples_of_all_ranks() {
     }
 }
 
-/// The loss is a mean over tokens: a sample of class c has c + 1 of them, each with a loss of c. It answers class 0.
+/// An operator whose loss is a mean over tokens. A sample of class c has c + 1 tokens with a loss of c each, and the
+/// prediction is always class 0.
 struct OfTokens;
 
 impl TrainingOperator for OfTokens {
@@ -349,7 +350,7 @@ fn a_loss_over_tokens_leaves_the_accuracy_to_samples() {
             Ok((trainer.train(None)?, trainer.validate()?))
         });
         for (train, val) in metrics {
-            // Seven of 22 samples, and two of 7, have class 1 or 2.
+            // Class 1 or 2 have 7 of 22 samples in training, and 2 of 7 in validation.
             for (found, name, expected) in [
                 (
                     &train,
@@ -381,9 +382,9 @@ fn steps_go_on_over_calls_and_into_the_next_epoch() {
     let mut trainer = OperatorTrainer::<Plain>::on(accelerator, RATE).unwrap();
     let calls = [
         (Some(4), (4.0, 16.0, 1.0)),
-        // Two of the first epoch, of 4 and 2 samples, and two of the next.
+        // Two batches of the first epoch, of 4 and 2 samples, and two of the next.
         (Some(4), (4.0, 14.0, 2.0)),
-        // The rest of the second.
+        // The rest of the second epoch.
         (None, (4.0, 14.0, 2.0)),
         (Some(6), (6.0, 22.0, 3.0)),
         (None, (6.0, 22.0, 4.0)),
@@ -422,7 +423,7 @@ fn a_training_goes_on_from_what_was_saved() {
         });
         let resumed = on_ranks(world_size, |accelerator| {
             let mut trainer = OperatorTrainer::<Classifier>::on(accelerator, CLIPPED)?;
-            // Another place, which is left.
+            // `load` leaves this position.
             trainer.train(1)?;
             trainer.load(&path)?;
             let rest = trainer.train(None)?;
@@ -432,7 +433,7 @@ fn a_training_goes_on_from_what_was_saved() {
         });
         assert_eq!(whole, resumed);
     }
-    // Eight samples are used.
+    // Eight samples are used already.
     let counts = on_ranks(2, |accelerator| {
         let mut trainer = OperatorTrainer::<Classifier>::on(accelerator, CLIPPED)?;
         trainer.load(folder.path().join("1"))?;
@@ -470,7 +471,7 @@ fn register_two<T: TrainingOperator<Models = Two>>(
     Ok(Registered::new(operator, models, data))
 }
 
-/// Two models, each trained on its own.
+/// An operator with two models, each trained on its own.
 struct Pair;
 
 impl TrainingOperator for Pair {
@@ -503,7 +504,7 @@ impl TrainingOperator for Pair {
     }
 }
 
-/// Two models, and nothing said of them.
+/// An operator with two models that does not say how to train them.
 struct Undecided;
 
 impl TrainingOperator for Undecided {

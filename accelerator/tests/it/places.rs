@@ -1,4 +1,4 @@
-//! Errors of communication name a line of the program, and none of the library.
+//! Errors of communication name a line of the program and none of the library.
 
 use std::sync::{Arc, Mutex};
 
@@ -12,10 +12,10 @@ use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
 use burn::optim::AdamWConfig;
 use burn::tensor::{Device, Tensor};
 
-/// What an operation is called, and the place that its errors name.
+/// Pairs of the name of an operation and the place that its errors name.
 type Notes = Arc<Mutex<Vec<(&'static str, String)>>>;
 
-/// From here on. A rank has one.
+/// Starts to record the operations of a rank, which can have one observer.
 fn observed(accelerator: &Accelerator) -> Notes {
     let notes = Notes::default();
     let noted = notes.clone();
@@ -27,7 +27,7 @@ fn observed(accelerator: &Accelerator) -> Notes {
     notes
 }
 
-/// Whether all operations since the last time, of which there are these, are of this file.
+/// Asserts that the operations since the last call include these and were all called from this file.
 #[track_caller]
 fn assert_ours(notes: &Notes, there: &[&str]) {
     let notes = core::mem::take(&mut *notes.lock().unwrap());
@@ -85,7 +85,7 @@ fn checkpoints_with_all_their_parts() {
             PerRank(&best),
         );
         accelerator.save_state(folder.path(), saved)?;
-        // Votes, running statistics, what is told of a part, and a sharded state.
+        // The operations exchange votes, running statistics, the layout of a part, and a sharded state.
         let operations = ["all_gather_object", "all_gather", "all_reduce"];
         assert_ours(&notes, &operations);
         accelerator.save_state_async(folder.path(), saved)?.wait()?;

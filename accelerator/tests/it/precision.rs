@@ -1,4 +1,4 @@
-//! Half precision with master weights in full (C10: what overflows is skipped).
+//! Half precision with full-precision master weights (C10: steps that overflow are skipped).
 
 use crate::common::{flat, line, of_every_rank};
 use accelerator::precision::{LossScale, in_full};
@@ -49,7 +49,7 @@ impl Net {
     }
 }
 
-/// The same values each time, whatever else draws from the generator.
+/// Returns the model with values that are always the same, whatever else draws from the generator.
 fn known<M: Module>(model: M) -> M {
     struct Known(f32);
     impl ModuleMapper for Known {
@@ -76,7 +76,7 @@ struct Setting {
     precision: Precision,
 }
 
-/// The parameters and losses of each rank after eight steps, and whether anything was sent early.
+/// Returns the parameters and losses of each rank after eight steps, and whether anything was sent early.
 fn train(setting: Setting, ranks: usize) -> (Vec<f32>, Vec<f64>, bool) {
     let rows = Accelerator::builder()
         .device(BackendKind::Flex)
@@ -109,7 +109,7 @@ fn train(setting: Setting, ranks: usize) -> (Vec<f32>, Vec<f64>, bool) {
             let report = accelerator.overlap_report(&model)?;
             assert_eq!(report.repairs, 0, "{report:?}");
             let early = report.state == OverlapState::On && report.early_total > 0;
-            // Statistics that run are each rank's own.
+            // Each rank has its own running statistics.
             let trained = [
                 flat(&model.convolution),
                 flat(&model.hidden),
@@ -163,7 +163,7 @@ fn half_precision_learns_what_full_does_and_overlap_changes_no_bit() {
                 let (on, on_losses, early) = train(on, 2);
                 assert_eq!(on, off);
                 assert_eq!(on_losses, off_losses);
-                // With compression, whether the weights are known in time is a matter of luck.
+                // With compression, timing decides whether the weights are known early enough.
                 assert!(early || compression != Compression::None, "{precision}");
             }
         }
@@ -187,12 +187,12 @@ fn masters_stay_full_and_copies_are_half_but_for_what_cannot_be() {
     assert_eq!(copy.last.weight.val().dtype(), DType::F32);
     assert_eq!(model.hidden[0].weight.val().dtype(), DType::F32);
     assert_eq!(model.batch_norm.running_mean.value().dtype(), DType::F32);
-    // Evaluation, in half precision as well.
+    // Evaluation can use half precision as well.
     let valid = accelerator.working_copy(&model.valid());
     assert_eq!(valid.last.weight.val().dtype(), DType::BF16);
 }
 
-/// C10: the flag of a skipped step after steps that are good, bad, bad and good.
+/// C10: the outcome of steps that are good, bad, bad, good and good.
 #[test]
 fn c10_a_step_that_overflows_is_skipped_on_all_ranks_and_the_schedule_waits() {
     for ranks in [1, 2] {
@@ -213,7 +213,7 @@ fn c10_a_step_that_overflows_is_skipped_on_all_ranks_and_the_schedule_waits() {
                 assert_eq!(accelerator.loss_scale(&model)?, Some(65536.0));
                 let (mut outcomes, mut scales) = (Vec::new(), Vec::new());
                 for bad in [false, true, true, false, false] {
-                    // One rank alone finds it.
+                    // Only one rank has the bad gradient.
                     let bad = bad && accelerator.rank() + 1 == ranks;
                     let factor = if bad { f32::NAN } else { 0.01 };
                     let loss = accelerator.forward(&model, |model| {
@@ -244,7 +244,7 @@ fn c10_a_step_that_overflows_is_skipped_on_all_ranks_and_the_schedule_waits() {
                 .map(|outcome| match outcome {
                     StepOutcome::Stepped { rate, norm } => {
                         let norm = norm.unwrap();
-                        // Unscaled: only the weight has a gradient.
+                        // The norm is unscaled, and only the weight has a gradient.
                         assert!((norm - 0.01).abs() < 1e-4, "{norm}");
                         Ok(*rate)
                     }
@@ -310,7 +310,7 @@ fn the_scale_comes_back_with_a_checkpoint() {
         let gradients = step(&accelerator, &model, factor);
         model = optimizer.step(0.1, model, gradients);
     }
-    // One good step more, and it would grow after the next.
+    // After one more good step, the next one would grow the scale.
     let gradients = step(&accelerator, &model, 0.1);
     model = optimizer.step(0.1, model, gradients);
     accelerator
@@ -372,7 +372,7 @@ fn a_step_may_have_several_copies_and_one_that_no_backward_uses() {
                     accelerator.to_full(output).powi_scalar(2).mean()
                 };
                 let loss = match step {
-                    // Looked at, and forgotten.
+                    // One loss is computed and dropped.
                     0 | 1 | 7 => {
                         let _ = loss();
                         loss()
@@ -408,8 +408,8 @@ impl Stack {
     }
 }
 
-/// What each rank holds after eight windows of training a stack with masters of that type, its losses, and how
-/// many buckets it sent while backward ran.
+/// Returns the parameters of each rank after eight windows of training with masters of that type, its losses, and the
+/// number of buckets that it sent while backward ran.
 fn train_masters(
     masters: DType,
     precision: Precision,
@@ -441,7 +441,7 @@ fn train_masters(
                 let input = accelerator.to_working(input);
                 let loss = accelerator.forward(&model, |model| {
                     let output = accelerator.to_full(model.forward(input));
-                    // Gradients below 6·10⁻⁵, where bf16 has more bits than f16.
+                    // Gradients are below 6·10⁻⁵, where bf16 has more bits than f16.
                     (output - 0.7).powi_scalar(2).mean() * 1e-4
                 });
                 let gradients = accelerator.backward(loss, &model, rows)?.clip_norm(5e-5);
@@ -455,7 +455,7 @@ fn train_masters(
         .unwrap()
 }
 
-/// Casts parameters.
+/// Casts parameters to a type.
 struct InType(DType);
 
 impl ModuleMapper for InType {
@@ -493,7 +493,7 @@ fn masters_of_every_type_get_the_same_bits_with_overlap_and_without() {
                     let (parameters, losses, early) = on;
                     assert_eq!((parameters, losses), (&off.0, &off.1), "{name}");
                     assert_eq!(parameters[0].dtype(), masters);
-                    // A cast to half precision rounds, so it has to be waited for.
+                    // A cast to half precision rounds, so the reduction must wait for it.
                     let in_half = format!("{masters:?}").to_lowercase() == precision.name();
                     let is_early = in_half || matches!(masters, DType::F64 | DType::F32);
                     assert_eq!(*early > 0, is_early, "{name}");
@@ -505,7 +505,7 @@ fn masters_of_every_type_get_the_same_bits_with_overlap_and_without() {
     }
 }
 
-/// The parameters that [`train_masters`] begins with.
+/// Returns the initial parameters of [`train_masters`].
 fn known_in(masters: DType) -> Vec<TensorData> {
     let layer = |_| LinearConfig::new(32, 32).init(&Device::flex());
     let layers = (0..4).map(layer).collect();
@@ -539,7 +539,7 @@ fn what_was_not_cast_is_named_with_the_call_that_casts_it() {
         text.contains("dtype mismatch"),
         "Burn's words are kept: {text}"
     );
-    // Other panics are left as they are.
+    // Other panics stay as they are.
     let own = "a column of this table has the dtype of another one";
     assert_eq!(said(&|_| panic!("{own}")), own);
     assert_eq!(said(&|_| panic!("no such layer")), "no such layer");

@@ -1,4 +1,4 @@
-//! What ranks do together besides training.
+//! Operations of ranks other than training.
 
 use std::sync::{Mutex, mpsc};
 use std::time::Duration;
@@ -20,7 +20,7 @@ fn tensors_are_gathered_reduced_and_broadcast() {
                 let device = accelerator.device();
                 let rank = accelerator.rank() as f32;
                 let list = |tensor: Tensor<1>| tensor.into_data().try_to_vec::<f32>().unwrap();
-                // Accelerate's own test: rank r holds arange(2) + 1 + 2 r.
+                // The values are those of Accelerate's own test: rank r holds arange(2) + 1 + 2 r.
                 let mine =
                     || Tensor::<1>::from_floats([1.0 + 2.0 * rank, 2.0 + 2.0 * rank], &device);
                 assert_eq!(list(accelerator.gather(mine())?), [1.0, 2.0, 3.0, 4.0]);
@@ -65,7 +65,7 @@ fn a_collective_on_one_rank_only_is_an_error_there_and_then() {
             assert!(error.is_misuse(), "{error:?}");
             assert!(format!("{error:?}").contains("one rank only"), "{error:?}");
         }
-        // The group is as good as before.
+        // The group still works.
         accelerator.wait_for_everyone()
     })
     .unwrap();
@@ -141,10 +141,10 @@ fn nobody_sets_the_generator_while_a_model_is_drawn() {
             let (sender, built) = mpsc::channel();
             scope.spawn(move || {
                 let outcome = Accelerator::new();
-                // Nobody listens when the model is there.
+                // The receiver may be gone once the model is built.
                 let _ = sender.send(outcome.map(drop));
             });
-            // Another rank of this process, which joins late, waits for its turn.
+            // Another rank of this process joins late and waits for its turn.
             assert!(built.recv_timeout(Duration::from_millis(200)).is_err());
             let line: Linear = LinearConfig::new(2, 2).init(device);
             line
@@ -180,7 +180,7 @@ fn a_turn_that_communicates_is_told_so_there_and_then() {
         let error = inside.unwrap_err();
         assert!(error.is_misuse(), "{error:?}");
         assert!(format!("{error:?}").contains("one rank only"), "{error:?}");
-        // Nobody has a turn where the others cannot come.
+        // No rank gets a turn if the others cannot come.
         let ran = accelerator.on_main_process(|| accelerator.in_rank_order(|| panic!("it ran")));
         assert!(ran.is_none_or(|outcome: Result<()>| outcome.unwrap_err().is_misuse()));
         accelerator.wait_for_everyone()
@@ -208,7 +208,7 @@ fn a_turn_that_panics_leaves_nobody_waiting() {
                 error.to_string()
             }
         };
-        // A rank that goes on finds the others where it is.
+        // A rank that continues finds the others here.
         accelerator.wait_for_everyone()?;
         Ok(text)
     })
@@ -261,8 +261,8 @@ fn settings_that_contradict_each_other_are_refused() {
     assert!(error.is_config() && error.to_string().contains("bucket_size"));
 }
 
-/// What two ranks get that are connected as processes are, where each has that many ranks on its
-/// host and is set so.
+/// Connects two ranks as processes are, each with its own number of local ranks and its own settings, and returns their
+/// outcomes.
 fn connected(ranks: [(usize, AcceleratorBuilder); 2]) -> [Result<Accelerator>; 2] {
     let store = StoreServer::bind(("127.0.0.1", 0), 2, None).unwrap();
     let rendezvous = Rendezvous::new("127.0.0.1", store.local_addr().port());
@@ -284,7 +284,7 @@ fn connected(ranks: [(usize, AcceleratorBuilder); 2]) -> [Result<Accelerator>; 2
 
 #[test]
 fn ranks_for_which_overlap_comes_to_different_things_are_refused_alike() {
-    // A host that was started wrongly: what one rank takes for two hosts is one to the other.
+    // The host was started wrongly: rank 0 sees two hosts, and rank 1 sees one.
     let overlap = |overlap| Accelerator::builder().overlap(overlap);
     let outcomes = connected([(1, overlap(Overlap::Auto)), (2, overlap(Overlap::Auto))]);
     let errors = outcomes.map(|outcome| outcome.unwrap_err());
@@ -300,7 +300,7 @@ fn ranks_for_which_overlap_comes_to_different_things_are_refused_alike() {
     ] {
         assert!(text.contains(part), "{part} is not in: {text}");
     }
-    // It may be asked for in other words.
+    // The settings may differ if they mean the same.
     for ranks in [
         [(1, Overlap::Auto), (1, Overlap::On)],
         [(2, Overlap::Off), (2, Overlap::Auto)],
@@ -311,7 +311,7 @@ fn ranks_for_which_overlap_comes_to_different_things_are_refused_alike() {
     }
 }
 
-/// What all ranks scale by would have other bits here than there.
+/// The scale that all ranks use would have different bits on each.
 #[test]
 fn ranks_that_sum_gradients_in_different_places_are_refused_alike() {
     let reduction = |asked| (2, Accelerator::builder().gradient_reduction(asked));
@@ -334,7 +334,7 @@ fn ranks_that_sum_gradients_in_different_places_are_refused_alike() {
     }
 }
 
-/// Before anything is trained.
+/// The error comes before training.
 #[test]
 fn nccl_that_cannot_be_is_refused_alike() {
     let nccl = || {
@@ -348,7 +348,7 @@ fn nccl_that_cannot_be_is_refused_alike() {
     }
 }
 
-/// What two ranks get that were told neither their local ranks nor that they share a host.
+/// Starts two ranks that know neither their local ranks nor that they share a host, and returns their outcomes.
 fn started_by_hand(ranks: [AcceleratorBuilder; 2]) -> [Result<Accelerator>; 2] {
     let store = StoreServer::bind(("127.0.0.1", 0), 2, None).unwrap();
     let port = store.local_addr().port();
@@ -380,7 +380,7 @@ fn a_rank_opens_its_device_when_it_knows_its_local_rank() {
     let places = ranks.map(|rank| rank.unwrap().topology().to_string());
     let expected = [0, 1].map(|rank| format!("rank {rank} of 2 (local {rank} of 2)"));
     assert_eq!(places, expected);
-    // Where it has none, the others are told why.
+    // If a rank's device is missing, the others learn why.
     let missing = BackendKind::ALL
         .into_iter()
         .find(|kind| !kind.is_compiled_in());
@@ -435,7 +435,7 @@ fn a_lost_rank_is_named_and_the_deadline_for_silence_is_the_builders() {
     }
 }
 
-/// Builds in a process whose environment the test below has made.
+/// Builds in a process whose environment the test below prepares.
 #[test]
 #[ignore = "a part of another test"]
 fn build_in_a_child() {

@@ -1,4 +1,4 @@
-//! Recording by a schedule: which steps are kept, what is written, and how it ends.
+//! Recording by a schedule: the steps that are kept, the files, and the end of recording.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -13,7 +13,7 @@ use burn::nn::Linear;
 use burn::optim::SgdConfig;
 use serde_json::Value;
 
-/// Trains for `steps` steps, after each of which `after` is told how many were done.
+/// Trains for `steps` steps and calls `after` after each with the number of steps so far.
 fn train(accelerator: &Accelerator, steps: usize, mut after: impl FnMut(usize)) -> Result<()> {
     let parts = (line(&accelerator.device()), SgdConfig::new().init());
     let (mut model, mut optimizer): (Linear, _) = accelerator.prepare(parts)?;
@@ -34,7 +34,7 @@ fn train(accelerator: &Accelerator, steps: usize, mut after: impl FnMut(usize)) 
     Ok(())
 }
 
-/// The files of a folder, by name, with the numbers of the steps that each rank has in them.
+/// Returns the files of a folder by name, with the steps of each rank in them.
 fn traces(folder: &Path) -> BTreeMap<String, Vec<(u64, Vec<u64>)>> {
     let files = folder.read_dir().unwrap().map(|entry| entry.unwrap());
     let read = |path: &Path| -> Vec<(u64, Vec<u64>)> {
@@ -46,7 +46,7 @@ fn traces(folder: &Path) -> BTreeMap<String, Vec<(u64, Vec<u64>)>> {
             let mine = events.iter().filter(|e| e["pid"] == rank && e["ph"] == "X");
             let steps = mine.clone().filter(|e| e["name"] == "step");
             let steps: Vec<u64> = steps.map(|e| e["args"]["step"].as_u64().unwrap()).collect();
-            // Nothing else is of another step.
+            // No other event belongs to another step.
             let all: BTreeSet<u64> = mine.map(|e| e["args"]["step"].as_u64().unwrap()).collect();
             let last = steps.last().map_or(0, |last| last + 1);
             assert!(
@@ -62,7 +62,7 @@ fn traces(folder: &Path) -> BTreeMap<String, Vec<(u64, Vec<u64>)>> {
         .collect()
 }
 
-/// The traces of cycles with these steps, by each of two ranks.
+/// Returns the traces of two ranks for cycles with these steps.
 fn expected(cycles: &[(&str, &[u64])]) -> BTreeMap<String, Vec<(u64, Vec<u64>)>> {
     let files = cycles.iter().flat_map(|(name, steps)| {
         [0, 1].map(|rank| {
@@ -73,13 +73,13 @@ fn expected(cycles: &[(&str, &[u64])]) -> BTreeMap<String, Vec<(u64, Vec<u64>)>>
     files.collect()
 }
 
-/// Writes each cycle beside that file.
+/// Writes each cycle to a file beside `path`.
 fn traced(path: &Path) -> impl FnMut(&Cycle) + Send + use<> {
     let path = path.to_owned();
     move |cycle| cycle.write_trace(&path).unwrap()
 }
 
-/// The schedule that most tests have: of ten steps, the third and fourth, and the seventh and eighth.
+/// Returns the schedule of most tests. Of ten steps, it records the third, fourth, seventh and eighth.
 fn schedule() -> ProfilerSchedule {
     ProfilerSchedule::new(2)
         .with_wait(1)
@@ -91,7 +91,7 @@ fn schedule() -> ProfilerSchedule {
 fn c24_each_cycle_is_one_trace_of_each_rank() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("trace.json");
-    // As many cycles as the schedule says, on any accumulation.
+    // The schedule limits the number of cycles with any accumulation.
     for accumulation in [1, 2] {
         let builder = Accelerator::builder().accumulation_steps(accumulation);
         let outcome = builder.launch(2, |accelerator| {
@@ -133,7 +133,7 @@ fn c24_a_builders_schedule_counts_from_the_first_step() {
 
 #[test]
 fn c24_a_cycle_that_the_end_cuts_off_is_written_and_one_that_warms_up_is_not() {
-    // Steps, and the steps of the last file.
+    // The number of steps, and the steps of the last file.
     for (steps, last) in [
         (3, Some(&[2][..])),
         (2, None),
@@ -221,7 +221,7 @@ fn what_would_fail_later_is_refused_at_once_on_all_ranks() {
         assert!(refused(ProfilerSchedule::new(0)).contains("at least 1"));
         let other = schedule().with_wait(accelerator.rank() as u64);
         assert!(refused(other).contains("differs between ranks"));
-        // The group is as good as before.
+        // The group still works.
         drop(accelerator.profile(schedule(), |_| ())?);
         accelerator.finish()
     });
@@ -277,7 +277,8 @@ fn traces_of_an_earlier_run_do_not_stay() {
     let accelerator = builder.clone().build().unwrap();
     assert_eq!(count(), 0);
     accelerator.finish().unwrap();
-    // A life of the same job keeps what the one before could not give to rank 0, until it is whole.
+    // A restarted job keeps the traces that the previous attempt could not give to rank 0, until rank 0's trace is
+    // complete.
     put();
     let again = accelerator::collective::Launch::from_vars(|name| {
         (name == "ACCEL_RESTART").then(|| "1".to_owned())

@@ -33,8 +33,7 @@ impl ModuleMapper for Nudge {
     }
 }
 
-/// Trains a line, which `nudged` ranks change after `at` steps. Returns how many steps each rank
-/// did and how it ended.
+/// Trains a line, which `nudged` ranks change after `at` steps. Returns the number of steps of each rank and its error.
 fn train(
     builder: AcceleratorBuilder,
     ranks: usize,
@@ -58,7 +57,7 @@ fn train(
                     model = optimizer.step(0.1, model, gradients);
                     steps += 1;
                     if steps == at && nudged.contains(&accelerator.rank()) {
-                        // A large one: the steps before the next check would round a small one away.
+                        // The change is large, since the steps before the next check would round a small one away.
                         model = model.map(&mut Nudge {
                             name: "bias",
                             bit: 21,
@@ -107,7 +106,7 @@ fn ranks_that_agree_train_on_and_nothing_is_checked_unasked() {
     let asked = Accelerator::builder().check_replicas_every(2);
     let accumulating = asked.clone().accumulation_steps(2);
     let unasked = Accelerator::builder();
-    // Nudged alike, they still agree.
+    // Ranks with the same change still agree.
     for (builder, nudged) in [
         (asked, &[0, 1, 2][..]),
         (accumulating, &[]),
@@ -124,8 +123,8 @@ fn windows_are_counted_not_calls() {
     let builder = Accelerator::builder()
         .accumulation_steps(2)
         .check_replicas_every(1);
-    // After the third call: the model then goes wrong in the middle of the second window, whose
-    // end is the fourth.
+    // The change comes after the third call, so the model goes wrong in the middle of the second window, which ends
+    // with the fourth.
     for (steps, error) in train(builder, 3, &[2], 3) {
         assert_eq!(steps, 3);
         assert!(error.unwrap().to_string().contains("rank 2"));
@@ -160,7 +159,7 @@ fn buffers_may_differ_and_parameters_may_not() {
                 bit: 0,
             });
         }
-        // Also as it is evaluated.
+        // The check also covers the model for evaluation.
         let drifted = accelerator.check_replicas(&net.valid()).unwrap_err();
         let strange: Linear = LinearConfig::new(2, 2).init(&accelerator.device());
         let unknown = accelerator.check_replicas(&strange).unwrap_err();
@@ -177,7 +176,7 @@ fn buffers_may_differ_and_parameters_may_not() {
     }
 }
 
-/// What is done with a model whose replicas should be the same.
+/// An action that requires all replicas to be the same.
 #[derive(Clone, Copy, Debug)]
 enum Act {
     Evaluate,
@@ -206,7 +205,7 @@ fn a_model_that_was_stepped_past_the_library_is_refused_where_it_is_saved_or_eva
                 model = plain.step(rate, model.clone(), gradients);
                 act(&model)
             };
-            // As long as all ranks do the same, it is well.
+            // The action succeeds while all ranks have the same model.
             let alike = step(0.1);
             let there = path.exists();
             accelerator.wait_for_everyone()?;
@@ -232,7 +231,7 @@ fn a_model_that_was_stepped_past_the_library_is_refused_where_it_is_saved_or_eva
                 "{act:?}: {text}"
             );
         }
-        // Nothing of it is written.
+        // Nothing was written.
         let checkpoints = std::fs::read_dir(&path).map_or(0, |folder| {
             let complete = |entry: &std::io::Result<std::fs::DirEntry>| {
                 entry
@@ -245,7 +244,7 @@ fn a_model_that_was_stepped_past_the_library_is_refused_where_it_is_saved_or_eva
     }
 }
 
-/// What rank 1 does otherwise in one step.
+/// The deviation of rank 1 in one step.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum Apart {
     Clip,
@@ -254,8 +253,8 @@ enum Apart {
     Rate,
 }
 
-/// What each rank of a training of four steps is told, in one of which rank 1 updates its replica otherwise, and how
-/// many steps it did.
+/// Trains for four steps, in one of which rank 1 updates its replica differently. Returns the number of steps of each
+/// rank and its error.
 fn updated_apart(apart: Apart, at: u64) -> Vec<(u64, Option<Error>)> {
     let outcomes = accelerator::launch(3, |accelerator| {
         let parts = (line(&accelerator.device()), SgdConfig::new().init());
@@ -294,7 +293,7 @@ fn ranks_that_update_a_model_otherwise_are_told_in_the_next_step_or_when_they_fi
         (Apart::NoStep, "rank 1: "),
         (Apart::Rate, "learning rate 0.2"),
     ] {
-        // Of four steps, the second and the last.
+        // The second and the last of four steps.
         for (at, done) in [(1, 2), (3, 4)] {
             for (rank, (steps, error)) in updated_apart(apart, at).into_iter().enumerate() {
                 let missed = u64::from(rank == 1 && apart == Apart::NoStep);
@@ -329,7 +328,7 @@ fn a_frozen_parameter_that_one_rank_changed_is_found_by_a_check() {
             frozen: line(&device).no_grad(),
             output: line(&device),
         })?;
-        // Statistics are each rank's own.
+        // Each rank has its own running statistics.
         let input = Tensor::<2>::full([3, 1], accelerator.rank() as f64, &device);
         net.norm.forward(input);
         let alike = accelerator.check_replicas(&net);

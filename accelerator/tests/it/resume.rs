@@ -1,4 +1,4 @@
-//! What comes out of a checkpoint, and what does not fit.
+//! Contents of a checkpoint, and checkpoints that do not fit.
 
 use std::path::Path;
 
@@ -15,7 +15,7 @@ use burn::nn::{Linear, LinearConfig};
 use burn::optim::momentum::MomentumConfig;
 use burn::optim::{RmsPropConfig, SgdConfig};
 
-/// A folder with two checkpoints, after two and after four steps.
+/// Saves two checkpoints, after two and after four steps.
 fn two_checkpoints(folder: &Path) -> Parts {
     let accelerator = Accelerator::new().unwrap();
     let mut parts = prepared(&accelerator);
@@ -62,7 +62,7 @@ fn the_newest_checkpoint_is_resumed_and_names_the_rest_of_the_epoch() {
         (Some(2), 4, 0)
     );
     assert_eq!(optimizer.steps(), 4);
-    // A look at the first batch does not use the offset up.
+    // Looking at the first batch does not use up the offset.
     for _ in 0..2 {
         let batch = train.epoch(0).next().unwrap().unwrap();
         assert_eq!((batch.numbers.clone(), batch.step()), (vec![8, 9], 4));
@@ -135,8 +135,8 @@ fn a_batch_that_is_in_no_step_yet_comes_again() {
     assert_eq!(train.epoch(0).next().unwrap().unwrap().numbers, [6, 7]);
 }
 
-/// A weight that the program gives as a number knows no place in the data: what was yielded counts from the first step
-/// on, which the model tells.
+/// A weight that is a number says nothing about the position in the data. The batches that were yielded count from the
+/// first step on, and the model tells that there was one.
 #[test]
 fn an_epoch_whose_weights_are_numbers_goes_on_in_its_middle() {
     let folder = tempfile::tempdir().unwrap();
@@ -165,7 +165,7 @@ fn an_epoch_whose_weights_are_numbers_goes_on_in_its_middle() {
     model = optimizer.step(0.1, model, gradients);
     save(&model, &optimizer);
     assert_eq!(next(), (1, vec![2, 3]));
-    // So its model cannot be left out.
+    // So the model cannot be left out.
     let error = accelerator
         .save_state(folder, (&optimizer, &train))
         .unwrap_err();
@@ -218,7 +218,7 @@ fn damage_is_found_and_the_checkpoint_before_is_used() {
         std::fs::write(&path, good).unwrap();
     }
     assert_eq!(resumed(folder.path()).unwrap().1.step(), 4);
-    // None is whole: that is no reason to start afresh.
+    // No checkpoint is complete, which is no reason to start afresh.
     for number in [1, 2] {
         let path = folder.path().join(format!("checkpoint-00000{number}"));
         std::fs::remove_file(path.join("optimizer.bpk")).unwrap();
@@ -231,7 +231,7 @@ fn damage_is_found_and_the_checkpoint_before_is_used() {
     assert_eq!(names(folder.path()).len(), 3, "nothing is deleted");
 }
 
-/// Files that the manifest does not list are not read, whatever their names; nor are the targets of links.
+/// Files that the manifest does not list are not read, whatever their names, nor are the targets of links.
 #[test]
 fn files_that_the_manifest_does_not_list_are_not_read() {
     let folder = tempfile::tempdir().unwrap();
@@ -288,13 +288,13 @@ fn files_that_the_manifest_does_not_list_are_not_read() {
         }
     }
 
-    // A program may put a file of its own there and name it.
+    // A program may put its own file there and name it.
     let named = saved.join("other.safetensors");
     std::fs::rename(&elsewhere, &named).unwrap();
     let loaded = accelerator.load_model(line(&device), &named).unwrap();
     assert_eq!(flat(&loaded), [9.0, 0.25]);
 
-    // A link in place of a file that the manifest lists, though to the right content.
+    // A link replaces a listed file, although its target has the right content.
     let shard = saved.join("model-00001-of-00002.safetensors");
     std::fs::rename(&shard, &elsewhere).unwrap();
     std::os::unix::fs::symlink(&elsewhere, &shard).unwrap();
@@ -350,14 +350,14 @@ fn a_named_checkpoint_without_its_manifest_is_an_error() {
         );
         std::fs::rename(&path, &named).unwrap();
     }
-    // In its folder it is skipped.
+    // In the folder, that checkpoint is skipped.
     assert_eq!(resumed(folder.path()).unwrap().1.checkpoint(), Some(1));
 
     let text = misfit(&resumed(&folder.path().join("checkpoint-000003")).unwrap_err());
     assert!(text.contains("there is no checkpoint"), "{text}");
 }
 
-/// Resuming from an older one would repeat training steps, or lose them, because a disk was unreachable for a moment.
+/// Resuming from an older checkpoint would repeat or lose training steps because a disk was unreachable for a moment.
 #[test]
 fn a_checkpoint_that_cannot_be_read_is_an_error() {
     use std::os::unix::fs::PermissionsExt;
@@ -550,7 +550,7 @@ fn a_value_that_one_rank_cannot_read_is_an_error_on_every_rank() {
         let mine = (accelerator.rank() == 0).then_some(5);
         accelerator.save_state(folder.path(), PerRank(&mine))?;
         let error = accelerator.resume(folder.path(), PerRank(0)).unwrap_err();
-        // The ranks are still together.
+        // The group still works.
         accelerator.wait_for_everyone()?;
         Ok(error)
     });
@@ -685,8 +685,8 @@ fn a_global_batch_that_micro_steps_reach_is_kept_at_another_number_of_ranks() {
     }
 }
 
-/// A job that goes through the sizes in turn, so many steps each, and the last one to the end of
-/// two epochs. Returns the samples that each epoch used, and the weights.
+/// Runs a job at each of the sizes in turn for `steps` steps, and at the last one to the end of two epochs. Returns the
+/// samples that each epoch used, and the weights.
 fn through_sizes(sizes: &[usize], steps: usize) -> (Vec<Vec<u64>>, Vec<f32>) {
     let folder = tempfile::tempdir().unwrap();
     let mut used = vec![Vec::new(); 2];
@@ -752,7 +752,7 @@ fn at_another_size_each_sample_is_used_once_and_weights_are_those_of_the_first_s
             assert_close(&weights, &alone, 1e-5);
         }
     }
-    // Three ranks share twelve samples as five do not: 3, 3, 2, 2, 2.
+    // Three ranks divide twelve samples evenly, and five do not: 3, 3, 2, 2, 2.
     let (used, weights) = through_sizes(&[3, 5, 2, 3], 2);
     assert_eq!(used[0].len() + used[1].len(), 100);
     let (_, alone) = through_sizes(&[3], 2);

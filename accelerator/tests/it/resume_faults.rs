@@ -1,5 +1,5 @@
-//! A process that dies anywhere, also in the midst of a save, is started again and ends with the
-//! weights of one that did not die. Needs the feature `faults`.
+//! A process that dies anywhere, even during a save, is started again and ends with the weights of one that did not
+//! die. Needs the feature `faults`.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -9,11 +9,10 @@ use crate::common::{distance, flat, line, loader};
 use accelerator::prelude::*;
 use burn::optim::AdamWConfig;
 
-/// Tells the test below that it is the program, and where it saves.
+/// The variable that makes the test below act as the program, with the folder it saves into.
 const FOLDER: &str = "RESUME_FAULTS_FOLDER";
 
-/// Five steps with a save after each, from wherever the last life came to; the weights go into a
-/// file.
+/// Trains five steps from the last checkpoint on, saves after each, and writes the weights into a file.
 #[test]
 fn the_program() {
     let Some(folder) = std::env::var_os(FOLDER) else {
@@ -45,13 +44,13 @@ fn the_program() {
     std::fs::write(folder.join("weights"), format!("{:?}", flat(&model))).unwrap();
 }
 
-/// Tells the test below that it is the program, and where it saves.
+/// The variable that makes the test below act as the program, with the folder it saves into.
 const SLOW_FOLDER: &str = "SLOW_SAVES_FOLDER";
 
-/// How long ranks wait for one that shows no progress.
+/// The time that ranks wait for one that shows no progress.
 const PROGRESS_TIMEOUT: Duration = Duration::from_secs(4);
 
-/// Two ranks that save once, at once or beside training, and print what came of it.
+/// Saves once on two ranks, in the foreground or in the background, and prints the outcomes.
 #[test]
 fn the_slow_program() {
     let Some(folder) = std::env::var_os(SLOW_FOLDER) else {
@@ -76,7 +75,7 @@ fn the_slow_program() {
     }
 }
 
-/// Both ways at the same time, since they mostly sleep.
+/// Runs both ways at the same time, since they mostly sleep.
 fn save_slowly_each_way(faults: &str) -> [(&'static str, Vec<String>); 2] {
     std::thread::scope(|scope| {
         ["at-once", "beside"]
@@ -102,7 +101,7 @@ fn save_slowly(name: &str, faults: &str) -> Vec<String> {
     outcomes
 }
 
-/// However long it takes, where each piece of it is done in time.
+/// The save may take any time as long as each piece of it is done in time.
 #[test]
 fn a_save_that_goes_on_is_waited_for() {
     let faults = "rank=0 save=1 data slow 2.5s; rank=0 save=1 written slow 2.5s; rank=0 save=1 renamed slow 2.5s";
@@ -124,7 +123,7 @@ fn a_save_that_hangs_is_named() {
     }
 }
 
-/// Runs the program until it succeeds; returns its weights, and how often it was started again.
+/// Runs the program until it succeeds, and returns its weights and the number of restarts.
 fn run(faults: &str) -> (String, u32) {
     let folder = tempfile::tempdir().unwrap();
     for restart in 0..10 {

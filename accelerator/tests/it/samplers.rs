@@ -1,4 +1,4 @@
-//! Orders and batches of the program's own, weights, places of samples, and loaders in loaders.
+//! The program's own orders and batches, weights, places of samples, and nested loaders.
 
 use crate::common::{
     Column, ColumnBatcher, assert_close, columns, distance, flat, line, loader, of_every_rank,
@@ -19,7 +19,7 @@ fn seen(batch: &Batch<Column>) -> Seen {
     (batch.numbers.clone(), batch.real(), batch.is_last())
 }
 
-/// Every rank's batches of an epoch.
+/// Returns every rank's batches of an epoch.
 fn shares(
     ranks: usize,
     epoch: u64,
@@ -45,7 +45,7 @@ fn five() -> Vec<Vec<u64>> {
     ]
 }
 
-/// C1: the tables of batch samplers without a batch size, through loaders.
+/// C1: the tables of batch samplers without a batch size hold for loaders.
 #[test]
 fn c1_given_batches_go_round_as_in_accelerate() {
     let deal = |ranks, tail| {
@@ -84,7 +84,7 @@ fn given_batches_of_all_ranks_are_learnt_from_as_one_batch() {
         });
         of_every_rank(weights.unwrap())
     };
-    // What two ranks use in a step, and in the last one only rank 0 has something.
+    // Each batch joins what two ranks use in a step. In the last step, only rank 0 has samples.
     let joined = |_| vec![(0..5).collect(), (5..12).collect(), vec![12, 13]];
     assert_close(&learn(2, |_| five()), &learn(1, joined), 1e-6);
 }
@@ -186,7 +186,7 @@ fn given_orders_and_batches_go_on_in_mid_epoch() {
     let all: [&(dyn Fn() -> Loader<Column> + Sync); 3] = [&reversed, &batched, &weighted];
     for build in all {
         let folder = tempfile::tempdir().unwrap();
-        // The batches of the first step in one run, and of the rest in another.
+        // The first step runs in one process, and the rest after a resume.
         let ranks = accelerator::launch(2, |accelerator| {
             let fresh = || {
                 (
@@ -251,7 +251,7 @@ fn an_epoch_does_not_go_on_in_another_order_than_it_began_in() {
             accelerator.save_state(folder.path(), (&model, &optimizer, &train))?;
             let parts = fresh(&accelerator, 2)?;
             let ((_, _, train), _) = accelerator.resume(folder.path(), parts)?;
-            // Nothing of other epochs was used.
+            // No other epoch was used.
             assert!(train.epoch(0).all(|batch| batch.is_ok()));
             let error = train.epoch(1).next().unwrap().unwrap_err();
             accelerator.wait_for_everyone()?;
@@ -272,8 +272,8 @@ fn an_epoch_does_not_go_on_in_another_order_than_it_began_in() {
     }
 }
 
-/// C11: three samples, one a batch, on two ranks. Accelerate joins rank 1, which has one step, with
-/// rank 0, which has two; here that is evaluation, and training has it idle.
+/// C11: two ranks share three samples in batches of one. Accelerate joins rank 1, which has one step, with rank 0,
+/// which has two. Here evaluation does so, and in training rank 1 is idle.
 #[test]
 fn c11_uneven_ranks_are_joined() {
     let uneven = shares(2, 0, || {
@@ -312,7 +312,7 @@ fn c11_uneven_ranks_are_joined() {
     assert_close(&learn(2, 1), &learn(1, 2), 1e-6);
 }
 
-/// C16: the same seed gives the same order at every number of ranks, another one another order.
+/// C16: the same seed gives the same order on every number of ranks, and another seed another order.
 #[test]
 fn c16_orders_follow_seed_and_epoch_alone() {
     let order = |ranks: usize, seed, epoch| {
@@ -349,7 +349,7 @@ fn c16_orders_follow_seed_and_epoch_alone() {
     assert_ne!(first[0], first[1]);
 }
 
-/// Every kind of loader that there is, of 13 samples.
+/// Returns every kind of loader, over 13 samples.
 fn every_kind(accelerator: &Accelerator) -> Vec<(&'static str, PreparedLoader<Column>)> {
     let burns = BurnBuilder::new(ColumnBatcher)
         .batch_size(2)
@@ -405,7 +405,7 @@ fn every_kind(accelerator: &Accelerator) -> Vec<(&'static str, PreparedLoader<Co
     ]
 }
 
-/// C25: loaders in loaders, where the inner one is read to its end, left, or skipped into.
+/// C25: loaders within loaders, of which the inner one is read to its end, left, or begun later.
 #[test]
 fn c25_ends_are_right_in_every_kind_of_loader_also_inside_each_other() {
     accelerator::launch(2, |accelerator| {
@@ -424,7 +424,7 @@ fn c25_ends_are_right_in_every_kind_of_loader_also_inside_each_other() {
                     let batch = batch?;
                     match step % 3 {
                         0 => assert_eq!(ends(inner.epoch(1)), last_alone(inner_steps), "{other}"),
-                        // Left after its first batch.
+                        // The epoch is left after its first batch.
                         1 => assert!(!inner.epoch(1).next().unwrap()?.is_last(), "{other}"),
                         _ => assert_eq!(
                             ends(inner.epoch(2).skip_first_batches(1)),
@@ -442,7 +442,7 @@ fn c25_ends_are_right_in_every_kind_of_loader_also_inside_each_other() {
     .unwrap();
 }
 
-/// Accelerate's `SkipBatchSampler(BatchSampler(range(16), 4), 2)`.
+/// Corresponds to Accelerate's `SkipBatchSampler(BatchSampler(range(16), 4), 2)`.
 #[test]
 fn skipped_batches_are_left_out_and_the_others_stay_what_they_are() {
     accelerator::launch(2, |accelerator| {
@@ -485,7 +485,7 @@ fn skipped_batches_are_left_out_and_the_others_stay_what_they_are() {
 
 #[test]
 fn what_is_done_to_a_sample_depends_on_its_place_alone() {
-    // The numbers of samples become their places' random numbers.
+    // The numbers of samples become random numbers of their places.
     let mapped = |ranks, workers| {
         let mut all = shares(ranks, 3, || {
             builder()
@@ -506,7 +506,7 @@ fn what_is_done_to_a_sample_depends_on_its_place_alone() {
     let one = mapped(1, 0);
     assert_eq!(one, mapped(2, 2));
     assert_eq!(one, mapped(3, 1));
-    // On a stream too.
+    // The same holds for a stream.
     let streamed = accelerator::launch(2, |accelerator| {
         let numbers = |_part| (0..12_usize).map(std::io::Result::Ok);
         let map = |_, place: SamplePlace| place.rng_seed(9) as usize >> 8;

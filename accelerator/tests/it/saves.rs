@@ -1,4 +1,4 @@
-//! What is saved, agreed on by all ranks, whole or not at all, and told to everybody where it fails.
+//! Saves: agreed on by all ranks, complete or absent, and with errors on every rank.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -40,7 +40,7 @@ fn folders_that_differ_are_shown_and_nothing_is_saved_or_read() {
         let beside = accelerator.save_state_async(&own, Object(&1)).map(drop);
         let resumed = accelerator.resume(&own, Object(0)).map(drop);
         accelerator.wait_for_everyone()?;
-        // Where all say the same, it is done.
+        // Ranks that agree can save.
         accelerator.save_state(folder.path().join("c"), Object(&1))?;
         Ok([saved, beside.unwrap_err(), resumed.unwrap_err()])
     })
@@ -87,7 +87,7 @@ fn ranks_that_save_different_things_are_told_so() {
     let errors = accelerator::launch(2, |accelerator| {
         let (_, mut optimizer, _) = prepared(&accelerator);
         if accelerator.rank() == 1 {
-            // One step more than rank 0.
+            // Rank 1 makes one step more than rank 0.
             let alone = Accelerator::new()?;
             (_, optimizer, _) = train(&alone, prepared(&alone), 1);
         }
@@ -219,7 +219,7 @@ fn where_a_protected_path_cannot_be_resolved_nothing_is_removed() {
     let save = |checkpoints: &Checkpoints| accelerator.save_state(checkpoints, Object(&1));
     assert!(!folder.exists());
     save(&checkpoints).unwrap();
-    // A link to itself cannot be followed, whoever asks.
+    // A link to itself cannot be followed.
     std::os::unix::fs::symlink(&best, &best).unwrap();
     for number in 2..=3 {
         assert_eq!(save(&checkpoints).unwrap().number(), number);
@@ -243,7 +243,7 @@ fn another_job_that_saves_into_the_folder_is_noticed() {
     let save = |job: &Accelerator| job.save_state(folder.path(), Object(&0));
     save(&ours).unwrap();
     save(&ours).unwrap();
-    // It may be that it goes on where the first one ended.
+    // The other job may have resumed from the first one's checkpoint.
     assert_eq!(save(&theirs).unwrap().number(), 3);
     assert_eq!(save(&theirs).unwrap().number(), 4);
     let error = save(&ours).unwrap_err();
@@ -255,7 +255,7 @@ fn another_job_that_saves_into_the_folder_is_noticed() {
     // Nothing of it is left behind, and the other job is not disturbed.
     assert_eq!(save(&theirs).unwrap().number(), 5);
     assert_eq!(names(folder.path()).len(), 6);
-    // Elsewhere all is well.
+    // Another folder works.
     let elsewhere = tempfile::tempdir().unwrap();
     assert_eq!(
         ours.save_state(elsewhere.path(), Object(&0))
@@ -293,7 +293,7 @@ fn c19_hooks_add_files_that_are_verified_and_belong_to_one_folder_value() {
     let text = misfit(&accelerator.resume(&checkpoints, Object(0)).unwrap_err());
     assert!(text.contains("note.txt"), "{text}");
 
-    // A value without the hooks has none: they are of the value, not of the accelerator.
+    // The hooks belong to the value, so one without them has none.
     let plain = Checkpoints::new(folder.path());
     let saved = accelerator.save_state(&plain, Object(&1)).unwrap();
     assert!(!saved.path().join("note.txt").exists());
@@ -329,7 +329,7 @@ fn a_folder_that_cannot_be_written_or_read_is_an_error_on_every_rank() {
     }
 }
 
-/// Files of a checkpoint but the manifest, which tells the time.
+/// Returns the files of a checkpoint without the manifest, which contains the time.
 fn content(checkpoint: &Path) -> Vec<(String, Vec<u8>)> {
     let files = names(checkpoint)
         .into_iter()
@@ -350,7 +350,7 @@ fn what_is_saved_beside_training_is_what_was_there_when_it_began() {
         let (model, optimizer, loader) = &parts;
         accelerator.save_state(folder.path(), (model, optimizer, loader))?;
         let saving = accelerator.save_state_async(folder.path(), (model, optimizer, loader))?;
-        // In place, where nothing held the tensors.
+        // These steps update the tensors in place unless the save holds them.
         for _ in 0..20 {
             parts = train(&accelerator, parts, 3);
         }
@@ -419,7 +419,7 @@ fn all_ranks_learn_at_the_same_step_that_a_save_is_done() {
         }
         assert!(saving.is_done()?, "what is done stays done");
         assert_eq!(saving.wait()?.number(), 1);
-        // Without steps.
+        // No steps are made meanwhile.
         let (model, optimizer, loader) = &parts;
         let saving = accelerator.save_state_async(&slow, (model, optimizer, loader))?;
         let mut polls = 0;
@@ -427,7 +427,7 @@ fn all_ranks_learn_at_the_same_step_that_a_save_is_done() {
             std::thread::sleep(Duration::from_millis(1));
             polls += 1;
         }
-        // It is settled by the next one, and stays done.
+        // The next save settles it, and it stays done.
         let next = accelerator.save_state_async(folder.path(), (model, optimizer, loader))?;
         assert!(saving.is_done()?);
         assert_eq!(next.wait()?.number(), 3);

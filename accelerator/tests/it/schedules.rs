@@ -1,4 +1,4 @@
-//! Schedules, groups of parameters, frozen ones, and averages of weights.
+//! Schedules, groups of parameters, frozen parameters, and averages of weights.
 
 use std::path::Path;
 
@@ -19,7 +19,7 @@ fn linear() -> ModuleLrScheduler {
     LinearLrSchedulerConfig::new(1.0, 1e-9, 20).init().unwrap()
 }
 
-/// The rates of the optimizer steps of so many micro-steps.
+/// Returns the rates of the optimizer steps.
 fn rates(
     ranks: usize,
     accumulation: usize,
@@ -43,8 +43,8 @@ fn rates(
     of_every_rank(rows.unwrap())
 }
 
-/// C9: a schedule of 20 steps on two ranks, which each step takes two of: at its end after 10 steps,
-/// whatever is accumulated. Counted by steps it is half way then.
+/// C9: a schedule of 20 steps on two ranks. Counted per process, each step takes two of them, so the schedule ends
+/// after 10 steps with any accumulation. Counted by steps, it is half way then.
 #[test]
 fn c9_a_schedule_counts_steps_or_those_of_every_process() {
     for accumulation in [1, 2, 4] {
@@ -139,7 +139,7 @@ fn a_plan_tells_what_there_will_be() {
             let by_epoch = (SgdConfig::new().init(), PerEpoch(linear()));
             let by_epoch = accelerator.prepare(by_epoch)?;
             assert_eq!(plan.with_schedule(&by_epoch).rate_steps, Some(5));
-            // Three steps an epoch, which two ranks count twice.
+            // An epoch has three steps, which two ranks count twice.
             let many = |epochs| accelerator.plan(&train, epochs).with_schedule(&optimizer);
             let most = many(u64::MAX / 3);
             assert_eq!((most.steps, most.rate_steps), (Some(u64::MAX), None));
@@ -149,7 +149,7 @@ fn a_plan_tells_what_there_will_be() {
             Ok(plan)
         });
     for plan in plans.unwrap() {
-        // 50 samples in global batches of 8: 7 micro-steps, windows of 3, 3 and 1.
+        // 50 samples in global batches of 8 give 7 micro-steps, in windows of 3, 3 and 1.
         assert_eq!(plan.micro_steps_per_epoch, Some(7));
         assert_eq!(plan.steps_per_epoch, Some(3));
         assert_eq!(plan.effective_batch, Some(24));
@@ -162,9 +162,8 @@ fn a_plan_tells_what_there_will_be() {
     }
 }
 
-/// A training of two epochs of 24 samples in the pattern of `plan`, a schedule over its steps, `prepare` and
-/// `resume`; a life ends after so many steps, or goes on to the end. Returns the rate of each step of the
-/// life.
+/// Trains on two epochs of 24 samples with a schedule over the steps of a plan, from the checkpoint if there is one,
+/// until `steps` steps or the end. Returns the rate of each step.
 fn life(folder: &Path, ranks: usize, steps: usize, order: PlanOrder) -> Result<Vec<f64>> {
     let rates = accelerator::launch(ranks, |accelerator| {
         let parts = (line(&accelerator.device()), loader(24, 2));
@@ -237,7 +236,7 @@ fn a_schedule_that_gives_another_rate_at_another_number_of_ranks_is_refused() {
     }
 }
 
-/// A training of one step in a batch size, with that constant rate, which goes on where there is a checkpoint.
+/// Makes one step at a batch size and a constant rate, from the checkpoint if there is one, and saves.
 fn step_at(
     builder: AcceleratorBuilder,
     folder: &Path,
@@ -279,11 +278,11 @@ fn another_rate_is_refused_where_a_step_has_as_many_samples_at_another_number_of
             text.contains("as many samples a step") && text.contains("changed on purpose"),
             "{text}"
         );
-        // As it says: first at the old number of ranks.
+        // The error says how: first at the old number of ranks.
         step_at(builder(), folder.path(), 2, 2, 0.2).unwrap();
         step_at(builder(), folder.path(), 1, 2, 0.2).unwrap();
     }
-    // The program has changed its batch size, and its rate with it.
+    // The program has changed its batch size, and the rate with it.
     let folder = tempfile::tempdir().unwrap();
     step_at(plain(), folder.path(), 2, 2, 0.1).unwrap();
     step_at(plain(), folder.path(), 1, 8, 0.2).unwrap();
@@ -403,7 +402,7 @@ impl Mixed {
         }
     }
 
-    /// What is not averaged.
+    /// Returns the tensors that are not averaged.
     fn rest(&self) -> [TensorData; 3] {
         [
             self.frozen.weight.val().into_data(),
@@ -435,7 +434,7 @@ fn what_is_not_trained_is_taken_over_as_it_is_and_saved_for_all_ranks() {
         for (after, before) in model.rest().iter().zip(before) {
             assert_ne!(*after, before);
         }
-        // Burn brings a statistic up to date with the next one.
+        // Burn updates a running statistic lazily, so the average takes this rank's own until the save.
         assert_eq!(ema.model().mean(), own);
         accelerator.save_state(folder.path(), (&model, &ema))?;
         assert_eq!(ema.model().mean(), 2.0);

@@ -1,4 +1,4 @@
-//! Ranks of a sharded optimizer get the sums of what they step, and nothing else changes.
+//! Ranks of a sharded optimizer get the sums that they step, and nothing else changes.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -13,8 +13,8 @@ use burn::optim::{AdamWConfig, LambConfig, ModuleOptimizer, SgdConfig};
 use burn::tensor::activation::tanh;
 use burn::tensor::{Device, Tensor, TensorData};
 
-/// `wide` is cut among up to four ranks, `late` takes part from the fourth step on, and the rest lives on
-/// one rank each.
+/// A net whose `wide` is cut among up to four ranks. `late` takes part from the fourth step on, and the others belong
+/// to one rank each.
 #[derive(Debug, Module)]
 struct Net {
     first: Linear,
@@ -70,7 +70,7 @@ struct Place {
 }
 
 impl Place {
-    /// Another number on each rank.
+    /// Returns the number of rows, which differs between ranks.
     fn rows(self) -> usize {
         3 + self.rank
     }
@@ -99,7 +99,7 @@ fn optimizer(
     }
 }
 
-/// What ranks have after each of six steps: the figures that `look` takes, and the model.
+/// The figures of `look` and the model of a rank after each of six steps.
 type Told = Vec<(Vec<u64>, Vec<f32>)>;
 
 type Look = fn(AveragedGradients, Place) -> (AveragedGradients, Vec<Option<f64>>);
@@ -219,7 +219,7 @@ fn compressed_gradients_have_the_bits_of_whole_ones_also_beyond_their_range() {
     assert_eq!(sharded, whole);
 }
 
-/// The names of a rank's operations, since it was last asked.
+/// Returns a function that gives the names of a rank's operations since its last call.
 fn operations(accelerator: &Accelerator) -> impl Fn() -> Vec<&'static str> + use<> {
     let names = Arc::new(Mutex::new(Vec::new()));
     let seen = names.clone();
@@ -248,7 +248,7 @@ fn from_the_second_window_on_sums_go_to_those_who_step_them() {
                 let mut gradients = accelerator.backward(loss, &model, place.rows())?;
                 let names = operations();
                 let norm = match (rank, step) {
-                    // Nobody else asks.
+                    // No other rank asks for the norm.
                     (1, 1..) => Some(gradients.norm()),
                     _ => None,
                 };
@@ -264,10 +264,10 @@ fn from_the_second_window_on_sums_go_to_those_who_step_them() {
         for (step, (names, norm)) in told.iter().enumerate() {
             let of = |wanted: &str| names.iter().filter(|name| **name == wanted).count();
             let (scattered, reduced) = match step {
-                // Buckets and control.
+                // Buckets and the control vector.
                 0 => (0, buckets + 1),
                 1 => (buckets, 1),
-                // It was asked for in the window before this one had been reduced.
+                // The norm was requested before this window was reduced.
                 _ => (buckets, 2),
             };
             let found = (of("reduce_scatter_buffer"), of("all_reduce"));
@@ -285,14 +285,14 @@ fn from_the_second_window_on_sums_go_to_those_who_step_them() {
 
 #[test]
 fn who_needs_all_sums_gets_them() {
-    // By step, who steps.
+    // Each letter is the optimizer that steps then.
     for order in ["SSWWSSTTSW", "SWSWSWST", "STSTWTSS"] {
         let [whole, mixed] = BOTH.map(|state| {
             let outcome = accelerator::launch(2, |accelerator| {
                 let device = accelerator.device();
                 let mut model = accelerator.prepare(Net::new(&device))?;
                 let mut first = optimizer(&accelerator, state, adamw())?;
-                // Its parameters live elsewhere, since they cannot be cut.
+                // Its parameters cannot be cut, so they are on other ranks.
                 let mut second = optimizer(&accelerator, state, LambConfig::new().init())?;
                 let mut plain = accelerator.prepare(SgdConfig::new().init_fused())?;
                 for (step, by) in order.chars().enumerate() {
@@ -417,7 +417,7 @@ fn a_rank_that_is_lost_before_a_norm_or_a_step_leaves_the_model_as_it_was() {
     }
 }
 
-/// How a loop uses gradients: `Burns` and `Plain` in each third step.
+/// The way in which a loop uses gradients. `Burns` and `Plain` do so in every third step.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum Use {
     Clipped,
@@ -428,8 +428,8 @@ enum Use {
     Stepped,
 }
 
-/// Trains on one sample a rank and step until rank 1 dies behind one of its operations. Gives the steps that rank 0
-/// has seen, where it could save, and what is left of 24 samples then.
+/// Trains on one sample per rank and step until rank 1 dies after one of its operations. Returns the number of steps
+/// that rank 0 has made, if it could save, and the number of samples of 24 that are left.
 fn left_after_a_death(usage: Use, at: usize) -> Option<(usize, usize)> {
     let parts = |accelerator: &Accelerator| {
         let train = LoaderBuilder::new(crate::common::ColumnBatcher)

@@ -1,4 +1,4 @@
-//! Running statistics of all ranks.
+//! Running statistics over all ranks.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -68,7 +68,7 @@ fn statistics_become_those_of_everything_that_was_seen() {
         for channel in 0..2 {
             let seen = || all.iter().skip(channel).step_by(2);
             let mean = seen().sum::<f64>() / 12.0;
-            // Burn's running variance is the one over n − 1 or over n of each rank's own batch.
+            // Burn's running variance divides by n − 1 or by n of each rank's own batch.
             let found = ranks[0].1[channel];
             assert!((found - mean).abs() < 1e-6, "{found} {mean}");
             let spread = seen().map(|x| (x - mean).powi(2)).sum::<f64>() / 12.0;
@@ -100,7 +100,7 @@ fn what_is_the_same_everywhere_stays_and_models_without_buffers_send_nothing() {
         accelerator.sync_buffers(&line)?;
         assert_eq!(operations.load(Ordering::Relaxed), 0);
         accelerator.sync_buffers(&model)?;
-        // The comparison alone.
+        // Only the comparison is sent.
         assert_eq!(operations.load(Ordering::Relaxed), 1);
         assert_eq!(model.frozen.weight.val().into_data(), frozen);
         Ok(())
@@ -122,10 +122,10 @@ fn parameters_are_neither_compared_nor_sent_where_frozen_ones_differ() {
         });
         observed.unwrap();
         accelerator.sync_buffers(&model.frozen)?;
-        // Nothing of it takes a gradient.
+        // This model has no parameter that takes a gradient.
         accelerator.sync_buffers(&model.frozen.valid())?;
         assert_eq!(operations.load(Ordering::Relaxed), 0);
-        // The comparison of running statistics.
+        // Each call compares the running statistics.
         accelerator.sync_buffers(&model)?;
         accelerator.sync_buffers(&model.valid())?;
         assert_eq!(operations.load(Ordering::Relaxed), 2);
@@ -135,7 +135,7 @@ fn parameters_are_neither_compared_nor_sent_where_frozen_ones_differ() {
     .unwrap();
 }
 
-/// What is saved is what `save_model` would write, and what every rank goes on with.
+/// A checkpoint holds what `save_model` would write, and every rank continues with it.
 #[test]
 fn checkpoints_hold_the_statistics_of_all_ranks() {
     let folder = tempfile::tempdir().unwrap();
@@ -147,7 +147,7 @@ fn checkpoints_hold_the_statistics_of_all_ranks() {
         model.norm.forward(seen);
         accelerator.save_state(folder.path(), &model)?;
         assert_eq!(means(&model), [2.0, 2.0]);
-        // Beside training, too.
+        // A save in the background does the same.
         let seen = Tensor::<2>::full([3, 2], value + 1.0, &accelerator.device());
         model.norm.forward(seen);
         let saving = accelerator.save_state_async(folder.path(), &model)?;

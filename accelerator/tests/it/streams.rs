@@ -23,10 +23,10 @@ enum Kind {
 }
 
 const KINDS: [Kind; 3] = [Kind::Dispatched, Kind::Interleaved, Kind::Parts];
-/// Those that go through the samples as one rank would.
+/// The kinds that go through the samples in the order of a single rank.
 const IN_ORDER: [Kind; 2] = [Kind::Dispatched, Kind::Interleaved];
 
-/// The numbers up to `.0`, of which a part takes every so manyth.
+/// The numbers below `.0`, which are dealt out to the parts in turn.
 #[derive(Clone)]
 struct Numbers(usize);
 
@@ -75,7 +75,7 @@ fn shares(
     accelerator::launch(ranks, |accelerator| {
         let loader = build(kind, builder(batch_size, tail), Numbers(samples));
         let loader = accelerator.prepare(loader)?;
-        // A second time it is the same.
+        // A second pass gives the same.
         for _ in 0..2 {
             let epoch: Result<Vec<_>> = loader.epoch(0).collect();
             epoch?;
@@ -85,7 +85,7 @@ fn shares(
     .unwrap()
 }
 
-/// C2: what ranks get, joined step by step, is the stream.
+/// C2: the batches of the ranks, joined step by step, are the stream.
 #[test]
 fn c2_rounds_keep_the_order_of_the_stream() {
     for kind in IN_ORDER {
@@ -114,7 +114,7 @@ fn c2_rounds_keep_the_order_of_the_stream() {
     }
 }
 
-/// The tails of Accelerate's dispatcher, without its duplicates.
+/// The tails are those of Accelerate's dispatcher, without its duplicates.
 #[test]
 fn the_last_round_is_divided_as_accelerate_dispatches_it() {
     for kind in IN_ORDER {
@@ -146,7 +146,7 @@ fn tail_policies_do_what_they_do_of_a_data_set() {
                 .map(|batch| Ok(seen(&batch?)))
                 .collect::<Result<Vec<_>>>()
         });
-        // A data set that makes no step is refused; nobody knows that of a stream.
+        // A data set without a step is refused, but a stream cannot be known to have none.
         rows.unwrap_or_else(|error| {
             assert!(error.is_config(), "{error:?}");
             vec![Vec::new(); ranks]
@@ -171,7 +171,7 @@ fn tail_policies_do_what_they_do_of_a_data_set() {
 
 #[test]
 fn parts_end_together_and_idle_until_then() {
-    // Rank 0 has 0, 2, …, 8; rank 1 has 1 and 3 only.
+    // Rank 0 has 0, 2, …, 8, and rank 1 has only 1 and 3.
     struct Ragged;
     impl SampleStream for Ragged {
         type Item = usize;
@@ -255,7 +255,7 @@ fn c12_metrics_see_each_sample_once() {
     }
 }
 
-/// Trains an epoch, and returns the weights.
+/// Trains an epoch and returns the weights.
 fn train(accelerator: &Accelerator, loader: Loader<Column>) -> Result<Vec<f32>> {
     let parts = (line(&accelerator.device()), SgdConfig::new().init(), loader);
     let (mut model, mut optimizer, train) = accelerator.prepare(parts)?;
@@ -269,7 +269,7 @@ fn train(accelerator: &Accelerator, loader: Loader<Column>) -> Result<Vec<f32>> 
 
 #[test]
 fn ranks_learn_from_a_stream_what_one_learns_from_a_data_set() {
-    // The last round of three ranks is short, and some idle in it.
+    // The last round of three ranks is short, and some are idle in it.
     for (ranks, samples) in [(1, 26), (2, 25), (3, 25), (3, 26)] {
         let size = 12 / ranks;
         let one = accelerator::launch(1, |accelerator| {
@@ -364,7 +364,7 @@ fn a_reader_that_panics_is_an_error_on_every_rank() {
     }
 }
 
-/// A number that cannot be read where it is seven.
+/// A number that cannot be read if it is seven.
 #[derive(Clone, Serialize)]
 struct Fragile(usize);
 
@@ -385,7 +385,7 @@ impl Batcher<Fragile, Column> for FragileBatcher {
     }
 }
 
-/// Sample 7 belongs to the first rank, the second, and to one that is alone.
+/// Sample 7 belongs to the first rank, to the second, or to a single rank.
 #[test]
 fn a_sample_that_cannot_be_read_fails_every_rank_whosever_it_is() {
     for (ranks, size, good) in [(2, 6, 0), (2, 4, 0), (3, 2, 1), (1, 4, 1)] {
@@ -397,7 +397,7 @@ fn a_sample_that_cannot_be_read_fails_every_rank_whosever_it_is() {
             let loader = accelerator.prepare(loader)?;
             let mut epoch = loader.epoch(0);
             let error = epoch.find_map(Result::err).unwrap();
-            // Nobody waits for a rank that has returned.
+            // No rank waits for one that has returned.
             accelerator.wait_for_everyone()?;
             let good_batches = loader.epoch(0).take_while(Result::is_ok).count();
             Ok((error, good_batches))
@@ -426,7 +426,7 @@ fn a_batcher_that_panics_on_one_rank_is_an_error_on_every_rank() {
     for kind in [Kind::Dispatched, Kind::Parts] {
         for workers in [0, 1] {
             let errors = accelerator::launch(3, |accelerator| {
-                // Of both, sample 3 is in rank 1's first batch or in rank 0's second one.
+                // Sample 3 is in rank 1's first batch if dispatched, and in rank 0's second batch in parts.
                 let builder = LoaderBuilder::new(Falls).batch_size(2).num_workers(workers);
                 let loader = accelerator.prepare(build(kind, builder, Numbers(40)))?;
                 let error = loader.epoch(0).find_map(Result::err).unwrap();
@@ -444,7 +444,7 @@ fn a_batcher_that_panics_on_one_rank_is_an_error_on_every_rank() {
     }
 }
 
-/// As when an evaluation runs on one rank only, or ranks count epochs differently.
+/// An evaluation on one rank alone, or epochs counted differently, would do this.
 #[test]
 fn ranks_that_read_different_data_are_named_on_every_rank() {
     type Read = fn(&[PreparedLoader<Column>], usize) -> Option<Result<Batch<Column>>>;
@@ -503,7 +503,7 @@ fn ranks_that_read_different_data_are_named_on_every_rank() {
     }
 }
 
-/// As when rank 0 alone evaluates: every rank is told what each was doing, in words of its program.
+/// An evaluation on rank 0 alone would do this. Every rank learns what each was doing, in terms of its program.
 #[test]
 fn a_rank_that_reads_no_data_is_told_apart_from_those_that_do() {
     let listed = |_| (0..18).collect();
@@ -593,11 +593,11 @@ fn rank_0_alone_reads_a_dispatched_stream_and_not_far_ahead() {
         read[1].load(Ordering::SeqCst),
     );
     assert_eq!(second, 0);
-    // Five rounds of eight were used; three wait, one is being sent, with a sample that tells of more.
+    // Five rounds of eight were used, three wait, and one is being sent, with one sample to know of more.
     assert!((40..=8 * (5 + 3 + 1) + 1).contains(&first), "{first}");
 }
 
-/// A slow source holds a batch back no longer than it takes to know whether it is the last.
+/// A slow source delays a batch only until it is known whether it is the last.
 #[test]
 fn a_batch_waits_for_what_tells_of_more_and_no_further() {
     use TailPolicy::{Drop, Exact, Pad, Uneven};
@@ -634,7 +634,7 @@ fn a_batch_waits_for_what_tells_of_more_and_no_further() {
     }
 }
 
-/// The reader's thread hangs in a source that says nothing more.
+/// The reader's thread hangs in a source that gives nothing more.
 #[test]
 fn an_epoch_that_is_left_early_does_not_wait_for_its_reader() {
     const DEADLINE: Duration = Duration::from_secs(60);
@@ -643,7 +643,7 @@ fn an_epoch_that_is_left_early_does_not_wait_for_its_reader() {
             let (left, has_left) = mpsc::channel::<()>();
             let (say, said) = mpsc::channel();
             let shared = Arc::new(Mutex::new((has_left, say)));
-            // As many as tell that the first batch is not the last, and then silence.
+            // After enough samples to know that the first batch is not the last, the source is silent.
             let enough = if kind == Kind::Parts { 5 } else { 9 };
             let silent = move |_: StreamPart| {
                 let shared = shared.clone();
@@ -744,7 +744,7 @@ fn skipped_batches_are_not_read_where_the_stream_can_skip() {
                 let epoch = loader.epoch(0).skip_first_batches(skipped);
                 let rest: Vec<_> = epoch.map(|batch| seen(&batch.unwrap())).collect();
                 let wanted = &whole[whole.len().min(skipped as usize)..];
-                // An idle rank has no batch before it, and runs another one.
+                // An idle rank runs a batch again, and here it has no previous one.
                 let real = |seen: &[Seen]| -> Vec<(Vec<usize>, bool)> {
                     seen.iter()
                         .map(|(n, real, last)| (n[..*real].to_vec(), *last))
@@ -759,7 +759,7 @@ fn skipped_batches_are_not_read_where_the_stream_can_skip() {
     }
 }
 
-/// Trains up to `stop` steps of two epochs, from where the checkpoint says, and saves.
+/// Trains two epochs up to step `stop`, from the checkpoint if there is one, and saves.
 fn part_of_a_run(
     folder: &std::path::Path,
     ranks: usize,
@@ -866,7 +866,7 @@ fn time_spent_waiting_for_a_stream_is_told() {
         for summary in summaries {
             assert_eq!(summary.steps, 2);
             let waited = summary.data.mean * summary.steps as f64;
-            // At least the samples of this rank's part, read where they were asked for.
+            // The wait includes this rank's part, since samples are read when they are needed.
             assert!(waited >= 4.0 * PAUSE.as_secs_f64(), "{kind:?}: {summary}");
         }
     }

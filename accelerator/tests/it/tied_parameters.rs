@@ -1,5 +1,5 @@
-//! A parameter that a model has in two places is one parameter everywhere: PyTorch's trajectory, and the bits of
-//! a model that has it in one place.
+//! A parameter in two places of a model is one parameter everywhere: it follows PyTorch's trajectory and has the bits
+//! of a model that has it in one place.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -35,11 +35,11 @@ struct Transformer {
     output: Param<Tensor<2>>,
     up: Param<Tensor<2>>,
     down: Param<Tensor<2>>,
-    /// A clone of `tokens`; without it, `tokens` itself is used at both ends.
+    /// A clone of `tokens`. Without it, `tokens` itself is used at both ends.
     head: Option<Param<Tensor<2>>>,
 }
 
-/// Where the model has its tied parameter.
+/// The places of the tied parameter.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum Places {
     One,
@@ -87,7 +87,7 @@ impl Transformer {
         let normed = norm(x.clone());
         let scores = times(normed.clone(), &self.query)
             .matmul(times(normed.clone(), &self.key).transpose())
-            // Burn's gradient of a division by a number is in single precision.
+            // Burn computes the gradient of a division by a number in single precision.
             .mul_scalar(1.0 / (WIDTH as f64).sqrt());
         let later = Tensor::<2, burn::tensor::Bool>::tril_mask([LENGTH, LENGTH], 0, &device);
         let scores = scores.mask_fill(later.unsqueeze::<3>().expand([rows, LENGTH, LENGTH]), -1e4);
@@ -147,7 +147,7 @@ fn values(param: &Param<Tensor<2>>) -> Vec<f64> {
     param.val().into_data().iter::<f64>().collect()
 }
 
-/// This rank's sequences of a step, and what follows each token.
+/// Returns this rank's sequences of a step, and the token that follows each token.
 fn batch(accelerator: &Accelerator, step: usize) -> (Vec<i64>, Vec<i64>) {
     let token = |row, column| ((7 * row + 3 * column + 5 * step + row * column) % TOKENS) as i64;
     let rows = (accelerator.rank()..SEQUENCES).step_by(accelerator.world_size());
@@ -159,7 +159,7 @@ fn batch(accelerator: &Accelerator, step: usize) -> (Vec<i64>, Vec<i64>) {
     (tokens, following)
 }
 
-/// What `tests/fixtures/tied_transformer.py` trains with.
+/// The optimizers of `tests/fixtures/tied_transformer.py`.
 #[derive(Clone, Copy, Debug)]
 enum Rule {
     AdamW,
@@ -261,7 +261,7 @@ fn prepare(
     optimizer.prepare(accelerator, model)
 }
 
-/// Trains, and gives the losses and norms of the steps.
+/// Trains, and returns the loss and norm of each step.
 fn train(
     accelerator: &Accelerator,
     parts: &mut Parts,
@@ -286,7 +286,7 @@ fn train(
     Ok(told)
 }
 
-/// What PyTorch got.
+/// The results of PyTorch.
 #[derive(Deserialize)]
 struct Recorded {
     adamw: Trajectory,
@@ -374,7 +374,7 @@ fn tied_embeddings_follow_pytorchs_trajectory() {
     }
 }
 
-/// Trains up to `cut`, saves, resumes on other ranks, and trains to the end.
+/// Trains up to `cut`, saves, resumes on another number of ranks, and trains to the end.
 fn train_in_two_parts(
     optimizer: Optimizer,
     dtype: DType,
@@ -439,7 +439,7 @@ fn a_resumed_run_has_the_bits_of_the_undisturbed_one() {
     }
 }
 
-/// The bits of a model that has the parameter in one place.
+/// The bits are those of a model that has the parameter in one place.
 #[test]
 fn two_places_learn_the_bits_of_one() {
     for precision in [Precision::No, Precision::Bf16] {
@@ -455,7 +455,7 @@ fn two_places_learn_the_bits_of_one() {
                         .launch(ranks, |accelerator| {
                             let mut model =
                                 Transformer::new(&accelerator.device(), DType::F32, places);
-                            // As a user reads another file's weights before training.
+                            // A program may load another file's weights before training.
                             model = accelerator.prepare(model)?;
                             let mut average = Ema::new(&model, 0.9);
                             let mut optimizer = accelerator.prepare(Rule::AdamW.fused())?;
@@ -486,7 +486,7 @@ fn two_places_learn_the_bits_of_one() {
     }
 }
 
-/// One place of the parameter is computed with in half precision, the other one in full.
+/// The model computes with one place of the parameter in half precision and with the other in full.
 #[test]
 fn a_place_that_is_kept_in_full_precision_gets_its_gradient_too() {
     let run = |overlap| {
@@ -520,7 +520,6 @@ fn a_place_that_is_kept_in_full_precision_gets_its_gradient_too() {
     };
     let (off, on) = (run(Overlap::Off), run(Overlap::On));
     assert_eq!(off, on);
-    // Twice as much as one of the two places gets.
     assert!(off[0].0[0] > 0.0);
 }
 
@@ -577,7 +576,7 @@ fn a_model_file_keeps_parameters_tied() {
     }
 }
 
-/// Burn's own optimizer steps the first place alone.
+/// Burn's own optimizer steps only the first place.
 #[test]
 fn places_that_became_two_tensors_are_refused_until_they_are_tied_again() {
     let accelerator = Accelerator::new().unwrap();
@@ -641,7 +640,7 @@ fn a_frozen_clone_behind_a_parameter_stays_what_it_is() {
         }
         assert_eq!(model.head().into_data(), before);
         assert_ne!(model.tokens.val().into_data(), before);
-        // In front of it, Burn's optimizers would step it.
+        // Burn's optimizers would step a parameter that is frozen before `prepare`.
         let mut model = Transformer::new(&accelerator.device(), DType::F32, Places::Two);
         model.tokens = model.tokens.set_require_grad(false);
         let error = accelerator.prepare(model).unwrap_err();

@@ -1,4 +1,4 @@
-//! Where the time of steps goes: summaries, and traces of all ranks.
+//! The time of steps: summaries, and traces of all ranks.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -16,7 +16,7 @@ use serde_json::Value;
 const SIDE: usize = 40;
 const PARAMETERS: usize = SIDE * SIDE + SIDE;
 
-/// Trains for `steps` steps on each of two ranks, and gives each rank's summary.
+/// Trains for `steps` steps on each of two ranks and returns each rank's summary.
 fn trained(builder: AcceleratorBuilder, steps: usize) -> Vec<Option<StepSummary>> {
     builder
         .launch(2, |accelerator| {
@@ -69,7 +69,7 @@ fn phases_share_out_the_step() {
             (sum + summary.other.mean - summary.step.mean).abs() < 1e-6,
             "{summary}"
         );
-        // Within a host ranks wait for their operations on the thread that trains.
+        // Within a host, ranks wait for operations on the training thread.
         assert!(
             summary.communicating.mean <= summary.waiting.mean,
             "{summary}"
@@ -115,7 +115,7 @@ fn bytes_are_those_of_the_buckets() {
         assert_eq!(first.bytes.mean, first.bytes.median);
         first.bytes.mean as usize
     };
-    // What else is sent is a handful of numbers.
+    // The rest of the traffic is a few numbers.
     let exact = bytes(Compression::None);
     assert!(
         (4 * PARAMETERS..4 * PARAMETERS + 160).contains(&exact),
@@ -178,7 +178,7 @@ fn a_trace_shows_all_ranks_and_what_they_did() {
         ] {
             assert_eq!(spans(name).len(), steps, "{name}");
         }
-        // At least one for each bucket, of which there are two, and one for the control vector.
+        // Each of two buckets has at least one, and so has the control vector.
         assert!(spans("all_reduce").len() >= 3 * steps);
         // Preparing a model shares its layout and its parameters.
         assert!(!spans("all_gather_object").is_empty());
@@ -218,7 +218,7 @@ fn a_trace_shows_all_ranks_and_what_they_did() {
     }
     check_nesting(&of("X"));
 
-    // The last operation of a step ends on no rank before it began on the other.
+    // The last operation of a step ends on no rank before it has begun on the other.
     let last = |rank: u64| {
         let all = of("X").into_iter();
         let mut ends: Vec<(f64, f64)> = all
@@ -237,7 +237,7 @@ fn a_trace_shows_all_ranks_and_what_they_did() {
     assert!(first.0 <= second.1 + error && second.0 <= first.1 + error);
 }
 
-/// When an event began and ended.
+/// Returns when an event began and ended.
 fn time(event: &Value) -> (f64, f64) {
     let (start, duration) = (
         event["ts"].as_f64().unwrap(),
@@ -247,7 +247,7 @@ fn time(event: &Value) -> (f64, f64) {
     (start, start + duration)
 }
 
-/// Two spans of a thread lie within each other or apart: viewers ask for it.
+/// Asserts that the spans of a thread are nested or disjoint, as viewers require.
 fn check_nesting(spans: &[&Value]) {
     let mut threads: BTreeMap<(u64, u64), Vec<(f64, f64)>> = BTreeMap::new();
     for span in spans {
@@ -255,7 +255,7 @@ fn check_nesting(spans: &[&Value]) {
         threads.entry(thread).or_default().push(time(span));
     }
     assert!(threads.len() >= 6, "{:?}", threads.keys());
-    // Nanoseconds are thousandths here, and rounded.
+    // The unit is the microsecond, rounded to thousandths.
     let nearly = 0.002;
     for (thread, mut times) in threads {
         times.sort_by(|a, b| a.0.total_cmp(&b.0).then(b.1.total_cmp(&a.1)));
@@ -348,7 +348,7 @@ fn one_process_that_does_not_finish_leaves_a_trace() {
     assert!(!path.exists(), "there is another handle");
     drop(other);
     assert_eq!(read(&path)["otherData"]["ranks"][0]["rank"], 0);
-    // What is written once is not written again.
+    // A trace is written only once.
     let accelerator = Accelerator::builder().trace(&path).build().unwrap();
     accelerator.finish().unwrap();
     std::fs::remove_file(&path).unwrap();
@@ -402,6 +402,6 @@ fn a_loop_without_a_loader_is_noted_too() {
     let summary = accelerator.step_summary().unwrap();
     assert_eq!(summary.steps, 4);
     assert!(summary.forward.median > 0.0 && summary.backward.median > 0.0);
-    // One rank communicates with nobody.
+    // A single rank communicates with no other.
     assert_eq!((summary.bytes.mean, summary.hidden()), (0.0, None));
 }

@@ -1,4 +1,4 @@
-//! One run for all ranks, through checkpoints, failures and changes.
+//! One run for all ranks, across checkpoints, failures and changes.
 
 use std::path::Path;
 
@@ -73,7 +73,7 @@ fn c23_without_a_run_nothing_is_written_and_nothing_fails() {
     assert!(!folder.path().join("runs").exists());
 }
 
-/// Step, elements, least and greatest of the histograms of a parameter's gradient.
+/// Returns step, number of elements, minimum and maximum of the histograms of a parameter's gradient.
 fn gradients(run: &RunHistory, path: &str) -> Vec<(u64, f64, f64, f64)> {
     let key = format!("gradients/{path}");
     let media = run.media.iter().filter(|media| media.key == key);
@@ -89,7 +89,7 @@ fn gradients(run: &RunHistory, path: &str) -> Vec<(u64, f64, f64, f64)> {
 
 #[test]
 fn histograms_of_gradients_are_of_what_the_optimizer_gets() {
-    // On one rank alone, summed where they lie, and summed on the device.
+    // On a single rank, summed in place, and summed on the device.
     let auto = GradientReduction::Auto;
     for (ranks, reduction) in [(1, auto), (2, auto), (2, GradientReduction::Staged)] {
         let folder = tempfile::tempdir().unwrap();
@@ -98,7 +98,7 @@ fn histograms_of_gradients_are_of_what_the_optimizer_gets() {
             accelerator.init_trackers("a", &())?;
             let device = accelerator.device();
             let model: Linear = accelerator.prepare(LinearConfig::new(3, 1).init(&device))?;
-            // The mean over both ranks' samples: 2, 3, 5.
+            // The mean over both ranks' samples is 2, 3, 5.
             let (samples, input) = match (accelerator.world_size(), accelerator.rank()) {
                 (1, _) => (4, [2.0, 3.0, 5.0]),
                 (_, 0) => (4, [1.0, 2.0, 4.0]),
@@ -149,7 +149,7 @@ fn parts_of_gradients_are_not_logged() {
     assert_eq!(gradients(&run, "weight"), [(1, 3.0, 1.0, 1.0)]);
 }
 
-/// Whether the program begins the run before or after it resumes.
+/// The program may begin the run before or after it resumes.
 #[test]
 fn a_checkpoint_knows_its_run() {
     let folder = tempfile::tempdir().unwrap();
@@ -173,7 +173,7 @@ fn a_checkpoint_knows_its_run() {
                     false => drop(accelerator.save_state(&checkpoints, Object(&step))?),
                 }
             }
-            // It ends without `finish`, and what came after the last checkpoint comes again.
+            // The run ends without `finish`, and the steps after the last checkpoint are repeated.
             Ok(())
         });
         life.unwrap();
@@ -202,7 +202,7 @@ fn what_survivors_save_knows_the_run_that_rank_0_wrote() {
             accelerator.log("train", [("loss", 1.0)], step, None);
         }
         if accelerator.is_main_process() {
-            // Logged, and in no checkpoint.
+            // This step is logged but is in no checkpoint.
             accelerator.log("train", [("loss", 1.0)], 3, None);
             accelerator.tracker(|run| run.flush()).transpose().unwrap();
             return Err(batch_is_cursed());
@@ -284,7 +284,7 @@ fn a_program_that_leaves_without_finish_has_failed() {
     assert!(why.contains("without `finish`"), "{why}");
 }
 
-/// The digests of the weights that a training records.
+/// Trains, and returns the digests of the weights that were recorded.
 fn weights(folder: &Path, name: &str, ranks: usize, rate: f64) -> Vec<(u64, String)> {
     let trained = builder(folder).seed(7).launch(ranks, |accelerator| {
         accelerator.init_trackers(name, &())?;
@@ -302,7 +302,7 @@ fn weights(folder: &Path, name: &str, ranks: usize, rate: f64) -> Vec<(u64, Stri
                 _ => accelerator.save_model(&model, folder.join("model.safetensors"))?,
             }
         }
-        // The same weights once more.
+        // These are the same weights again.
         accelerator.valid(&model)?;
         accelerator.finish()
     });

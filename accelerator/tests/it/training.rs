@@ -1,4 +1,4 @@
-//! The loop: what a window averages, when the optimizer and its schedule move.
+//! The training loop: averages over windows, and the steps of the optimizer and its schedule.
 
 use crate::common::{assert_close, columns, devices, distance, flat, line, loader, of_every_rank};
 use accelerator::prelude::*;
@@ -36,8 +36,8 @@ fn one_rank_does_what_plain_burn_does_bit_for_bit() {
     }
 }
 
-/// Seven samples in batches of two for each of two ranks: the last step has one sample for rank
-/// 0 and one for rank 1, or an idle rank.
+/// Trains an epoch in global batches, and returns the weights. The samples need not divide: in the last step, ranks may
+/// have fewer samples, or none.
 fn after_one_epoch(kind: BackendKind, ranks: usize, samples: usize, global: usize) -> Vec<f32> {
     let outcomes = Accelerator::builder()
         .device(kind)
@@ -52,7 +52,7 @@ fn after_one_epoch(kind: BackendKind, ranks: usize, samples: usize, global: usiz
                 let batch = batch?;
                 let mut loss = distance(&model, &batch);
                 if batch.is_idle() {
-                    // What an idle rank computes may be anything.
+                    // The loss of an idle rank may be anything.
                     loss = loss * f32::NAN;
                 }
                 let gradients = accelerator.backward(loss, &model, &batch)?;
@@ -96,7 +96,7 @@ impl Batcher<usize, Tensor<2>> for Pairs {
     }
 }
 
-/// Three epochs over 96 pairs with SGD at 0.1; `batch` is of each rank, or of all where it is split.
+/// Trains three epochs over 96 pairs with SGD at 0.1. `batch` is that of each rank, or of all ranks if `split`.
 fn three_epochs(ranks: usize, kind: BackendKind, split: bool, batch: usize) -> Vec<f32> {
     let outcomes = Accelerator::builder()
         .device(kind)
@@ -136,7 +136,7 @@ fn c3_ranks_end_where_one_with_the_whole_batch_does() {
             let one = three_epochs(1, kind, false, 8 * ranks);
             assert_close(&three_epochs(ranks, kind, false, 8), &one, 1e-6);
             assert_close(&three_epochs(ranks, kind, true, 8 * ranks), &one, 1e-6);
-            // Something was learnt.
+            // The line has been learnt.
             assert!(
                 (one[0] - 2.0).abs() < 0.3 && (one[1] - 3.0).abs() < 0.6,
                 "{one:?}"
@@ -147,7 +147,7 @@ fn c3_ranks_end_where_one_with_the_whole_batch_does() {
 
 #[test]
 fn a_window_averages_over_its_samples_and_ends_with_the_epoch() {
-    // Micro-steps of 4, 4, 4 and 2 samples, in windows of 3: the second window holds 2 samples.
+    // Micro-steps of 4, 4, 4 and 2 samples in windows of 3: the second window holds 2 samples.
     let accelerator = Accelerator::builder()
         .accumulation_steps(3)
         .build()
@@ -173,7 +173,7 @@ fn a_window_averages_over_its_samples_and_ends_with_the_epoch() {
     assert_eq!(samples, [12.0, 2.0]);
     assert_eq!(optimizer.steps(), 2);
 
-    // The same with whole windows as batches.
+    // Training with whole windows as batches gives the same.
     let plain = Accelerator::new().unwrap();
     let parts = (line(&device), SgdConfig::new().init(), loader(14, 12));
     let (mut whole, mut optimizer, train) = plain.prepare(parts).unwrap();
@@ -263,7 +263,7 @@ fn two_models_have_a_window_each() {
             ))
         })
         .unwrap();
-    // Four micro-steps; of the three of the second model the last one closes its window.
+    // The last of the second model's three micro-steps closes its window.
     assert_eq!(norms, [(2, 2, true); 2]);
 }
 
@@ -286,7 +286,7 @@ fn two_models_in_another_order_on_another_rank_are_told_apart() {
                 };
                 let first = usize::from(accelerator.rank() == 1);
                 let error = step(&models[first]).unwrap_err();
-                // The ranks can go on.
+                // The group still works.
                 assert!(step(&models[0])?.loss().is_some());
                 Ok(error)
             });
@@ -372,7 +372,7 @@ fn a_gradient_that_only_some_ranks_have_is_averaged_with_zeros() {
         };
         let gradients = accelerator.backward(distance(branch, &batch), &model, &batch)?;
         let model = optimizer.step(0.1, model, gradients);
-        // AdamW would move it by its weight decay if it had a gradient of zeros.
+        // With a gradient of zeros, AdamW would move it by its weight decay.
         assert_eq!(flat(&model.unused), unused, "no rank used it");
         Ok((flat(&model.left), flat(&model.right)))
     })
@@ -385,7 +385,7 @@ fn a_gradient_that_only_some_ranks_have_is_averaged_with_zeros() {
 
 #[test]
 fn tokens_can_weigh_instead_of_samples() {
-    // Rank 0 has the mean over 1 token, rank 1 that over 3.
+    // Rank 0 has the mean over 1 token, and rank 1 that over 3.
     let rates = accelerator::launch(2, |accelerator| {
         let device = accelerator.device();
         let (model, mut optimizer, train) =
@@ -424,7 +424,7 @@ fn misuse_is_answered_before_anything_moves() {
     for (weight, shown) in [
         (f64::NAN, "is NaN"),
         (f64::INFINITY, "is inf"),
-        // Sums in f32 would be infinite, or nothing.
+        // Sums in f32 would be infinite or zero.
         (1e300, "is 1e300"),
         (2e12, "is 2000000000000.0"),
         (1e-300, "is 1e-300"),
@@ -440,7 +440,7 @@ fn misuse_is_answered_before_anything_moves() {
         negative.contains("is -1.0") && negative.contains("0 or more"),
         "{negative}"
     );
-    // More tokens than there are, and weights that add up to 1 over many samples.
+    // Weights may be many tokens, or add up to 1 over many samples.
     for weight in [1e12, 1e-12] {
         let gradients = accelerator.backward(loss(), &model, accelerator::Weight::from(weight));
         assert!(gradients.unwrap().norm().unwrap() > 0.0);

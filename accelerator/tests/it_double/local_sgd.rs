@@ -1,4 +1,4 @@
-//! Local training against what its papers say, written by hand in f64.
+//! Compares local training with the papers' algorithms, written by hand in f64.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -13,8 +13,8 @@ use burn::tensor::FloatDType;
 
 const RATE: f64 = 0.1;
 const EPOCHS: u64 = 2;
-/// Two ranks have 9 full steps and one in which rank 1 is idle; three have 6 and one in which ranks 1 and
-/// 2 are.
+/// Two ranks have 9 full steps and one in which rank 1 is idle. Three ranks have 6 full steps and one in which ranks 1
+/// and 2 are idle.
 const SAMPLES: usize = 37;
 
 #[derive(Clone)]
@@ -36,14 +36,14 @@ fn values(model: &Linear) -> Vec<f64> {
         .collect()
 }
 
-/// What a rank saw of a training.
+/// The record of a rank's training.
 #[derive(Default)]
 struct Told {
-    /// By step: the samples of this rank.
+    /// The samples of this rank in each step.
     seen: Vec<Vec<usize>>,
-    /// By step: what it did, the model after it, and how many operations it took.
+    /// The outcome of each step, the model after it, and the number of operations.
     steps: Vec<(LocalOutcome, Vec<f64>, usize)>,
-    /// The model in the end, and the operations of `finish`.
+    /// The final model, and the number of operations of `finish`.
     end: (Vec<f64>, usize),
 }
 
@@ -101,7 +101,7 @@ fn train_with<L: LocalTraining<Linear>>(
         .unwrap()
 }
 
-/// The same by hand: the models of all ranks after each step, and the end.
+/// Trains by hand. Returns the models of all ranks after each step, and the final model.
 fn by_hand(
     told: &[Told],
     period: usize,
@@ -151,7 +151,7 @@ fn by_hand(
             models.fill(theta);
             samples.fill(0.0);
         }
-        // What is left is averaged by `finish`, behind the last step.
+        // `finish` averages the rest after the last step.
         after.push(match (step + 1) % period {
             0 => models.clone(),
             _ => in_step,
@@ -171,7 +171,7 @@ fn bits(values: &[f64]) -> Vec<u64> {
     values.iter().map(|value| value.to_bits()).collect()
 }
 
-/// Compares a training with what is written by hand, where it averages, and what it sends.
+/// Compares a training with the one by hand, and checks when it averages and what it sends.
 fn check(ranks: usize, period: usize, config: &Config, weighting: Weighting) -> Vec<f64> {
     let outer = match config {
         Config::DiLoCo(_) => Some((0.6, 0.8)),
@@ -186,7 +186,7 @@ fn check(ranks: usize, period: usize, config: &Config, weighting: Weighting) -> 
             assert_near(model, &after[step][rank]);
             let full = (step + 1).is_multiple_of(period);
             assert_eq!(*outcome == LocalOutcome::Averaged, full, "step {step}");
-            // What ranks count, and one bucket.
+            // An average sends the samples of each rank, and one bucket.
             let sent = match (full, ranks, outer) {
                 (false, ..) | (true, 1, None) => 0,
                 (true, 1, Some(_)) => 1,
@@ -248,7 +248,7 @@ fn diloco_without_momentum_at_rate_one_is_local_sgd() {
     assert!((defaults[0].end.0[0] - sgd[0].end.0[0]).abs() > 1e-3);
 }
 
-/// With accumulation and ragged tails, either way.
+/// Trains with or without local training, with accumulation and a ragged tail.
 fn synchronous(ranks: usize, accumulation: usize, config: Option<&LocalSgdConfig>) -> Vec<f64> {
     let ends = doubles()
         .accumulation_steps(accumulation)
@@ -291,7 +291,7 @@ fn rounds_of_one_step_are_synchronous_training() {
             let config = LocalSgdConfig::new(1);
             let found = synchronous(ranks, accumulation, Some(&config));
             assert_near(&found, &wanted);
-            // An idle rank that counts as any other holds the step back.
+            // An idle rank with the weight of the others holds the step back.
             let equal = config.with_weighting(Weighting::Equal);
             let held_back = synchronous(ranks, accumulation, Some(&equal));
             assert!((held_back[0] - wanted[0]).abs() > 1e-9);

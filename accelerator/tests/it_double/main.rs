@@ -1,4 +1,4 @@
-//! Tests in f64: Burn fixes the float type of a device once in a process.
+//! Tests in f64, apart since Burn fixes a device's float type once per process.
 
 #![allow(clippy::unwrap_used, reason = "these are tests, helpers included")]
 

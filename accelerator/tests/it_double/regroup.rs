@@ -1,4 +1,4 @@
-//! Ranks leave their group between two steps, and go on in one of another size.
+//! Ranks leave their group between two steps and continue in one of another size.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -20,13 +20,13 @@ use signal_hook::consts::SIGUSR2;
 
 const SAMPLES: usize = 61;
 const EPOCHS: u64 = 2;
-/// Of all ranks.
+/// The batch of all ranks together.
 const BATCH: usize = 8;
 const STEPS: u64 = 16;
 
 /// Plays the launcher for ranks that are threads.
 struct Job {
-    /// Of each group, in turn: its size and its store.
+    /// The size and the store of each group, in turn.
     groups: Vec<(usize, StoreServer)>,
     folder: tempfile::TempDir,
 }
@@ -63,8 +63,8 @@ impl Job {
         builder.launched_as(launch).build()
     }
 
-    /// Tells each rank of a group its place in the next one. Rank 0 calls it, and waits until it has heard. Where the
-    /// group shrinks, rank 1 leaves, and the others move up.
+    /// Tells each rank of a group its place in the next one. Rank 0 calls it, and it returns when rank 0 has its place.
+    /// If the group shrinks, rank 1 leaves and the others move up.
     fn tell(&self, group: usize, accelerator: &Accelerator) {
         let (size, store) = &self.groups[group];
         let shrinks = self.groups[group + 1].0 < *size;
@@ -79,7 +79,7 @@ impl Job {
         until_told(accelerator);
     }
 
-    /// Runs `body` with each process, from the group on in which it is started.
+    /// Runs `body` in each process, beginning with the group in which the process is started.
     fn run<T: Send>(&self, body: impl Fn(Accelerator, usize) -> Result<T> + Sync) -> Vec<T> {
         let mut started = 0;
         let mut places = Vec::new();
@@ -111,27 +111,27 @@ enum OptimizerKind {
     Sharded,
 }
 
-/// What a rank of the last group has in the end.
+/// The final state of a rank of the last group.
 #[derive(Clone, Debug, PartialEq)]
 struct End {
     weights: Vec<f64>,
     averages: Vec<f64>,
     sum_of_losses: f64,
-    /// The ranks that this value was with.
+    /// The ranks that this value was on.
     passed_on: Vec<usize>,
 }
 
-/// How a program goes on.
+/// The end of a program's part in a group.
 enum Turn {
     Ended(End),
     Left,
     Next(Accelerator),
 }
 
-/// The samples that steps have used: how often each, by epoch.
+/// The number of times that steps have used each sample of each epoch.
 type Used = Mutex<BTreeMap<(u64, usize), usize>>;
 
-/// Trains until the end, or until the ranks regroup, which they do after the step of that number in each group.
+/// Trains until the end, or until the ranks regroup after the step that `boundaries` has for the group.
 fn train(
     job: &Job,
     accelerator: &Accelerator,
@@ -197,7 +197,7 @@ fn train(
             let is_pending = accelerator.regroup_pending()?;
             assert_eq!(is_pending, Some(step) == boundary);
             if step == 2 {
-                // Nobody waits for it but `regroup` or `finish`.
+                // Only `regroup` or `finish` waits for this save.
                 let _ = accelerator.save_state_async(&folder, (&model, &optimizer))?;
             }
             if is_pending {
@@ -238,7 +238,7 @@ fn values(model: &Linear) -> Vec<f64> {
         .collect()
 }
 
-/// What all ranks of the last group have in the end, after groups of these sizes.
+/// Returns the final state of all ranks of the last group, after groups of these sizes.
 fn run(sizes: &[usize], boundaries: &[u64], kind: OptimizerKind) -> Vec<End> {
     let (job, used) = (Job::new(sizes), Used::default());
     let ended = job.run(|mut accelerator, first| {
@@ -269,7 +269,7 @@ fn run(sizes: &[usize], boundaries: &[u64], kind: OptimizerKind) -> Vec<End> {
 fn two_ranks_become_four_and_then_three_and_train_as_one() {
     let alone = &run(&[1], &[], OptimizerKind::Whole)[0];
     for kind in [OptimizerKind::Whole, OptimizerKind::Sharded] {
-        // In the middle of the first epoch; behind its last step, and in the middle of the second.
+        // In the middle of the first epoch, after its last step, and in the middle of the second.
         for boundaries in [[3, 11], [8, 9]] {
             let ended = run(&[2, 4, 3], &boundaries, kind);
             for end in &ended {
@@ -278,7 +278,7 @@ fn two_ranks_become_four_and_then_three_and_train_as_one() {
                 assert_close(&end.averages, &alone.averages);
                 assert_close(&[end.sum_of_losses], &[alone.sum_of_losses]);
             }
-            // Values of ranks follow the numbers: rank 2 of four is new, and keeps what it passes.
+            // Per-rank values follow the rank numbers. Rank 2 of four is new, and keeps the value that it passes.
             let mut passed_on: Vec<_> = ended.into_iter().map(|end| end.passed_on).collect();
             passed_on.sort();
             assert_eq!(passed_on, [vec![0, 0, 0], vec![1, 1, 1], vec![2, 2]]);
@@ -293,7 +293,7 @@ fn assert_close(ours: &[f64], theirs: &[f64]) {
     }
 }
 
-/// One process becomes two, without a step in between, and a signal comes when they are.
+/// One process becomes two without a step in between, and then a signal arrives.
 #[test]
 fn a_watched_preemption_moves_to_the_next_group() {
     let job = Job::new(&[1, 2]);

@@ -21,7 +21,7 @@ struct Net {
 impl Net {
     fn new(accelerator: &Accelerator) -> Self {
         Self {
-            // A bias before a normalisation has a gradient of nothing but rounding.
+            // The gradient of a bias before a normalisation is only rounding.
             input: accelerator.init(|device| LinearConfig::new(3, 6).with_bias(false).init(device)),
             norm: SyncBatchNormConfig::new(6).init(accelerator),
             output: accelerator.init(|device| LinearConfig::new(6, 1).init(device)),
@@ -38,8 +38,8 @@ impl Net {
     }
 }
 
-/// The scale of what is normalised has a gradient of nothing but rounding, so there is more than a scale
-/// to learn.
+/// Returns several features, since the gradient of the scale before a normalisation is only rounding, and there must be
+/// more than a scale to learn.
 fn features(values: Tensor<2>) -> Tensor<2> {
     Tensor::cat(
         vec![values.clone(), values.clone().powi_scalar(2), values.sin()],
@@ -60,12 +60,12 @@ fn floats(model: &impl Module) -> Vec<f64> {
     reader.0
 }
 
-/// A process computes in one precision.
+/// Returns a builder in f64, since a process computes in one precision.
 fn double() -> AcceleratorBuilder {
     Accelerator::builder().dtype(FloatDType::F64)
 }
 
-/// Three epochs over 25 samples, 6 in a step and the last one alone: with more ranks, some idle.
+/// Trains three epochs over 25 samples, in steps of 6 with a last step of 1. With several ranks, some are idle then.
 fn train(kind: BackendKind, ranks: usize, overlap: Overlap, steps: usize) -> Vec<f64> {
     let builder = double()
         .device(kind)
@@ -185,7 +185,7 @@ fn what_counts_for_nothing_on_all_ranks_leaves_no_trace() {
     }
 }
 
-/// Where a training forward must not be, there is nobody to normalise with.
+/// If only one rank runs a training forward, there are no other ranks to normalise with.
 #[test]
 fn a_forward_where_a_rank_is_alone_changes_nothing_and_backward_says_so() {
     let outcomes = double().launch(2, |accelerator| {
@@ -208,7 +208,7 @@ fn a_forward_where_a_rank_is_alone_changes_nothing_and_backward_says_so() {
             refused(outcome.unwrap_err());
         }
         assert_eq!(floats(&model.valid()), before);
-        // Where nothing could say so there, it is said later, and once.
+        // The forward itself cannot return the error, so the next call does, once.
         if let Some(loss) = accelerator.on_main_process(|| model.loss(&batch)) {
             assert_eq!(floats(&model.valid()), before);
             refused(accelerator.backward(loss, &model, &batch).unwrap_err());
@@ -222,7 +222,7 @@ fn a_forward_where_a_rank_is_alone_changes_nothing_and_backward_says_so() {
     assert_eq!(outcomes[0], outcomes[1]);
 }
 
-/// What can come after a forward that one rank makes alone, and would use what came of it.
+/// A call after a forward that one rank makes alone, which would use its results.
 type Use = fn(&Accelerator, &Net, &std::path::Path) -> Result<()>;
 
 #[test]
@@ -272,7 +272,7 @@ fn what_a_forward_without_the_others_gives_is_neither_saved_nor_evaluated() {
     }
 }
 
-/// Also where nothing else is sent, in the middle of a window.
+/// The check holds in the middle of a window too, where nothing else is sent.
 #[test]
 fn no_gradient_is_taken_from_activations_without_the_others() {
     for leaves in ["before forward", "before backward"] {
@@ -297,7 +297,7 @@ fn no_gradient_is_taken_from_activations_without_the_others() {
                 assert!(loss.clone().into_scalar::<f64>().is_nan());
             }
             let error = accelerator.backward(loss, &model, &batch).err();
-            // There is no way back to a good group.
+            // The group cannot be used again.
             assert!(
                 accelerator
                     .backward(model.loss(&batch), &model, &batch)

@@ -1,5 +1,5 @@
-//! What a trainer does beside the recorded trainings of Hugging Face's: a line `w x + b` is fitted to `y = 2x + 3`, with
-//! w = 0.5, b = 0 and batches of 4.
+//! Tests of the trainer beyond the recorded trainings of Hugging Face's. A line `w x + b` is fitted to `y = 2x + 3`,
+//! from w = 0.5, b = 0 in batches of 4.
 
 use std::path::Path;
 use std::sync::{Arc, Mutex};
@@ -94,13 +94,13 @@ fn builder(
         .eval_dataset(points(8))
 }
 
-/// One rank, in f64.
+/// Returns the accelerator of a single rank in f64.
 fn alone(arguments: &TrainingArguments) -> Accelerator {
     let accelerator = arguments.accelerator().dtype(FloatDType::F64).build();
     accelerator.unwrap()
 }
 
-/// Trains in f64, on one rank.
+/// Trains in f64 on a single rank.
 fn train(arguments: &TrainingArguments, count: usize) -> (LineTrainer, TrainOutput) {
     let accelerator = alone(arguments);
     let mut trainer = builder(&accelerator, arguments, count).build().unwrap();
@@ -145,7 +145,7 @@ fn assert_weight(trainer: &LineTrainer, expected: f64) {
     assert!((found - expected).abs() < 1e-12, "{found}, not {expected}");
 }
 
-/// Gives an evaluation the metric of a table.
+/// Returns a metric that takes its values from a table.
 fn told(values: &'static [f64]) -> impl Fn(Tensor<2>) -> [(&'static str, f64); 1] {
     let count = Arc::new(Mutex::new(0));
     move |_| {
@@ -187,7 +187,7 @@ fn the_best_checkpoint_is_kept_and_loaded() {
     }
 }
 
-/// Trains with an evaluation after each second update, which returns these metrics.
+/// Trains with an evaluation after every second update, whose metrics are `values`.
 fn train_with_metrics(
     arguments: &TrainingArguments,
     values: &'static [f64],
@@ -270,7 +270,7 @@ fn an_evaluation_of_an_update_that_was_saved_before_counts() {
     assert_eq!(checkpoints(folder.path()), [10, 30]);
 }
 
-/// Saves after that update, whatever the strategy.
+/// A callback that saves after that update, whatever the strategy.
 struct SaveAt(u64);
 
 impl<M> TrainerCallback<M> for SaveAt {
@@ -337,7 +337,8 @@ fn the_best_checkpoint_stays_where_its_folder_is_spelt_otherwise_or_moved() {
     }
 }
 
-/// Copies a checkpoint as versions before saved it, whose state names the best one before it though it is the best itself.
+/// Copies a checkpoint as earlier versions saved it: its state names the previous best checkpoint although it is itself
+/// the best.
 fn as_saved_before(checkpoint: &Path, best: &Path, folder: &Path) {
     let checkpoint = accelerator_manifest::Checkpoint::at(checkpoint).unwrap();
     let manifest = checkpoint.manifest().unwrap();
@@ -382,7 +383,7 @@ fn a_checkpoint_of_a_version_before_is_the_best_if_its_update_is() {
     assert_eq!(weight(&trainer).to_bits(), best.to_bits());
 }
 
-/// Another folder is continued in: the best one is in the first.
+/// Training continues in another folder, while the best checkpoint is in the first.
 #[test]
 fn a_best_checkpoint_of_another_folder_is_loaded_from_there() {
     let outer = tempfile::tempdir().unwrap();
@@ -432,7 +433,7 @@ fn the_evaluation_on_start_is_compared_with_nothing() {
     }
 }
 
-/// Stops the training after that update.
+/// A callback that stops the training after that update.
 struct StopAt(u64);
 
 impl<M> TrainerCallback<M> for StopAt {
@@ -446,7 +447,7 @@ impl<M> TrainerCallback<M> for StopAt {
     }
 }
 
-/// Stops within an epoch of five updates, at its end, and at the end of the training.
+/// Training stops within an epoch of five updates, at its end, or at the end of all.
 #[test]
 fn a_training_that_stopped_within_an_epoch_continues_it() {
     for stop_at in [3, 5, 10] {
@@ -473,7 +474,7 @@ fn a_training_that_stopped_within_an_epoch_continues_it() {
                 .build()
                 .unwrap()
         };
-        // Resumes in the same process, and in another one.
+        // Training resumes in the same process and in another one.
         let mut stopped = stopping(&arguments);
         assert_eq!(stopped.train().unwrap().global_step, stop_at);
         assert_eq!(checkpoints(folder.path()).last(), Some(&stop_at));
@@ -494,7 +495,7 @@ fn a_training_that_stopped_within_an_epoch_continues_it() {
 
         let mut expected = vec![5, 10];
         if stop_at == 3 {
-            // Where it stopped, too.
+            // The evaluation where it stopped counts too.
             expected.insert(0, 3);
         }
         for trainer in [&resumed, &stopped] {
@@ -595,7 +596,7 @@ fn a_training_that_begins_leaves_the_checkpoints_of_another_alone() {
         save_strategy: SaveStrategy::Epoch,
         ..arguments()
     };
-    // There is none yet.
+    // There is no checkpoint yet.
     train(&arguments, 20);
     let accelerator = || alone(&arguments);
     let accelerator = accelerator();
@@ -620,7 +621,7 @@ fn a_best_checkpoint_that_is_gone_fails_before_the_first_update() {
     let folder = tempfile::tempdir().unwrap();
     let mut arguments = TrainingArguments {
         eval_strategy: IntervalStrategy::Epoch,
-        // The first one is the best.
+        // The first checkpoint is the best.
         greater_is_better: Some(true),
         load_best_model_at_end: true,
         num_train_epochs: 2.0,
@@ -641,7 +642,7 @@ fn a_best_checkpoint_that_is_gone_fails_before_the_first_update() {
     );
 }
 
-/// Ranks step by themselves, and their logs, evaluations and checkpoints are of what they have together.
+/// Ranks step on their own, and logs, evaluations and checkpoints describe their average.
 #[test]
 fn local_sgd_has_the_bits_of_a_loop_by_hand() {
     let folder = tempfile::tempdir().unwrap();
@@ -655,7 +656,7 @@ fn local_sgd_has_the_bits_of_a_loop_by_hand() {
         save_strategy: SaveStrategy::Epoch,
         ..arguments()
     };
-    // Three steps an epoch, the last one of two samples: an average ends each.
+    // An epoch has three steps, the last one with two samples, and an average ends it.
     let by_hand = arguments
         .accelerator()
         .dtype(FloatDType::F64)
@@ -742,7 +743,7 @@ fn a_training_goes_on_at_another_number_of_ranks() {
         20,
     );
     assert_eq!((output.global_step, alone.state().epoch), (8, 1.6));
-    // As on one rank all the time.
+    // The result is that of one rank all the time.
     let (whole, _) = train(
         &TrainingArguments {
             output_dir: folder.path().join("whole"),

@@ -1,4 +1,4 @@
-//! What is drawn from the device's generator.
+//! Draws from the device's generator.
 
 use std::sync::mpsc::channel;
 use std::thread::{current, scope, sleep};
@@ -17,7 +17,7 @@ fn draw(device: &Device) -> Vec<f32> {
     drawn.into_data().try_to_vec().unwrap()
 }
 
-/// What was drawn for a batch, and on which thread.
+/// The numbers drawn for a batch, and the thread that drew them.
 #[derive(Debug)]
 struct Drawn {
     numbers: Vec<f32>,
@@ -29,7 +29,7 @@ struct Drawing;
 impl Batcher<usize, Drawn> for Drawing {
     fn batch(&self, _items: Vec<usize>, device: &Device) -> Drawn {
         let mut numbers = draw(device);
-        // A step that draws meanwhile.
+        // The step draws in the meantime.
         sleep(Duration::from_micros(300));
         numbers.extend(draw(device));
         Drawn {
@@ -39,7 +39,7 @@ impl Batcher<usize, Drawn> for Drawing {
     }
 }
 
-/// It draws nothing.
+/// A batcher that draws nothing.
 struct Quiet;
 
 impl Batcher<usize, Drawn> for Quiet {
@@ -83,7 +83,7 @@ impl Of {
 
 const ALL: [Of; 4] = [Of::DataSet, Of::Dispatched, Of::Parts, Of::Stream];
 
-/// What batches and steps draw in an epoch, from that batch on.
+/// Returns the draws of batches and steps in an epoch, from batch `skip` on.
 fn epoch(kind: BackendKind, of: Of, workers: usize, epoch: u64, skip: u64) -> Vec<[Vec<f32>; 2]> {
     let accelerator = Accelerator::builder().device(kind).seed(3).build().unwrap();
     let loader = accelerator.prepare(of.loader(Drawing, workers)).unwrap();
@@ -143,7 +143,7 @@ fn batches_that_draw_nothing_are_made_by_workers() {
             };
             let own = current().name().unwrap_or_default().to_owned();
             let [first, second] = threads(of.loader(Quiet, 2));
-            // Those that were read before it was known are made where they are asked for.
+            // Batches read before this was known are made where they are needed.
             assert_eq!(first[BATCHES - 1], "loader", "{of:?}");
             assert!(second.iter().all(|thread| thread == "loader"), "{of:?}");
             for loader in [of.loader(Drawing, 2), of.loader(Quiet, 0)] {
@@ -177,7 +177,7 @@ fn a_batch_that_is_asked_for_leaves_a_model_alone_that_is_being_built() {
         scope.spawn(move || {
             has_begun.recv().unwrap();
             let batch = loader.epoch(0).next();
-            // It may come when the model is built, and nobody waits for it then.
+            // The batch may arrive when the model is built and the receiver is gone.
             let _ = asked.send(batch.is_some());
         });
         accelerator.init(|device| {
@@ -232,11 +232,11 @@ fn an_accelerator_is_not_built_while_a_model_is_drawn() {
                 "{error:?}"
             );
         }
-        // A model within a model is drawn from the seed, as by itself.
+        // A nested model is drawn from the seed, as if it stood alone.
         assert_eq!(values(accelerator.init(build)), alone);
         build(device)
     });
-    // The turn is over, whatever went on within it.
+    // The turn has ended, whatever happened within it.
     Accelerator::new().unwrap();
     assert_eq!(values(accelerator.init(build)), alone);
 }

@@ -1,4 +1,4 @@
-//! Tests that draw: Burn's CPU generator is one for the whole process, and every batch that is taken seeds it.
+//! Tests that draw: Burn has one CPU generator per process, and every batch that is taken seeds it.
 
 #![allow(clippy::unwrap_used, reason = "these are tests, helpers included")]
 
@@ -10,7 +10,7 @@ mod resume_exact;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Tests would draw from each other's generator.
+/// Keeps other tests from drawing from the generator.
 fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)

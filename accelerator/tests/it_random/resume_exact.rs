@@ -1,4 +1,4 @@
-//! Interrupted after any step and resumed, training ends with the bits of a run that was not.
+//! A training interrupted after any step and resumed ends with the bits of an uninterrupted one.
 
 use std::path::Path;
 
@@ -61,9 +61,8 @@ type Parts = (
 
 const EPOCHS: u64 = 2;
 
-/// A program from its start to its end, or to the step at which it is cut off. It resumes from
-/// `from`, and saves at each step into `into`. Returns the weights with running statistics, and
-/// what it noted on the way: losses of validation, and the norm of each step.
+/// Runs a program to its end. It resumes from `from` and saves at each step into `into`. Returns the weights with
+/// running statistics, the notes (losses of validation and norms of gradients), and the last learning rate.
 fn program(
     from: Option<&Path>,
     into: Option<&Path>,
@@ -136,7 +135,7 @@ fn c17_a_run_resumed_after_any_step_ends_with_the_same_bits() {
         let undisturbed = program(None, None, per_epoch);
         let saving = program(None, Some(folder.path()), per_epoch);
         assert_eq!(saving, undisturbed, "saving changes nothing");
-        // Three steps and the end of the epoch, twice.
+        // There are three steps and the end of the epoch, twice.
         for number in 1..=8 {
             let from = folder.path().join(format!("checkpoint-{number:06}"));
             let resumed = program(Some(&from), None, per_epoch);
@@ -145,7 +144,7 @@ fn c17_a_run_resumed_after_any_step_ends_with_the_same_bits() {
     }
 }
 
-/// Two ranks as threads; without dropout, whose generator they would share.
+/// Trains two ranks as threads, without dropout, whose generator they would share.
 fn ranks(from: Option<&Path>, into: Option<&Path>, samples: usize) -> Vec<f32> {
     let outcomes = Accelerator::builder()
         .accumulation_steps(2)
@@ -168,7 +167,7 @@ fn ranks(from: Option<&Path>, into: Option<&Path>, samples: usize) -> Vec<f32> {
 #[test]
 fn c17_two_ranks_resumed_after_any_step_end_with_the_same_bits() {
     let _alone = alone();
-    // 25 samples in global batches of 8: the last one leaves rank 1 idle.
+    // With 25 samples in global batches of 8, the last batch leaves rank 1 idle.
     for samples in [25, 28] {
         let folder = folder_in_memory();
         let undisturbed = ranks(None, None, samples);
@@ -198,8 +197,8 @@ const LINES: [Line; 5] = [
     Line::Step,
 ];
 
-/// Trains over two epochs, or from a checkpoint to the end; saves once, behind a line of the loop in that batch.
-/// The loop asks for each batch by itself, as one does that reads ahead.
+/// Trains over two epochs, or from a checkpoint to the end, and saves once, after a line of the loop in that batch. The
+/// loop fetches each batch early, as one that reads ahead does.
 fn save_at(
     accelerator: &Accelerator,
     from: Option<&Path>,
@@ -225,7 +224,7 @@ fn save_at(
             let at = |line, model: &Linear, optimizer: &PreparedOptimizer<Scheduled>| match save {
                 Some((into, asked, asked_number)) if (line, number) == (asked, asked_number) => {
                     let saved = accelerator.save_state(into, (model, optimizer, &train));
-                    // In the middle of a window, which is no place for a checkpoint.
+                    // A checkpoint in the middle of a window is refused.
                     let refused = |error: &Error| {
                         error.is_misuse() && error.to_string().contains("between optimizer steps")
                     };
@@ -313,12 +312,12 @@ const GAN_LINES: [GanLine; 5] = [
 #[derive(Clone, Copy, Debug)]
 struct Gan {
     accumulation: usize,
-    /// The generator trains with one batch of so many.
+    /// The generator trains with one batch in `every`.
     every: u64,
     ranks: usize,
 }
 
-/// Both models' weights, how many steps they have made, and whether a checkpoint was refused.
+/// The weights of both models, their numbers of steps, and whether a checkpoint was refused.
 #[derive(Clone, Debug, PartialEq)]
 struct GanOutcome {
     weights: [Vec<f32>; 2],
@@ -327,8 +326,8 @@ struct GanOutcome {
 }
 
 impl Gan {
-    /// Trains over two epochs, or from a checkpoint to the end; saves once, behind a line of the loop in the batch of
-    /// that epoch and step.
+    /// Trains over two epochs, or from a checkpoint to the end, and saves once, after a line of the loop in the batch
+    /// of that epoch and step.
     fn run(self, from: Option<&Path>, save: Option<(&Path, GanLine, (u64, u64))>) -> GanOutcome {
         let ranks = Accelerator::builder()
             .accumulation_steps(self.accumulation)
@@ -434,8 +433,8 @@ fn two_models_resume_exactly_from_every_line_of_a_loop_or_their_checkpoint_is_re
                 if gan.accumulation == 1 && !is_between {
                     assert!(!outcome.refused, "refused {told}");
                 }
-                // How often the generator steps is known when it has done so twice; where that is not with each batch,
-                // in each epoch from its first step on.
+                // The interval of the generator's steps is known after two of them, and, if that is not every batch,
+                // from its first step of each epoch on.
                 let before = step / gan.every;
                 let is_known =
                     epoch * (batches / gan.every) + before >= 2 && (gan.every == 1 || before > 0);
@@ -454,7 +453,7 @@ fn two_models_resume_exactly_from_every_line_of_a_loop_or_their_checkpoint_is_re
     }
 }
 
-/// What is known of the models that train on a loader goes on with it.
+/// The loader's checkpoint includes what is known of the models that train on it.
 #[test]
 fn a_resumed_training_of_two_models_refuses_a_checkpoint_between_them_at_once() {
     let _alone = alone();
@@ -471,7 +470,7 @@ fn a_resumed_training_of_two_models_refuses_a_checkpoint_between_them_at_once() 
     assert!(other.path().read_dir().unwrap().next().is_none());
 }
 
-/// A model that is no longer trained is not waited for.
+/// A model that is no longer trained does not delay checkpoints.
 #[test]
 fn a_model_that_stops_training_hinders_no_checkpoint_of_the_epochs_behind() {
     let _alone = alone();
@@ -492,7 +491,7 @@ fn a_model_that_stops_training_hinders_no_checkpoint_of_the_epochs_behind() {
                 let gradients = accelerator.backward(loss, &second, &batch).unwrap();
                 second = two.step(0.05, second, gradients);
             }
-            // In the first batch without it, its step may be to come.
+            // In the first batch without it, its step might still come.
             if (epoch, batch.step()) != (1, 0) {
                 let parts = (&first, &second, &one, &two, &train);
                 accelerator.save_state(folder.path(), parts).unwrap();
@@ -501,7 +500,8 @@ fn a_model_that_stops_training_hinders_no_checkpoint_of_the_epochs_behind() {
     }
 }
 
-/// A training with a number of samples in the place of its batches: its steps, and what it saw.
+/// Trains with numbers of samples instead of batches as weights. Returns the number of steps and the batches that were
+/// seen.
 fn bare_counts(
     folder: &Path,
     resume: bool,
@@ -523,7 +523,7 @@ fn bare_counts(
         for batch in train.epoch(epoch) {
             let batch = batch?;
             seen.push((epoch, batch.step()));
-            // In mid-epoch too.
+            // Evaluation happens in mid-epoch too.
             if batch.step() == 1 {
                 valid
                     .epoch(0)
@@ -574,7 +574,7 @@ fn with_bare_counts_the_place_is_that_of_the_loader_that_is_read_on() {
     }
 }
 
-/// As to look at the gradient's norm over samples that are held out.
+/// A program may inspect the gradient's norm over held-out samples.
 #[test]
 fn gradients_without_a_step_do_not_make_a_loader_the_one_that_is_trained_on() {
     let _alone = alone();

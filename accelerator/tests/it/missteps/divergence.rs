@@ -9,18 +9,18 @@ use burn::nn::Linear;
 use burn::optim::SgdConfig;
 use burn::tensor::Tensor;
 
-/// How a call of `backward` fails on one rank before the others hear of it.
+/// The mistake that makes a call of `backward` fail on one rank alone.
 #[derive(Clone, Copy, Debug)]
 enum Misstep {
-    /// The loss is no mean.
+    /// The loss is not a scalar.
     Loss,
     /// The model was not prepared.
     Model,
 }
 
-/// Training in which rank 1 takes a false step, and goes on. Gives, for each rank, the step in which a call fails
-/// otherwise, the errors of that call and the next one, and how many micro-steps its windows take after the
-/// model was prepared again, or resumed.
+/// Trains with a call of `backward` that fails on rank 1 alone and is ignored there. Returns for each rank the step in
+/// which its next call fails, the errors of that call and the one after it, and the number of micro-steps in a window
+/// after the model was prepared again or resumed.
 fn after_a_misstep(
     builder: AcceleratorBuilder,
     misstep: Misstep,
@@ -98,7 +98,7 @@ fn a_call_that_failed_on_one_rank_alone_is_told_to_all_by_the_next() {
                 let builder = builder.accumulation_steps(accumulation);
                 let told = after_a_misstep(builder, misstep, at, is_sharded);
                 for (rank, (step, errors, micro_steps)) in told.into_iter().enumerate() {
-                    // Where the window ends that is one step longer on rank 1.
+                    // The call fails at the end of the window, which is one step longer on rank 1.
                     assert_eq!(step, 5 + usize::from(rank == 1));
                     assert_eq!(micro_steps, accumulation);
                     for error in errors {
@@ -118,7 +118,7 @@ fn a_call_that_failed_on_one_rank_alone_is_told_to_all_by_the_next() {
     }
 }
 
-/// The ways in which a rank may leave the others behind.
+/// The ways in which a rank may diverge from the others.
 #[derive(Clone, Copy, Debug)]
 enum Divergence {
     /// It leaves the first epoch early.
@@ -131,8 +131,8 @@ enum Divergence {
     Skip,
 }
 
-/// Training in which rank 1 takes other batches than the others from step 3 on. Gives, for each rank, how many
-/// calls of `backward` went well, and the error of the next one.
+/// Trains while rank 1 reads other batches from step 3 on. Returns for each rank the number of calls of `backward` that
+/// succeeded, and the error of the next one.
 fn after_a_divergence(builder: AcceleratorBuilder, divergence: Divergence) -> Vec<(usize, Error)> {
     let train = |accelerator: Accelerator| {
         let parts = (line(&accelerator.device()), loader(36, 2), loader(36, 2));
@@ -254,7 +254,7 @@ fn ranks_that_differ_in_an_earlier_micro_step_are_told_all_that_is_known_of_thei
 fn the_same_batches_in_a_window_and_weights_without_a_batch_are_no_mistake() {
     let builder = Accelerator::builder().accumulation_steps(4);
     let samples = builder.launch(3, |accelerator| {
-        // Ranks are idle in the last step of each epoch.
+        // Some ranks are idle in the last step of each epoch.
         let parts = (line(&accelerator.device()), loader(20, 2), loader(8, 2));
         let (model, first, second) = accelerator.prepare(parts)?;
         let mut samples = Vec::new();
@@ -262,7 +262,7 @@ fn the_same_batches_in_a_window_and_weights_without_a_batch_are_no_mistake() {
             for (step, batch) in first.epoch(epoch).enumerate() {
                 let batch = batch?;
                 let loss = || distance(&model, &batch);
-                // Rank 2 says by itself what a batch counts, now and then.
+                // Rank 2 sometimes states the weight of a batch itself.
                 let weight = match accelerator.rank() == 2 && step % 2 == 0 {
                     true if batch.is_last() => Weight::from(batch.real()).trigger_sync(),
                     true => Weight::from(batch.real()),
@@ -286,11 +286,11 @@ fn the_same_batches_in_a_window_and_weights_without_a_batch_are_no_mistake() {
         );
         Ok(samples.iter().sum::<f64>())
     });
-    // Four rounds of 20 samples, of which each has 6 of the other loader, and 6 more.
+    // Two epochs of 20 samples and four times the 6 others, in two micro-steps each, and 6 more.
     assert_eq!(samples.unwrap(), [2.0 * (20.0 + 4.0 * 6.0) + 6.0; 3]);
 }
 
-/// What a rank does that has left its loop.
+/// The call that a rank makes after it has left its loop.
 #[derive(Clone, Copy, Debug)]
 enum Behind {
     Evaluate,

@@ -15,8 +15,8 @@ use burn::optim::SgdConfig;
 
 type Load = fn() -> Loader<Column>;
 
-/// Loss and its samples over one epoch. Cut off after that many steps, it saves; where there is a
-/// checkpoint, it goes on.
+/// Returns the loss and its number of samples over one epoch. Stops after `until` steps and saves; resumes if there is
+/// a checkpoint.
 fn epoch(ranks: usize, folder: &Path, until: Option<usize>) -> Vec<(Mean, Mean)> {
     let run = |accelerator: Accelerator| {
         let model = line(&accelerator.device());
@@ -27,7 +27,7 @@ fn epoch(ranks: usize, folder: &Path, until: Option<usize>) -> Vec<(Mean, Mean)>
         let ((mut model, mut optimizer, train, PerRank(own), Object(all)), position) =
             accelerator.resume(folder, (model, optimizer, train, own, all))?;
         let mut own = own;
-        // For any number of ranks.
+        // This mean is for any number of ranks.
         let mut mine = match accelerator.is_main_process() {
             true => all,
             false => Mean::new(),
@@ -39,7 +39,7 @@ fn epoch(ranks: usize, folder: &Path, until: Option<usize>) -> Vec<(Mean, Mean)>
                 mean.update_with(loss.clone(), batch.real());
             }
             let gradients = accelerator.backward(loss, &model, &batch)?;
-            // Nothing moves, so that the loss of a sample is always the same.
+            // The rate is 0, so the loss of a sample is always the same.
             model = optimizer.step(0.0, model, gradients);
         }
         if until.is_some() {
@@ -128,7 +128,7 @@ fn an_epoch_without_batches_is_told_once() {
                 });
                 (counts.iter().sum::<usize>(), text)
             };
-            // What the program leaves out is no surprise to it.
+            // A program that skips all batches gets no warning.
             Ok([read(&stream, 100), read(&stream, 0), read(&sampled, 0)])
         });
         for (rank, [skipped, stream, sampled]) in texts.unwrap().into_iter().enumerate() {
@@ -150,8 +150,8 @@ fn an_epoch_without_batches_is_told_once() {
     }
 }
 
-/// What is said of windows in a training of two epochs, three micro-steps a step, whose first epoch is left after so many
-/// batches, and whose second one after so many.
+/// Returns the warnings about windows in a training of two epochs with three micro-steps per step. Each epoch is left
+/// after the given number of batches.
 fn warnings_after_breaks(
     ranks: usize,
     batches: [usize; 2],
@@ -192,14 +192,14 @@ fn an_epoch_that_is_left_in_mid_window_is_told_once() {
             assert_eq!(text.matches("WARN").count(), wanted, "{text}");
             assert!(texts[1..].iter().all(String::is_empty), "{texts:?}");
         }
-        // The program keeps it open.
+        // The program keeps the window open.
         let texts = warnings_after_breaks(ranks, [4, 1], |batch| batch.weight().no_sync());
         assert!(!texts[0].contains("was left"), "{texts:?}");
     }
 }
 
-/// What ranks log of a training of two epochs behind a checkpoint, which was saved after so many batches of the epochs
-/// before; `first` tells the epoch with which they go on.
+/// Returns the log of a training of two epochs that resumes from a checkpoint, saved after `saved_after` batches of the
+/// earlier epochs. `first` chooses the epoch to resume with.
 fn logged_after_resume(
     ranks: usize,
     saved_after: [usize; 2],
@@ -215,7 +215,7 @@ fn logged_after_resume(
             accelerator.resume(folder.path(), parts)?;
         let start = batches.map_or_else(|| first(position.epoch()), |_| 0);
         let (done, text) = logged(|| -> Result<()> {
-            // A look at the data is no training.
+            // Looking at the data is not training.
             let _ = train.epoch(0).next().unwrap()?;
             for epoch in start..start + 2 {
                 let most = batches.map_or(usize::MAX, |batches| batches[epoch as usize]);
@@ -256,7 +256,7 @@ fn an_epoch_that_is_trained_again_after_a_resume_is_told_once() {
         for (saved_after, first) in [
             ([ALL, 2], (|epoch| epoch) as fn(u64) -> u64),
             ([ALL, ALL], |epoch| epoch),
-            // Further on, as where a broken batch is passed over.
+            // The program starts later, as it does to skip a broken batch.
             ([ALL, 2], |epoch| epoch + 1),
             ([2, 0], |_| 0),
         ] {
@@ -331,7 +331,7 @@ fn an_epoch_that_goes_on_in_a_second_pass_is_not_taken_for_one_that_was_left() {
     assert!(text.is_empty(), "{text}");
 }
 
-/// As a program does that finds its place itself.
+/// The program finds its own position.
 #[test]
 fn batches_that_are_left_out_of_an_epoch_that_goes_on_are_told_once() {
     let folder = tempfile::tempdir().unwrap();
@@ -386,7 +386,7 @@ fn micro_steps_that_no_step_came_of_are_told_at_the_end() {
         assert!(text.contains("no optimizer step"), "{text}");
         assert!(text.contains("run the epoch to its end"), "{text}");
         assert!(texts[1..].iter().all(String::is_empty), "{texts:?}");
-        // Nobody can tell where its epochs end.
+        // The library cannot know where the epochs end.
         let texts = warnings_after_breaks(ranks, [4, 4], |batch| Weight::from(batch.num_samples()));
         let text = &texts[0];
         assert_eq!(text.matches("2 micro-steps").count(), 1, "{text}");

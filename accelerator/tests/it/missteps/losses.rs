@@ -9,7 +9,7 @@ use burn::nn::Linear;
 use burn::optim::SgdConfig;
 use burn::tensor::Tensor;
 
-/// What rank 0 and rank 1 log in so many steps, of which each has a loss that the rank and the step decide.
+/// Returns the logs of rank 0 and rank 1 over `steps` steps, with a loss that depends on the rank and the step.
 fn logged_in_steps(
     builder: AcceleratorBuilder,
     steps: usize,
@@ -62,11 +62,11 @@ fn ranks_that_compute_the_same_losses_are_warned_of_once() {
 fn losses_that_are_the_same_for_a_reason_are_not_warned_of() {
     let losses: [fn(usize, usize) -> f32; 4] = [
         |rank, step| (rank + step) as f32,
-        // Now and then.
+        // The losses differ in some steps.
         |rank, step| 1.0 + if step % 6 == 5 { rank as f32 } else { 0.0 },
         // Nothing is left to learn.
         |_, step| if step % 4 == 0 { 0.5 } else { 0.0 },
-        // Rank 1 idles.
+        // Rank 1 is idle.
         |rank, _| 1.0 - rank as f32,
     ];
     for (number, loss) in losses.into_iter().enumerate() {
@@ -89,7 +89,7 @@ fn the_same_losses_of_batches_that_are_known_to_be_others_are_not_warned_of() {
         let (done, text) = logged(|| -> Result<()> {
             for batch in train.epoch(0) {
                 let batch = batch?;
-                // The model gives what has nothing to do with the samples.
+                // The loss does not depend on the samples.
                 let loss = distance(&model, &batch) * 0.0 + 0.2;
                 let gradients = accelerator.backward(loss, &model, &batch)?;
                 model = optimizer.step(0.1, model, gradients);
@@ -102,12 +102,12 @@ fn the_same_losses_of_batches_that_are_known_to_be_others_are_not_warned_of() {
     assert_eq!(texts.unwrap(), ["", ""]);
 }
 
-/// A loss, which is no number on the last rank from the second step on.
+/// Returns a loss that is NaN on the last rank from the second step on.
 fn loss_with_nan(accelerator: &Accelerator, model: &Linear, step: u64) -> Tensor<1> {
     let input = Tensor::<2>::ones([2, 1], &accelerator.device());
     let is_last = accelerator.rank() + 1 == accelerator.world_size();
     let error = if is_last && step > 0 { f64::NAN } else { 0.0 };
-    // The gradients stay as they are.
+    // The gradients are not affected.
     model.forward(input).mean() + error
 }
 
@@ -155,7 +155,7 @@ fn a_training_can_be_stopped_where_a_loss_is_not_finite() {
                     Ok(gradients) => model = optimizer.step(0.1, model, gradients),
                     Err(error) => {
                         assert_eq!(call, 2 * accumulation - 1);
-                        // The group lives.
+                        // The group still works.
                         accelerator.wait_for_everyone()?;
                         return Ok(error);
                     }
@@ -176,7 +176,7 @@ fn a_training_can_be_stopped_where_a_loss_is_not_finite() {
     }
 }
 
-/// In local training ranks hear nothing of each other between averages.
+/// In local training, ranks exchange nothing between averages.
 #[test]
 fn local_training_is_stopped_on_the_rank_whose_loss_is_not_finite() {
     for accumulation in [1, 2] {

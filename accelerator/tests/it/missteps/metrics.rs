@@ -1,4 +1,4 @@
-//! Padding that is counted, and weights that make no sense.
+//! Metrics that count padding, and weights that make no sense.
 
 use super::logged;
 use crate::common::{Column, ColumnBatcher, columns, distance, line, loader};
@@ -12,7 +12,7 @@ type Read = fn(&PreparedLoader<Column>, &Linear) -> Result<()>;
 
 type Count = fn(&Accelerator, &mut Linear, &Batch<Column>) -> Result<usize>;
 
-/// What each rank counts in two epochs of five samples, and what it logs until the count is reduced.
+/// Returns the count of each rank over two epochs of five samples, and its log until the count is reduced.
 fn counted(
     tail: TailPolicy,
     count: fn(&Accelerator, &mut Linear, &Batch<Column>) -> Result<usize>,
@@ -42,7 +42,7 @@ fn counted(
 
 #[test]
 fn rows_of_padding_that_go_into_a_metric_are_told_once() {
-    // Nothing is left for rank 1 in the last step, and with padding there are samples again.
+    // Rank 1 has no samples left in the last step. Padding gives it some.
     for (tail, told) in [
         (TailPolicy::Exact, "an idle batch"),
         (TailPolicy::Pad, "samples that others have"),
@@ -74,7 +74,7 @@ fn rows_of_padding_that_go_into_a_metric_are_told_once() {
                 assert_eq!((total, text.as_str()), (10.0, ""));
             }
         }
-        // In training, what was passed to `backward` is known.
+        // In training, the argument of `backward` tells the weight.
         let trained = counted(tail, |accelerator, model, batch| {
             let gradients = accelerator.backward(distance(model, batch), model, batch)?;
             drop(gradients);
@@ -99,7 +99,7 @@ fn padding_of_which_nothing_is_counted_is_not_warned_of() {
             assert_eq!(last.step(), 2);
             Ok(())
         },
-        // A warm-up.
+        // A warm-up does not count.
         |valid, model| {
             for batch in valid.epoch(0) {
                 model.forward(batch?.values.clone());
@@ -114,7 +114,7 @@ fn padding_of_which_nothing_is_counted_is_not_warned_of() {
             }
             Ok(())
         },
-        // Another error.
+        // It leaves the loop before the end.
         |valid, model| {
             for batch in valid.epoch(0) {
                 let batch = batch?;
@@ -138,7 +138,7 @@ fn padding_of_which_nothing_is_counted_is_not_warned_of() {
             let valid = accelerator.prepare(loader(13, 2))?;
             let (done, text) = logged(|| -> Result<()> {
                 read(&valid, &model)?;
-                // What is counted behind it is counted well.
+                // A count that follows is correct.
                 let mut sum = Sum::new();
                 for batch in valid.epoch(1) {
                     sum.count(batch?.real());

@@ -1,4 +1,4 @@
-//! What is easily written wrong, and would go unnoticed.
+//! Mistakes that are easy to make and would go unnoticed.
 
 mod divergence;
 mod epochs;
@@ -24,7 +24,7 @@ impl Write for Lines {
     }
 }
 
-/// What this thread logs meanwhile.
+/// Returns the result of `work` and what this thread logs meanwhile.
 fn logged<T>(work: impl FnOnce() -> T) -> (T, String) {
     let lines = Lines::default();
     let writer = lines.clone();

@@ -1,4 +1,4 @@
-//! Losses, gradients, and clones of models that were not prepared, or do not train.
+//! Losses, gradients and clones of models that were not prepared or are not trained.
 
 use super::logged;
 use crate::common::{distance, flat, line, loader};
@@ -18,7 +18,7 @@ fn a_loss_of_another_model_is_refused_on_every_rank() {
             let parts = (line(&device), line(&device), loader(24, 2));
             let (model, other, train) = accelerator.prepare(parts)?;
             let batch = train.epoch(0).next().unwrap()?;
-            // The last rank has nothing to give.
+            // The last rank has no samples.
             let idle = ranks > 1 && accelerator.rank() == ranks - 1;
             let weight = || match idle {
                 true => Weight::from(0),
@@ -31,7 +31,7 @@ fn a_loss_of_another_model_is_refused_on_every_rank() {
             let error = accelerator
                 .backward(distance(&model, &batch), &other, weight())
                 .unwrap_err();
-            // The group lives, and so does the model that was not trained.
+            // The group still works, and so does the model that was not trained.
             let mut samples = None;
             for _ in 0..accumulation {
                 let loss = distance(&other, &batch);
@@ -115,7 +115,7 @@ fn a_prepared_model_without_a_backward_is_warned_of_when_the_job_ends() {
         None,
         PastUs,
         Saved,
-        /// It gives what another model is to learn.
+        /// It computes the targets of another model.
         Target,
     }
     let folder = tempfile::tempdir().unwrap();
@@ -187,7 +187,7 @@ fn a_model_that_goes_on_from_a_checkpoint_is_known_as_what_it_became_alone() {
             let input = Tensor::<2>::ones([2, 1], &accelerator.device());
             let loss = |model: &Linear| model.forward(input.clone()).mean();
             if life > 0 {
-                // It was not given the values that were saved.
+                // The clone did not receive the saved values.
                 let error = accelerator.backward(loss(&before), &before, 2).unwrap_err();
                 assert!(error.is_misuse(), "{error:?}");
             }
@@ -213,7 +213,7 @@ fn a_clone_from_before_prepare_is_refused_on_any_number_of_ranks() {
             let loss = |model: &Linear| model.forward(Tensor::<2>::ones([2, 1], &device)).mean();
             let stranger = accelerator.backward(loss(&clone), &clone, 2).unwrap_err();
             let forward = accelerator.backward(loss(&clone), &model, 2).unwrap_err();
-            // What is cloned behind it is the same model.
+            // A clone from after `prepare` is the same model.
             let again = accelerator.prepare(model.clone())?;
             for model in [&model, &model.clone(), &again] {
                 assert!(
@@ -255,7 +255,7 @@ fn a_model_on_a_device_that_records_no_gradients_is_refused_when_it_is_prepared(
                 accelerator.prepare(line(&default)).map(drop),
                 accelerator.prepare(half).map(drop),
             ];
-            // Statistics are no parameters, and frozen parameters are on purpose.
+            // Statistics are not parameters, and frozen parameters are intended.
             let norm: BatchNorm = BatchNormConfig::new(1).init(&device);
             let norm = accelerator.prepare(norm)?;
             norm.forward(Tensor::<2>::ones([2, 1], &device.clone().inner()));
@@ -288,7 +288,7 @@ fn a_clone_from_before_prepare_is_not_stepped_on_any_number_of_ranks() {
             let step = AssertUnwindSafe(|| drop(optimizer.step(0.1, clone, gradients)));
             let panic = catch_unwind(step).unwrap_err();
             accelerator.wait_for_everyone()?;
-            // What is cloned behind `prepare` is the same model.
+            // A clone from after `prepare` is the same model.
             let loss = model.forward(Tensor::<2>::ones([2, 1], &device)).mean();
             let gradients = accelerator.backward(loss, &model, 2)?;
             drop(optimizer.step(0.1, model.clone(), gradients));

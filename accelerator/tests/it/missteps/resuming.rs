@@ -1,4 +1,4 @@
-//! Trainings that go on from a checkpoint with another plan, rate, optimizer or number of ranks, or from none.
+//! Trainings that resume with another plan, rate, optimizer or number of ranks, or that forget to resume.
 
 use std::path::Path;
 
@@ -45,15 +45,15 @@ fn a_plan_that_resume_makes_wrong_is_said() {
     }
 }
 
-/// Where the steps of a cosine come from.
+/// The source of the number of steps of a cosine schedule.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum StepsFrom {
     Plan,
     Steps,
 }
 
-/// One step of a training with a cosine that begins at that rate, over all steps of an epoch, which goes on where there
-/// is a checkpoint, and what rank 0 is told.
+/// Makes one step of a training with a cosine that begins at `rate` and spans all steps of an epoch, resumes it if
+/// there is a checkpoint, and returns the log of rank 0.
 fn cosine_step(
     ranks: usize,
     folder: &Path,
@@ -93,7 +93,7 @@ fn cosine_step(
 fn steps_that_a_loader_told_before_resume_made_them_others_are_said() {
     for (ranks, loader_first, told) in [(1, false, true), (1, true, false), (2, false, false)] {
         let folder = tempfile::tempdir().unwrap();
-        // The first rate of a cosine is the same whatever its length.
+        // The first rate of a cosine does not depend on its length.
         cosine_step(2, folder.path(), StepsFrom::Steps, false, 0.1).unwrap();
         let text = cosine_step(ranks, folder.path(), StepsFrom::Steps, loader_first, 0.1).unwrap();
         let count = text.matches("goes on with 4 samples a step").count();
@@ -109,7 +109,7 @@ fn a_rate_that_was_changed_on_purpose_is_told_where_the_plan_is_that_of_the_load
         let text = cosine_step(ranks, folder.path(), StepsFrom::Plan, true, 0.05).unwrap();
         assert_eq!(text.matches("the schedule of").count(), 1, "{text}");
     }
-    // What was planned without it counts other steps.
+    // A schedule that was planned without the loader counts other steps.
     let folder = tempfile::tempdir().unwrap();
     cosine_step(2, folder.path(), StepsFrom::Plan, false, 0.1).unwrap();
     let error = cosine_step(1, folder.path(), StepsFrom::Plan, false, 0.05).unwrap_err();
@@ -205,7 +205,7 @@ fn what_becomes_of_a_batch_on_fewer_ranks_is_logged() {
     }
 }
 
-/// What is said where a checkpoint of one optimizer, after a step, is resumed with another one.
+/// Returns the error and the log of resuming a checkpoint of one optimizer, after a step, with another one.
 fn with_another_optimizer(
     saved: ModuleOptimizer,
     found: ModuleOptimizer,
@@ -243,7 +243,7 @@ fn an_optimizer_that_keeps_other_state_than_was_saved_is_told() {
         (momentum(), momentum(), false),
         (adam(), adam(), false),
         (ams(), ams(), false),
-        // They keep the same.
+        // Both keep the same state.
         (adam(), AdamWConfig::new().init(), false),
     ] {
         let (error, text) = with_another_optimizer(saved, found);

@@ -1,4 +1,4 @@
-//! Half precision that nobody computes in, steps that are skipped, schedules by hand, clips of nothing.
+//! Half precision that no operation computes in, skipped steps, schedules by hand, and clipping without gradients.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
@@ -26,7 +26,7 @@ fn half_precision_that_nothing_computes_in_is_warned_of_once_a_model() {
                     let half = accelerator.to_working(input.clone());
                     let loss = accelerator.forward(&good, |model| model.forward(half).mean());
                     let _ = accelerator.backward(loss, &good, 2)?;
-                    // It stays in full precision, and was asked for all the same.
+                    // The layer stays in full precision, although half precision was requested.
                     let input = input.clone().reshape([2, 1, 1]);
                     let loss = accelerator.forward(&norm, |norm| norm.forward(input).mean());
                     let _ = accelerator.backward(loss, &norm, 2)?;
@@ -51,7 +51,7 @@ fn half_precision_that_nothing_computes_in_is_warned_of_once_a_model() {
     assert_eq!(texts[1], "");
 }
 
-/// What is logged of a training whose input alone is in half precision, up to its panic.
+/// Returns the log of a training whose input alone is in half precision, up to its panic.
 fn logged_in_a_panic(precision: Precision, forward: bool) -> String {
     let train = || {
         let builder = Accelerator::builder()
@@ -88,14 +88,14 @@ fn inputs_in_half_precision_for_a_model_that_is_not_are_told_where_the_program_p
     }
 }
 
-/// What ranks log of steps in f16, of which those that `bad` tells have gradients that are not finite.
+/// Returns the logs of ranks over steps in f16. The steps that `bad` selects have gradients that are not finite.
 fn logged_in_f16(ranks: usize, steps: usize, bad: fn(usize) -> bool) -> Vec<String> {
     let train = |accelerator: Accelerator| {
         let parts = (line(&accelerator.device()), SgdConfig::new().init());
         let (mut model, mut optimizer) = accelerator.prepare(parts)?;
         let (done, text) = logged(|| -> Result<()> {
             for step in 0..steps {
-                // One rank alone finds it.
+                // Only one rank has the bad gradient.
                 let bad = bad(step) && accelerator.rank() + 1 == ranks;
                 let factor = if bad {
                     1e20
@@ -135,8 +135,8 @@ fn steps_that_are_skipped_are_told_at_first_and_where_there_is_no_end_of_them() 
     }
 }
 
-/// What ranks log of eight micro-steps, two a step, from a checkpoint if there is one, which they save; `rate` tells
-/// that of a micro-step by its number in this process and the optimizer steps that are done.
+/// Returns the logs of ranks over eight micro-steps, two per step, that resume a checkpoint if there is one, and save.
+/// `rate` gets the number of the micro-step in this process and the number of optimizer steps.
 fn logged_with_rates(folder: &Path, rate: fn(u64, u64) -> f64) -> Vec<String> {
     let train = |accelerator: Accelerator| {
         let parts = (line(&accelerator.device()), SgdConfig::new().init());
@@ -163,19 +163,19 @@ fn logged_with_rates(folder: &Path, rate: fn(u64, u64) -> f64) -> Vec<String> {
 fn a_schedule_by_hand_that_runs_ahead_or_begins_anew_is_told_once() {
     type Rate = fn(u64, u64) -> f64;
     let lives: [(Rate, [&str; 2]); 5] = [
-        // As many times as there are micro-steps.
+        // The rate falls in each micro-step.
         (
             |call, _| 0.5_f64.powi(call as i32),
             ["in a micro-step", "in a micro-step"],
         ),
-        // As many times as there are steps, from the start of each process.
+        // The rate falls in each step, counted from the start of the process.
         (
             |call, _| 0.5_f64.powi((call / 2) as i32),
             ["", "begins anew"],
         ),
         (|_, steps| 0.5_f64.powi(steps as i32), ["", ""]),
         (|_, _| 0.1, ["", ""]),
-        // Its first change is to come.
+        // The rate has not changed yet.
         (|_, steps| if steps < 5 { 0.1 } else { 0.01 }, ["", ""]),
     ];
     for (number, (rate, told)) in lives.into_iter().enumerate() {

@@ -1,4 +1,4 @@
-//! Graphs of all kinds.
+//! Overlap on all kinds of graphs.
 
 use accelerator::OverlapState;
 use burn::module::Module;
@@ -72,7 +72,7 @@ fn frozen_parameters() {
 fn parameters_that_no_rank_uses_or_only_some_do() {
     for kind in devices() {
         let setting = Setting::new(kind);
-        // The last layer is used by nobody, the one before it by rank 1.
+        // No rank uses the last layer, and only rank 1 uses the one before it.
         let build = |device: &Device| Mlp::new(6, device);
         let loss = |model: &Mlp, place: &Place| {
             let used = if place.rank == 1 { 5 } else { 4 };
@@ -85,7 +85,7 @@ fn parameters_that_no_rank_uses_or_only_some_do() {
             assert_eq!(report.state, OverlapState::On);
             assert_eq!(report.repairs, 0);
         }
-        // A layer that rank 1 does not use, in the middle.
+        // Rank 1 does not use a layer in the middle.
         let loss = |model: &Mlp, place: &Place| {
             let mut layers = model.clone();
             if place.rank == 1 {

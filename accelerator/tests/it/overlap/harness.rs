@@ -1,4 +1,4 @@
-//! Training with overlap and without.
+//! Compares training with overlap and without.
 
 use core::fmt::Display;
 
@@ -25,7 +25,7 @@ impl Place {
         }
     }
 
-    /// Numbers that differ between ranks and steps.
+    /// Returns numbers that differ between ranks and steps.
     pub(crate) fn input<const D: usize>(&self, shape: [usize; D]) -> Tensor<D> {
         let count: usize = shape.iter().product();
         let seed = (self.rank * 31 + self.step * 7) as f32;
@@ -34,7 +34,7 @@ impl Place {
         Tensor::from_data(values, &self.device.clone().inner())
     }
 
-    /// A batch of another size on each rank.
+    /// Returns the size of the batch, which differs between ranks.
     pub(crate) fn rows(&self) -> usize {
         3 + self.rank
     }
@@ -44,7 +44,7 @@ impl Place {
 pub(crate) struct Setting {
     pub(crate) accumulation: usize,
     pub(crate) compression: Compression,
-    /// Where a rank has no samples.
+    /// Tells whether a rank has no samples.
     pub(crate) idle: fn(&Place) -> bool,
     pub(crate) kind: BackendKind,
     pub(crate) ranks: usize,
@@ -64,7 +64,7 @@ impl Setting {
     }
 }
 
-/// What a rank ends with, bit for bit, and how it was sent.
+/// The final state of a rank, bit for bit, and how its gradients were sent.
 #[derive(Debug)]
 pub(crate) struct Outcome {
     pub(crate) parameters: Vec<TensorData>,
@@ -73,14 +73,14 @@ pub(crate) struct Outcome {
     pub(crate) report: OverlapReport,
 }
 
-/// What ranks keep of the optimizer's state, and so of the sums.
+/// The part of the optimizer's state, and so of the sums, that ranks keep.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum State {
     Sharded,
     Whole,
 }
 
-/// How gradients get to the other ranks, and whether they are clipped then.
+/// The way in which gradients reach the other ranks, and whether they are clipped then.
 #[derive(Clone, Copy, Debug)]
 struct Way {
     overlap: Overlap,
@@ -100,7 +100,7 @@ impl Way {
         ..Self::OFF
     };
 
-    /// As those of a GPU.
+    /// Reduces as on a GPU.
     const STAGED: Self = Self {
         reduction: GradientReduction::Staged,
         ..Self::ON
@@ -162,8 +162,8 @@ fn run<M: Module + Display>(
         .unwrap()
 }
 
-/// Trains with overlap and without, and with each rank's part of the sums alone, compares everything, and
-/// gives the reports of those with overlap.
+/// Trains with overlap, without, and with a sharded optimizer, asserts that all have the same bits, and returns the
+/// reports with overlap.
 pub(crate) fn same_bits<M: Module + Display>(
     setting: Setting,
     build: impl Fn(&Device) -> M + Sync,
@@ -189,8 +189,8 @@ pub(crate) fn same_bits<M: Module + Display>(
     on.into_iter().map(|outcome| outcome.report).collect()
 }
 
-/// The same, with buckets that are tensors as those of a GPU. A device adds squares up in an order of its own, so
-/// that clipping has other bits there.
+/// Compares again with buckets that are tensors, as on a GPU. A device adds up squares in its own order, so clipping
+/// has other bits there.
 fn staged_alike<M: Module + Display>(
     setting: Setting,
     build: &(impl Fn(&Device) -> M + Sync),
@@ -236,7 +236,7 @@ pub(crate) fn assert_on(reports: &[OverlapReport]) {
     }
 }
 
-/// What is trained. Running statistics are each rank's own.
+/// Returns the trained parameters, without the running statistics, which each rank has for itself.
 pub(crate) fn parameters<M: Module>(model: &M) -> Vec<TensorData> {
     struct Reader(Vec<TensorData>);
     impl ModuleVisitor for Reader {
@@ -251,7 +251,7 @@ pub(crate) fn parameters<M: Module>(model: &M) -> Vec<TensorData> {
     reader.0
 }
 
-/// The model with values that are the same each time. Tests beside this one draw from the same
+/// Returns the model with values that are always the same, since tests that run at the same time draw from one
 /// generator.
 pub(crate) fn known<M: Module>(model: M) -> M {
     struct Known(f32);

@@ -1,4 +1,4 @@
-//! Gradients that are sent while backward runs: the same bits, whatever the graph does.
+//! Gradients sent while backward runs have the same bits, whatever the graph.
 
 mod graphs;
 mod harness;

@@ -64,7 +64,7 @@ impl Cnn {
     }
 }
 
-/// Uses a weight at the top of the graph, and from the fourth step on at its bottom too.
+/// Uses a weight at the top of the graph, and from the fourth step on at the bottom too.
 pub(crate) fn top_and_later_bottom(model: &Mlp, place: &Place) -> Tensor<1> {
     let mut x = place.input([place.rows(), Mlp::WIDTH]);
     if place.step >= 3 {

@@ -1,4 +1,4 @@
-//! Parameters of several types, and gradients that travel in half precision.
+//! Parameters of several types, and gradients sent in half precision.
 
 use accelerator::prelude::*;
 use accelerator::{Compression, OverlapState};
@@ -17,7 +17,7 @@ fn gradients_in_half_precision() {
                     compression,
                     ..Setting::new(kind)
                 };
-                // Whether the weights are known in time is a matter of luck.
+                // Timing decides whether the weights are known early enough.
                 for report in same_bits(setting, Mlp::four, Mlp::loss) {
                     assert_eq!((report.state, report.repairs), (OverlapState::On, 0));
                 }
@@ -36,8 +36,8 @@ fn what_overflows_in_one_bucket_leaves_no_trace_of_the_layout() {
                 compression: Compression::F16,
                 ..Setting::new(kind)
             };
-            // The gradient of one bias is beyond f16. Its bucket holds others with overlap, and none
-            // without. In the first steps everything fits.
+            // The gradient of one bias exceeds f16. With overlap its bucket holds others too, without it none. In the
+            // first steps everything fits.
             let loss = |model: &Mlp, place: &Place| {
                 let factor = if place.step < 4 { 1.0 } else { 1000.0 };
                 let bias = model.layers[1].bias.as_ref().unwrap();
@@ -52,7 +52,7 @@ fn what_overflows_in_one_bucket_leaves_no_trace_of_the_layout() {
 
 #[test]
 fn parameters_of_several_types() {
-    // ndarray has no half precision.
+    // The backend `ndarray` has no half precision.
     for kind in devices().filter(|kind| *kind == BackendKind::Flex) {
         assert_on(&same_bits(Setting::new(kind), Mixed::new, Mixed::loss));
     }

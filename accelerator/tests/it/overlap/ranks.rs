@@ -1,4 +1,4 @@
-//! Ranks that idle, are lost, or are at odds.
+//! Ranks that are idle, are lost, or disagree.
 
 use std::sync::Barrier;
 
@@ -13,7 +13,7 @@ use crate::common::{self, devices};
 fn ranks_that_idle_now_and_then() {
     for kind in devices() {
         let setting = Setting {
-            // In the steps in which it is learnt what is ready, too.
+            // Ranks are idle also in the steps that teach which buckets are ready.
             idle: |place| place.step % 2 == place.rank,
             ..Setting::new(kind)
         };
@@ -33,7 +33,7 @@ fn ranks_that_idle_now_and_then() {
 
 #[test]
 fn a_rank_that_is_lost_in_the_middle_of_a_step_is_named() {
-    // All ranks are through the step before.
+    // All ranks have finished the step before.
     let trained = Barrier::new(3);
     let outcomes = Accelerator::builder()
         .bucket_size(1024)
@@ -63,7 +63,7 @@ fn a_rank_that_is_lost_in_the_middle_of_a_step_is_named() {
 
 #[test]
 fn a_rank_that_had_no_samples_when_the_others_learnt_learns_later() {
-    // The depth of the loss is found in the first window, and what is ready in the second.
+    // The first window finds the depth of the loss, and the second which buckets are ready.
     let idle: [fn(&Place) -> bool; 6] = [
         |place| place.rank == 0 && place.step == 0,
         |place| place.rank == 0 && place.step == 1,
@@ -80,7 +80,7 @@ fn a_rank_that_had_no_samples_when_the_others_learnt_learns_later() {
             };
             let loss = |model: &Mlp, place: &Place| {
                 if idle(place) {
-                    // Without a batch, nothing goes through the network.
+                    // Without a batch, nothing passes through the network.
                     model.layers[0].weight.val().sum() * f32::NAN
                 } else {
                     model.loss(place)
@@ -126,7 +126,7 @@ fn ranks_at_odds_are_told_the_lines_of_the_program() {
     }
 }
 
-/// Of each rank the place of its call, and the error that it got.
+/// Asserts that every rank's error names the calls of all ranks. The pairs are call and error.
 #[track_caller]
 fn assert_every_place_is_told(texts: &[(String, String)]) {
     for (_, text) in texts {
@@ -176,9 +176,9 @@ fn threads_that_train_at_once_are_refused_and_every_rank_hears_of_it() {
                     Ok::<_, Error>(())
                 };
                 if accelerator.is_main_process() {
-                    // None can end before rank 1 comes, which waits for the refusal: so the second
-                    // thread finds the first. Each has leaves of its own, since Burn may lock up
-                    // where threads compute with the same ones.
+                    // Neither thread can finish before rank 1 arrives, and that waits for the refusal, so the second
+                    // thread finds the first. Each has its own leaves, since Burn may deadlock if threads compute with
+                    // the same ones.
                     let errors = std::thread::scope(|scope| {
                         let threads = [&models[0], &models[models.len() - 1]].map(|model| {
                             let model = known(model.clone());

@@ -1,4 +1,4 @@
-//! How gradients of a device get to other ranks.
+//! The ways in which gradients on a device reach other ranks.
 
 use std::sync::Mutex;
 
@@ -13,7 +13,7 @@ use burn::optim::SgdConfig;
 use super::harness::{Place, known, parameters};
 use super::models::Mlp;
 
-/// Four steps of two ranks, and what each gets of them.
+/// Trains two ranks for four steps and returns the outcomes of each.
 fn trained<T: Send>(
     reduction: GradientReduction,
     body: impl Fn(&Accelerator, Mlp, usize) -> accelerator::Result<T> + Send + Sync,
@@ -51,7 +51,7 @@ fn who_asks_for_a_norm_alone_waits_for_nobody() {
         let place = Place::of(accelerator, step);
         let mut gradients = accelerator.backward(model.loss(&place), &model, place.rows())?;
         let norms = [
-            // In the first step nobody knows of it yet.
+            // In the first step, the norm has not been requested yet.
             (accelerator.rank() == step % 2).then(|| gradients.norm()),
             (accelerator.rank() == 1).then(|| gradients.norm_of_order(1.0)),
         ];
@@ -99,14 +99,14 @@ fn buckets_of_a_device_take_no_memory_of_the_host_where_there_is_one_rank() {
     };
     let (host, gradients) = bytes(GradientReduction::Auto).unwrap();
     let (device, _) = bytes(GradientReduction::Staged).unwrap();
-    // Control vectors are a page or two.
+    // Control vectors take a page or two.
     assert!(
         host >= gradients && device < gradients / 10,
         "{host}, {device}"
     );
 }
 
-/// A window that is open while sums become whole, in buffers that another one has used.
+/// A window is open while sums become whole, in buffers that another window has used.
 #[test]
 fn what_moves_to_a_device_takes_nothing_of_an_older_window_along() {
     let run = |reduction| {
@@ -127,7 +127,7 @@ fn what_moves_to_a_device_takes_nothing_of_an_older_window_along() {
                 };
                 accelerator.backward(loss, model, place.rows())
             };
-            // Each rank gets its part of the next windows.
+            // In the next windows, each rank gets its part of the sums.
             assert!(backward(&model, Part::All)?.is_accumulating());
             let gradients = backward(&model, Part::All)?;
             model = sharded.step(0.05, model, gradients);
@@ -135,12 +135,12 @@ fn what_moves_to_a_device_takes_nothing_of_an_older_window_along() {
             let held = backward(&model, Part::All)?;
             assert!(backward(&model, Part::All)?.is_accumulating());
             let late = backward(&model, Part::All)?;
-            // Its buffers are free again, and full of sums.
+            // The buffers of `held` are free again, and full of sums.
             model = sharded.step(0.05, model, held);
             assert!(backward(&model, Part::First)?.is_accumulating());
-            // Sums become whole, while a window is open that has not touched all of them.
+            // Sums become whole while an open window has not touched all of them.
             model = whole.step(0.05, model, late);
-            // What rank 0 never had a gradient of, rank 1 has one of in the end.
+            // In the end, rank 1 has a gradient that rank 0 never had.
             let part = match accelerator.rank() {
                 0 => Part::First,
                 _ => Part::All,

@@ -1,4 +1,4 @@
-//! What was sent too early.
+//! Buckets that were sent too early.
 
 use accelerator::OverlapState;
 
@@ -57,7 +57,7 @@ fn a_repair_in_the_last_micro_step_keeps_what_was_accumulated() {
             steps: 5,
             ..Setting::new(kind)
         };
-        // The first micro-steps of a window are as in the beginning, the last one is not.
+        // The first micro-steps of a window are as before, and the last one is not.
         let loss = |model: &Mlp, place: &Place| {
             if place.step % 3 == 2 && place.step > 9 {
                 top_and_later_bottom(model, place)

@@ -1,4 +1,4 @@
-//! What the settings cost, and where they contradict each other.
+//! The cost of the settings, and their contradictions.
 
 use accelerator::prelude::*;
 use accelerator::{Overlap, Weight};
@@ -52,7 +52,7 @@ fn buckets_hold_the_gradients_once() {
 
 #[test]
 fn the_variable_and_the_program_must_not_contradict_each_other() {
-    // The variable is for a process of its own.
+    // The variable is set for a process of its own.
     let child = std::process::Command::new(std::env::current_exe().unwrap())
         .args([
             "--ignored",

@@ -1,4 +1,4 @@
-//! Several micro-steps, and several models.
+//! Windows of several micro-steps, and several models.
 
 use accelerator::Overlap;
 use accelerator::prelude::*;
@@ -37,11 +37,11 @@ fn two_models_in_turn_and_two_backward_calls_in_a_step() {
                     let (mut mlp, mut first, mut cnn, mut second) = accelerator.prepare(parts)?;
                     for step in 0..6 {
                         let place = Place::of(&accelerator, step);
-                        // The losses are there before either of them is used.
+                        // Both losses exist before either is used.
                         let (one, other) = (mlp.loss(&place), cnn.loss(&place));
                         let of_cnn = accelerator.backward(other, &cnn, 2)?;
                         let of_mlp = accelerator.backward(one, &mlp, 2)?;
-                        // Legal in plain Burn: the gradients are thrown away.
+                        // Plain Burn allows this too: the gradients are dropped.
                         drop(accelerator.backward(mlp.loss(&place), &mlp, 2)?);
                         let plain = mlp.loss(&place).backward();
                         drop(GradientsParams::from_grads(plain, &mlp));
