@@ -1,4 +1,4 @@
-//! Once everything has been used, operations take no memory from the allocator.
+//! After a warm-up, operations allocate no memory.
 
 #![cfg(target_os = "linux")]
 #![allow(
@@ -22,7 +22,7 @@ use std::{
 use accelerator_collective::{Buffer, DType, ProcessGroup, ReduceOp, ShardLayout};
 use world::{Means, run};
 
-/// Counts what each thread asks for.
+/// Counts the allocations of each thread.
 struct Counting;
 
 thread_local! {
@@ -30,17 +30,17 @@ thread_local! {
 }
 
 #[expect(unsafe_code, reason = "an allocator is")]
-// SAFETY: everything is left to the system's allocator.
+// SAFETY: every call is passed on to the system's allocator.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        // A thread that ends has nothing to count.
+        // The count of a thread that ends does not matter.
         let _ = COUNT.try_with(|count| count.set(count.get() + 1));
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `alloc`.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `dealloc`.
         unsafe { System.dealloc(pointer, layout) }
     }
 }
@@ -48,12 +48,12 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// One allocation in each would be beyond every bound.
+/// With one allocation per step, the count would exceed every bound.
 const STEPS: usize = 100;
 
 const LENS: [usize; 3] = [10, 5_000, 300_000];
 
-/// Ranges of some elements for two ranks, for each length.
+/// Returns a layout of some elements over two ranks for each length.
 fn layouts() -> [Arc<ShardLayout>; 3] {
     LENS.map(|len| {
         let of = |rank: usize| {
@@ -64,7 +64,7 @@ fn layouts() -> [Arc<ShardLayout>; 3] {
     })
 }
 
-/// What one step of a training program asks of the group.
+/// Runs the collectives of one step of a training program.
 fn step(
     group: &ProcessGroup,
     buffers: &mut [Buffer],
@@ -83,8 +83,8 @@ fn step(
     group.barrier().unwrap();
 }
 
-/// What may be allocated in all steps together. Over connections, how many parts wait at once
-/// differs from step to step; the most that can is reached some time.
+/// Returns the allocations that all steps together may make. Over connections, the number of waiting parts differs from
+/// step to step and may reach its maximum late.
 fn bound(means: Means) -> usize {
     match means {
         Means::Tcp => 32,
@@ -114,12 +114,12 @@ fn nothing_is_allocated(means: Means) {
     assert_within_bound(means, &counts);
 }
 
-/// Neither by the thread that starts operations nor by the one that runs them.
+/// Counts both the thread that starts operations and the one that runs them.
 fn nothing_is_allocated_for_started_operations(means: Means) {
     let counts = run(means, 2, |group| {
         let beside = Arc::new(AtomicUsize::new(0));
         let noted = Arc::clone(&beside);
-        // It is called on the thread that ran the operation.
+        // The observer is called on the thread that ran the operation.
         let note = move |_: &_| noted.store(COUNT.get(), Ordering::Relaxed);
         group.observe(note).unwrap();
         let mut buffers = LENS.map(|len| Some(group.buffer(DType::F32, len)));
@@ -140,7 +140,7 @@ fn nothing_is_allocated_for_started_operations(means: Means) {
             }
             COUNT.get() + beside.load(Ordering::Relaxed)
         };
-        // How far the threads are apart differs from step to step.
+        // The distance between the threads differs from step to step.
         for _ in 0..20 {
             step();
         }

@@ -1,9 +1,8 @@
-//! What comes over a connection may be damaged in any way: the ranks answer with an error or with
-//! the right sums, in bounded time and memory.
+//! Traffic may be damaged in any way: ranks answer with an error or with the right sums, in bounded time and memory.
 //!
-//! Two ranks are connected through a proxy of the test, which knows frames and damages them. The
-//! store's answer cannot be changed unnoticed, so the proxy stands in front of the store as well,
-//! and puts its own address where rank 0 says where it listens.
+//! Two ranks are connected through a proxy of the test, which knows frames and damages them. Ranks would notice a
+//! change in the store's answer, so the proxy also stands in front of the store and replaces the address at which rank
+//! 0 says that it listens.
 
 #![allow(
     clippy::unwrap_used,
@@ -34,19 +33,18 @@ use ciborium::Value;
 #[global_allocator]
 static MEMORY: Cap<System> = Cap::new(System, usize::MAX);
 
-/// Tests share the account of memory, so they run one by one.
+/// Serializes the tests, which share the memory count.
 static ALONE: Mutex<()> = Mutex::new(());
 
-/// What both ranks may take together: two queues of 16 MiB, buffers, and what the test itself
-/// holds.
+/// The memory that both ranks may take together: two queues of 16 MiB, buffers, and what the test itself holds.
 const MEMORY_BOUND: usize = 96 << 20;
 
-/// Where the rank that is flooded waits for the end of the flood.
+/// Holds up the flooded rank until the flood has ended.
 static FLOODED: Barrier = Barrier::new(2);
 
 const DEADLINE: Duration = Duration::from_secs(60);
 
-/// One operation that is one frame, one with a part for each rank, and one whose parts are cut.
+/// Lengths of operations in one frame, in a part for each rank, and in parts that are cut.
 const LENGTHS: [usize; 3] = [3, 5000, 300_000];
 
 #[test]
@@ -92,7 +90,7 @@ fn a_flood_of_empty_frames_does_not_fill_the_memory() {
     played.assert_right();
 }
 
-/// What is done to one frame.
+/// The damage to one frame.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum What {
     Duplicate,
@@ -104,11 +102,11 @@ enum What {
     Truncate,
 }
 
-/// What is done, to which frame, and where.
+/// The damage, its direction, its frame and its place in the frame.
 #[derive(Clone, Copy, Debug)]
 struct Damage {
     what: What,
-    /// Whether what rank 1 sends is damaged, or what rank 0 sends.
+    /// The rank whose traffic is damaged.
     from: usize,
     frame: usize,
     place: usize,
@@ -118,7 +116,7 @@ impl Damage {
     fn new(seed: u64, what: What) -> Self {
         let mut state = seed;
         let mut draw = |bound: usize| {
-            // SplitMix64.
+            // SplitMix64
             state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
             let mut z = state;
             z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -128,13 +126,13 @@ impl Damage {
         Self {
             what,
             from: draw(2),
-            // Of at least as many in each direction that are not heartbeats.
+            // Each direction has at least five frames that are not heartbeats.
             frame: if what == What::Flood { 0 } else { draw(5) },
             place: draw(1 << 30),
         }
     }
 
-    /// Writes the frame, damaged; whether anything can follow.
+    /// Writes the damaged frame and tells whether anything can follow.
     fn write(&self, frame: &[u8], next: &mut Option<Vec<u8>>, to: &mut TcpStream) -> Pass {
         let mut bytes = frame.to_vec();
         match self.what {
@@ -166,7 +164,7 @@ impl Damage {
                 bytes.splice(0..0, garbage);
             }
             What::Flood => {
-                // The same header again, without data, as fast as it goes.
+                // The same header is repeated without data, as fast as possible.
                 let preamble = u32::from_le_bytes(bytes[20..24].try_into().unwrap()) as usize;
                 let preamble = bytes[HEAD..HEAD + preamble].to_vec();
                 let mut empty = bytes[..HEAD].to_vec();
@@ -176,7 +174,7 @@ impl Damage {
                 empty[32..36].copy_from_slice(&seal.to_le_bytes());
                 empty.extend_from_slice(&preamble);
                 let block = empty.repeat(10_000);
-                // A rank that takes nothing any more keeps this from going on.
+                // A rank that stops reading would block this.
                 let done = to.write_all(frame);
                 let done = done.and_then(|()| (0..100).try_for_each(|_| to.write_all(&block)));
                 FLOODED.wait();
@@ -199,26 +197,26 @@ enum Pass {
     On,
 }
 
-/// How two ranks fared.
+/// The outcome of two ranks.
 #[derive(Debug)]
 struct Played {
     damage: Option<Damage>,
     outcomes: Vec<Result<()>>,
-    /// How many frames went through.
+    /// The number of frames that went through.
     frames: usize,
     memory: usize,
     took: Duration,
 }
 
 impl Played {
-    /// Whatever the ranks were given, they did not take it for something else.
+    /// Asserts the bounds of memory and time. Wrong sums have panicked already.
     #[track_caller]
     fn assert_right(&self) {
         assert!(self.memory < MEMORY_BOUND, "{self:?}");
         assert!(self.took < DEADLINE, "{self:?}");
     }
 
-    /// The receiver has told the damage.
+    /// Asserts that the receiver reported the damage.
     #[track_caller]
     fn assert_noticed(&self) {
         self.assert_right();
@@ -229,7 +227,7 @@ impl Played {
     }
 }
 
-/// Plays with the damage of each seed, four at a time: they mostly wait, and share the bound of memory.
+/// Plays with the damage of each seed, four at a time, since they mostly wait and share the memory bound.
 fn play_each(seeds: Range<u64>, what: What, check: fn(&Played)) {
     let _alone = ALONE.lock().unwrap_or_else(|poison| poison.into_inner());
     let seeds: Vec<u64> = seeds.collect();
@@ -242,14 +240,13 @@ fn play_each(seeds: Range<u64>, what: What, check: fn(&Played)) {
     }
 }
 
-/// Plays while nothing else does.
+/// Plays alone.
 fn play(damage: Option<Damage>) -> Played {
     let _alone = ALONE.lock().unwrap_or_else(|poison| poison.into_inner());
     play_beside(damage)
 }
 
-/// Lets two ranks compute over a connection on which one frame is damaged. Panics where a sum is
-/// wrong, or nothing comes of it in time.
+/// Lets two ranks compute over a connection on which one frame is damaged. Panics if a sum is wrong or takes too long.
 fn play_beside(damage: Option<Damage>) -> Played {
     let before = MEMORY.allocated();
     let started = Instant::now();
@@ -263,7 +260,7 @@ fn play_beside(damage: Option<Damage>) -> Played {
         let sender = sender.clone();
         thread::spawn(move || {
             let outcome = compute(rank, port, damage);
-            // The receiver is gone only where the test has failed already.
+            // The receiver is gone only if the test has failed already.
             let _ = sender.send((rank, outcome));
         });
     }
@@ -302,7 +299,7 @@ fn compute(rank: usize, port: u16, damage: Option<Damage>) -> Result<()> {
     for (number, len) in LENGTHS.into_iter().enumerate() {
         let flooded = |damage: Damage| damage.what == What::Flood && damage.from != rank;
         if number == 1 && damage.is_some_and(flooded) {
-            // The program is busy elsewhere while the flood comes.
+            // The program is busy elsewhere during the flood.
             FLOODED.wait();
         }
         let value = |rank: usize, index: usize| (rank * 1000 + index % 100) as f64;
@@ -314,12 +311,12 @@ fn compute(rank: usize, port: u16, damage: Option<Damage>) -> Result<()> {
     group.close()
 }
 
-/// The store as rank 0 sees it: what rank 0 says of where it listens leads to the proxy.
+/// Stands in front of the store and leads others to the proxy instead of rank 0.
 fn door(store: SocketAddr, damage: Option<Damage>, frames: Arc<AtomicUsize>) -> SocketAddr {
     let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
     let address = listener.local_addr().unwrap();
     thread::spawn(move || {
-        // A rank may come several times until it is let in.
+        // A rank may try several times until it is let in.
         for rank in listener.incoming().flatten() {
             let Ok(store) = TcpStream::connect(store) else {
                 return;
@@ -346,7 +343,7 @@ fn door(store: SocketAddr, damage: Option<Damage>, frames: Arc<AtomicUsize>) -> 
     address
 }
 
-/// Puts another address into a registration; other messages stay as they are.
+/// Replaces the address in a registration, and leaves other messages as they are.
 fn redirect(message: Vec<u8>, proxy: impl FnOnce(SocketAddr) -> SocketAddr) -> Vec<u8> {
     let mut value: Value = ciborium::from_reader(&message[ENVELOPE..]).unwrap();
     let Some(body) = field(&mut value, "Register").and_then(|x| field(x, "body")) else {
@@ -367,7 +364,7 @@ fn redirect(message: Vec<u8>, proxy: impl FnOnce(SocketAddr) -> SocketAddr) -> V
     out
 }
 
-/// Stands between rank 1 and rank 0, and damages one frame.
+/// Stands between rank 1 and rank 0 and damages one frame.
 fn mesh(rank0: SocketAddr, damage: Option<Damage>, frames: Arc<AtomicUsize>) -> SocketAddr {
     let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
     let address = listener.local_addr().unwrap();
@@ -430,7 +427,7 @@ fn pass_on(
     let _ = target.shutdown(Shutdown::Write);
 }
 
-/// The next message or frame as a whole.
+/// Reads the next message or frame as a whole.
 fn unit(from: &mut TcpStream) -> Option<Vec<u8>> {
     let mut bytes = vec![0; ENVELOPE];
     from.read_exact(&mut bytes).ok()?;
@@ -464,7 +461,7 @@ fn written(value: &impl serde::Serialize) -> Vec<u8> {
     bytes
 }
 
-/// The head of a frame, and of a message.
+/// Sizes of the head of a frame and of the envelope of a message.
 const HEAD: usize = 36;
 const ENVELOPE: usize = 16;
 const HEARTBEAT: u8 = 4;

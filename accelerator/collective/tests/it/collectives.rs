@@ -1,4 +1,4 @@
-//! One suite of cases over every transport, at 1, 2, 3, 4 and 7 ranks.
+//! Runs one suite of cases over every transport, at 1, 2, 3, 4 and 7 ranks.
 
 #[cfg(target_os = "linux")]
 transport!(shm, Means::Shm);
@@ -36,7 +36,7 @@ mod hierarchical {
     );
 }
 
-/// More ranks than a usual host has cores.
+/// Runs more ranks than a typical host has cores.
 mod many {
     use crate::suite::{cases, world::Means};
 

@@ -1,4 +1,4 @@
-//! Ranks that learn where they meet from their launcher, by PMI-1.
+//! Ranks learn from their launcher where they meet, through PMI-1.
 
 use std::{
     collections::HashMap,
@@ -13,7 +13,7 @@ use std::{
 
 use accelerator_collective::{GroupOptions, Launch, ProcessGroup, ReduceOp};
 
-/// What a rank does that was told a launcher's address. Without it, it does nothing.
+/// Acts as a rank if a launcher's address is set, and otherwise does nothing.
 #[test]
 fn a_rank() {
     if env::var_os("PMI_ID").is_none() {
@@ -72,7 +72,7 @@ fn ranks_meet_where_their_launcher_tells() {
     assert_eq!((served, ended), (RANKS, vec![true; RANKS]));
 }
 
-/// What a launcher does for one rank.
+/// Plays the launcher for one rank.
 fn serve(stream: &TcpStream, size: usize, job: &(Mutex<HashMap<String, String>>, Barrier)) {
     for line in BufReader::new(stream).lines() {
         let Ok(line) = line else { return };

@@ -1,5 +1,5 @@
-//! The first promise: a dead rank is named, by every other rank, in time, with its cause. Ranks
-//! are processes without a launcher.
+//! The first promise: every other rank names a dead rank in time and with its cause. Ranks are processes without a
+//! launcher.
 
 use crate::processes::{FOR_EVER, ProcessJob, SCATTERS_FOR_EVER, WATCHING, assert_named};
 
@@ -8,10 +8,10 @@ const CALLS: [&str; 3] = ["all_reduce", "barrier", "broadcast"];
 const TRANSPORTS: [&[(&str, &str)]; 2] =
     [&[("ACCEL_TRANSPORT", "shm")], &[("ACCEL_TRANSPORT", "tcp")]];
 
-/// A death is told within a second, on a machine that is not busy.
+/// The limit in milliseconds. On an idle machine, a death is reported within a second.
 const DEATH: u64 = 3_000;
 
-/// Silence is told after the liveness deadline of a second.
+/// The limit in milliseconds. Silence is reported after the liveness timeout of a second.
 const SILENCE: u64 = 3_000;
 
 #[test]
@@ -62,7 +62,7 @@ fn a_dead_rank_is_named_though_it_hosts_the_store() {
     }
 }
 
-/// Wherever it is in an operation, over each transport.
+/// The rank may be anywhere in an operation, over each transport.
 #[test]
 fn a_dead_rank_is_named_when_it_is_struck_in_the_middle() {
     for transport in TRANSPORTS {
@@ -81,7 +81,7 @@ fn a_dead_rank_is_named_when_it_is_struck_in_the_middle() {
     }
 }
 
-/// And learns it when it runs again.
+/// The stopped rank learns it when it runs again.
 #[test]
 fn a_dead_rank_is_named_when_it_is_stopped() {
     for (call, variables) in CALLS.into_iter().zip(TRANSPORTS.into_iter().cycle()) {
@@ -101,7 +101,7 @@ fn a_dead_rank_is_named_when_it_is_stopped() {
             .strip_prefix(&format!("{me}was declared lost by rank "));
         match declared {
             Some(rest) => assert!(rest.contains(": it has been silent for 1."), "{error:?}"),
-            // The others could not tell it where their connections were full of data.
+            // The others could not report it, since their connections were full of data.
             None => {
                 let slept = format!("{me}is lost: it did not run for 1.");
                 assert!(
@@ -117,7 +117,7 @@ fn a_dead_rank_is_named_when_it_is_stopped() {
     }
 }
 
-/// As one that waits for a GPU must.
+/// A rank that waits for a GPU depends on this.
 #[test]
 fn a_dead_rank_is_known_without_a_collective() {
     for transport in ["shm", "tcp"] {

@@ -1,4 +1,4 @@
-//! Faults within a collective, when the rank has declared it and sent its first data.
+//! Faults within a collective, after the rank has declared it and sent its first data.
 
 use crate::processes::{EndedRank, LARGE, ProcessJob, assert_named};
 
@@ -43,7 +43,7 @@ fn a_rank_that_sends_a_corrupt_frame_is_named() {
 
 #[test]
 fn a_slow_rank_is_waited_for() {
-    // Beyond the liveness deadline of a second; the next collective fails on purpose.
+    // The delay exceeds the liveness timeout of a second. The next collective fails on purpose.
     run(
         "rank=2 op=1 slow 2500ms; rank=1 op=2 exit 3",
         "lost",
@@ -55,11 +55,11 @@ fn strike(action: &str, kind: &str, cause: &str) -> Vec<EndedRank> {
     run(&format!("rank=1 op=2 {action}"), kind, cause)
 }
 
-/// Over each transport; gives what the ranks said over the last.
+/// Runs the plan over each transport and returns the ranks of the last run.
 fn run(plan: &str, kind: &str, cause: &str) -> Vec<EndedRank> {
     let over = |transport| {
         let job = ProcessJob {
-            // No rank can be done with it before the fault is noticed.
+            // No rank can finish the collective before the fault is noticed.
             call: LARGE,
             victim: 1,
             deed: "plan",

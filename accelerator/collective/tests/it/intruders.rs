@@ -1,4 +1,4 @@
-//! Who tries to join a job that is none of theirs.
+//! Strangers that try to join a job.
 
 use std::{
     io::{Read, Write},
@@ -23,7 +23,7 @@ fn launch(rank: usize, port: u16, token: Option<&Token>) -> Launch {
     Launch::new(Topology::new(rank, 2).unwrap(), rendezvous)
 }
 
-/// Joins on a thread of its own and computes something; tells how that went.
+/// Joins and computes on a thread of its own. The outcome comes through the receiver.
 fn join(launch: Launch) -> mpsc::Receiver<Result<[u32; 1]>> {
     let (sender, outcome) = mpsc::channel();
     thread::spawn(move || {
@@ -35,7 +35,7 @@ fn join(launch: Launch) -> mpsc::Receiver<Result<[u32; 1]>> {
             group.close()?;
             Ok(values)
         };
-        // The receiver is gone only where the test has failed already.
+        // The receiver is gone only if the test has failed already.
         let _ = sender.send(run());
     });
     outcome
@@ -47,7 +47,7 @@ fn a_recorded_handshake_opens_nothing() {
     let store = StoreServer::bind(("127.0.0.1", 0), 2, Some(token.clone())).unwrap();
     let real = store.local_addr();
 
-    // Rank 1 joins through a wire that is tapped.
+    // Rank 1 joins through a tapped connection.
     let tap = TcpListener::bind(("127.0.0.1", 0)).unwrap();
     let through = tap.local_addr().unwrap().port();
     let (sender, recorded) = mpsc::channel();
@@ -60,7 +60,7 @@ fn a_recorded_handshake_opens_nothing() {
             let _ = to.shutdown(Shutdown::Write);
         });
         while let Some(message) = message(&mut rank) {
-            // Only the first messages are of interest.
+            // Only the first messages matter.
             let _ = sender.send(message.clone());
             if store.write_all(&message).is_err() {
                 break;
@@ -71,7 +71,7 @@ fn a_recorded_handshake_opens_nothing() {
     let hello = recorded.recv_timeout(DEADLINE).unwrap();
     let register = recorded.recv_timeout(DEADLINE).unwrap();
 
-    // The same words again, to the same store, while it still waits for rank 0.
+    // The same messages go to the same store again, while it still waits for rank 0.
     let mut intruder = TcpStream::connect(real).unwrap();
     intruder.set_read_timeout(Some(DEADLINE)).unwrap();
     intruder.write_all(&hello).unwrap();
@@ -87,7 +87,7 @@ fn a_recorded_handshake_opens_nothing() {
         String::from_utf8_lossy(&answer)
     );
 
-    // Had it been taken for rank 1, there would be two of them, and no job.
+    // If the intruder had been taken for rank 1, there would be two of them and no job.
     let first = join(launch(0, real.port(), Some(&token)));
     for outcome in [first, honest] {
         assert_eq!(outcome.recv_timeout(DEADLINE).unwrap().unwrap(), [2]);
@@ -115,7 +115,7 @@ fn a_token_file_of_others_or_of_another_kind_is_refused() {
     }
 }
 
-/// Takes root, to be somebody else; without, there is nothing to see.
+/// Needs root to run as another user, and does nothing without it.
 #[cfg(target_os = "linux")]
 #[test]
 fn a_process_of_another_user_is_refused() {
@@ -133,7 +133,7 @@ fn a_process_of_another_user_is_refused() {
     }
     let store = StoreServer::bind(("127.0.0.1", 0), 2, None).unwrap();
     let port = store.local_addr().port();
-    // Where the folders above it are private, nobody cannot run the program itself.
+    // The user `nobody` cannot run the program itself if a folder above it is private.
     let folder = tempfile::Builder::new().tempdir_in("/tmp").unwrap();
     let program = folder.path().join("intruder");
     std::fs::copy(std::env::current_exe().unwrap(), &program).unwrap();
@@ -154,14 +154,14 @@ fn a_process_of_another_user_is_refused() {
     };
     assert!(output.status.success(), "{output:?}");
 
-    // The job has not noticed.
+    // The job is not affected.
     let ranks = [0, 1].map(|rank| join(launch(rank, port, None)));
     for outcome in ranks {
         assert_eq!(outcome.recv_timeout(DEADLINE).unwrap().unwrap(), [2]);
     }
 }
 
-/// The next message of the rendezvous as a whole.
+/// Reads the next message of the rendezvous as a whole.
 fn message(from: &mut TcpStream) -> Option<Vec<u8>> {
     let mut bytes = vec![0; 16];
     from.read_exact(&mut bytes).ok()?;

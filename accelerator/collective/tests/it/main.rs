@@ -1,4 +1,4 @@
-//! What ranks do together, a module for each subject.
+//! Tests of ranks together, one module per subject.
 
 #![allow(
     clippy::expect_used,

@@ -1,4 +1,4 @@
-//! Real processes that meet without a launcher, or die or are stopped before they are connected.
+//! Real processes meet without a launcher, or die or stop before they are connected.
 
 use std::{
     env,
@@ -15,13 +15,13 @@ use accelerator_collective::{
 };
 use rustix::process::{Pid, Signal, kill_process};
 
-/// What a process of a job does; without the variables of a job it does nothing.
+/// Acts as a rank if the variables of a job are set, and otherwise does nothing.
 #[test]
 fn a_rank() {
     if env::var_os(MARK).is_none() {
         return;
     }
-    // What is logged goes to the output too.
+    // The log goes to the output too.
     tracing_subscriber::fmt().with_ansi(false).init();
     let connect_timeout = env::var(CONNECT_TIMEOUT).map_or(100, |seconds| seconds.parse().unwrap());
     let options = GroupOptions::new().with_connect_timeout(Duration::from_secs(connect_timeout));
@@ -33,7 +33,7 @@ fn a_rank() {
             format!("{:?} {culprit:?} {error}", error.ranks())
         }
     };
-    // The harness has begun a line.
+    // The test harness has begun a line.
     println!("\n{MARK}{text}");
 }
 
@@ -66,26 +66,26 @@ impl Process {
         kill_process(pid, signal).unwrap();
     }
 
-    /// Waits until a line of the rank's output contains this; within half a minute.
+    /// Waits up to half a minute for a line of the rank's output that contains `what`.
     fn logs(&mut self, what: &'static str) -> String {
         let (sender, found) = mpsc::channel();
         let output = self.0.stdout.take().unwrap();
         thread::spawn(move || {
             let mut lines = BufReader::new(output).lines().map_while(Result::ok);
-            // The receiver is gone only where the test has failed already.
+            // The receiver is gone only if the test has failed already.
             let _ = sender.send(lines.find(|line| line.contains(what)));
         });
         let found = found.recv_timeout(DEADLINE).expect("nothing is logged");
         found.expect("the rank has ended")
     }
 
-    /// What the rank said in the end; within half a minute.
+    /// Returns the final line of the rank, for which it waits up to half a minute.
     fn said(mut self) -> String {
         let (sender, text) = mpsc::channel();
         let mut output = self.0.stdout.take().unwrap();
         thread::spawn(move || {
             let mut text = String::new();
-            // The receiver is gone only where the test has failed already.
+            // The receiver is gone only if the test has failed already.
             let _ = output.read_to_string(&mut text);
             let _ = sender.send(text);
         });
@@ -97,20 +97,20 @@ impl Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        // It has ended already where all went well.
+        // The process has normally ended by now.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
 }
 
-/// Says that this rank was named, with its process id and a cause.
+/// Asserts that this rank was named, with its process id and a cause.
 fn assert_named(said: &str, rank: usize, pid: u32, cause: &str) {
     let head = format!("[{rank}] Some(({rank}, Some({pid}))) ");
     assert!(said.starts_with(&head), "{said}");
     assert!(said.contains(cause), "{said}");
 }
 
-/// Two of three ranks wait for the third one, and something happens to one of them.
+/// Sends a signal to one of two ranks that wait for a third one.
 fn while_gathering(signal: Signal, cause: &str) {
     let (sender, reports) = mpsc::channel();
     let options = StoreOptions::new(3).with_observer(move |report| {
@@ -154,7 +154,7 @@ fn a_rank_that_waits_says_whom_for() {
     assert!(line.ends_with("missing: ranks 1 and 3"), "{line}");
 }
 
-/// A fault strikes a rank that knows all others and is connected to none; rank 0 hosts the store.
+/// Lets a fault strike a rank that knows all others and is connected to none. Rank 0 hosts the store.
 #[cfg(feature = "faults")]
 fn while_connecting(rank: usize, action: &str, causes: &[&str]) {
     let port = crate::ports::free_port();
@@ -185,14 +185,14 @@ fn a_dead_rank_is_named_while_connecting() {
 #[cfg(feature = "faults")]
 fn a_dead_rank_is_named_while_connecting_that_hosts_the_store() {
     for action in ["kill", "exit 3", "panic"] {
-        // Not everybody may have the table yet.
+        // Some ranks may not have the table yet.
         let gone = ["is gone before the ranks", "and the store with it"];
         while_connecting(0, action, &gone);
     }
     while_connecting(0, "stop", &["has been silent for 1"]);
 }
 
-/// Rank 2 gives up on rank 1 and ends, of which the launcher knows at once.
+/// Rank 2 gives up on rank 1 and ends, and the launcher knows it at once.
 #[test]
 #[cfg(feature = "faults")]
 fn a_rank_that_gives_up_is_believed_before_its_end_is_told() {
@@ -215,8 +215,8 @@ fn a_rank_that_gives_up_is_believed_before_its_end_is_told() {
     assert!(said.starts_with(blame), "{said}");
 }
 
-/// What ranks say that were given these variables, with a store whose address does not tell
-/// that they are on one host.
+/// Returns the final lines of ranks with these variables, and with a store whose address does not show that they share
+/// a host.
 fn said_by_hand(variables: &[Vec<(&str, &str)>]) -> Vec<String> {
     let world_size = variables.len();
     let store = StoreServer::bind(("127.0.0.1", 0), world_size, None).unwrap();
@@ -230,14 +230,14 @@ fn said_by_hand(variables: &[Vec<(&str, &str)>]) -> Vec<String> {
     ranks.into_iter().map(Process::said).collect()
 }
 
-/// Nobody has set LOCAL_RANK.
+/// LOCAL_RANK is not set.
 #[cfg(target_os = "linux")]
 #[test]
 fn ranks_that_are_started_by_hand_learn_their_local_ranks() {
     let said = said_by_hand(&vec![Vec::new(); 3]);
     let expected = [0, 1, 2].map(|rank| format!("rank {rank} of 3 (local {rank} of 3) by shm"));
     assert_eq!(said, expected);
-    // One that was told fits in.
+    // A rank that has the variables fits in.
     let told = vec![("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "2")];
     let said = said_by_hand(&[Vec::new(), told]);
     let expected = [0, 1].map(|rank| format!("rank {rank} of 2 (local {rank} of 2) by shm"));
@@ -259,11 +259,11 @@ fn ranks_with_one_local_rank_on_a_host_are_told() {
 
 const MARK: &str = "MEETING_RANK";
 
-/// For how many seconds a rank waits for the others.
+/// The variable with the seconds that a rank waits for the others.
 const CONNECT_TIMEOUT: &str = "MEETING_CONNECT_TIMEOUT";
 
-/// After this a rank hangs.
+/// A rank that takes longer hangs.
 const DEADLINE: Duration = Duration::from_secs(30);
 
-/// Three times what a failure may take, on a machine that is busy.
+/// Three times the limit of a failure, for a busy machine.
 const SOON: Duration = Duration::from_secs(9);

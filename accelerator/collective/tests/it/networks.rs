@@ -1,4 +1,4 @@
-//! Ranks of several hosts, which are network namespaces; skipped where those are not allowed.
+//! Ranks on several hosts, which are network namespaces. The tests are skipped if those are not allowed.
 
 use std::{
     env,
@@ -8,13 +8,13 @@ use std::{
 use crate::netns::{Network, Rank};
 use accelerator_collective::{GroupOptions, Launch, ProcessGroup, ReduceOp};
 
-/// What a rank that belongs to a job does. Without the variables of a job it does nothing.
+/// Acts as a rank if the variables of a job are set, and otherwise does nothing.
 #[test]
 fn a_rank() {
     let Ok(deed) = env::var(DEED) else {
         return;
     };
-    // The harness has begun a line.
+    // The test harness has begun a line.
     println!();
     let options = GroupOptions::new().with_connect_timeout(Duration::from_secs(60));
     let group = match ProcessGroup::connect(&Launch::from_env().unwrap(), &options) {
@@ -59,7 +59,7 @@ fn three_hosts() {
     same_bits(3, 1, "tcp");
 }
 
-/// The ranks of each host share memory: only one rank's traffic leaves it.
+/// The ranks of each host share memory, so only one rank's traffic leaves it.
 #[test]
 fn two_hosts_of_two_ranks() {
     same_bits(2, 2, "hierarchical");
@@ -75,7 +75,7 @@ fn hosts_meet_whose_own_names_are_loopback_addresses() {
     meet(&network, 2, &["node-0"; 4]);
 }
 
-/// With `ip_nonlocal_bind`, a socket can be bound to another host's address.
+/// With `ip_nonlocal_bind`, a socket can bind another host's address.
 #[test]
 fn an_address_in_front_of_a_host_is_told_from_its_own() {
     let Some(network) = Network::new(2) else {
@@ -85,7 +85,7 @@ fn an_address_in_front_of_a_host_is_told_from_its_own() {
     meet(&network, 1, &["10.77.0.9", "10.77.0.1"]);
 }
 
-/// The name of host 0 resolves to IPv6 on that host, and to IPv4 elsewhere; IPv6 sockets accept no IPv4.
+/// The name of host 0 resolves to IPv6 on that host and to IPv4 elsewhere, and IPv6 sockets accept no IPv4.
 #[test]
 fn hosts_of_both_families_meet() {
     let Some(network) = Network::new(2) else {
@@ -96,7 +96,7 @@ fn hosts_of_both_families_meet() {
     meet(&network, 1, &["node-0"; 2]);
 }
 
-/// Ranks that got these addresses of rank 0 compute a sum.
+/// Lets ranks that have these addresses of rank 0 compute a sum.
 fn meet(network: &Network, ranks_per_host: usize, addresses: &[&str]) {
     let token = network.token();
     let start = |(rank, address): (usize, &&str)| {
@@ -117,13 +117,13 @@ fn meet(network: &Network, ranks_per_host: usize, addresses: &[&str]) {
     }
 }
 
-/// Without a token, several hosts must say that they want none.
+/// Without a token, several hosts must state that they want none.
 #[test]
 fn hosts_without_a_token_meet_only_if_they_say_so() {
     let Some(network) = Network::new(2) else {
         return;
     };
-    // The one that hosts the store would wait for another one.
+    // The host of the store would keep waiting for the other rank.
     let host = network.start(0, 1, &[(DEED, "reduce")]);
     let mut refused = network.start(1, 1, &[(DEED, "reduce")]);
     assert!(refused.line("refused")[0].contains("ACCEL_INSECURE=1"));
@@ -139,7 +139,7 @@ fn hosts_without_a_token_meet_only_if_they_say_so() {
     }
 }
 
-/// A cable is pulled: each side finds the other silent.
+/// The cable is unplugged, and each side finds the other silent.
 #[test]
 fn a_link_that_goes_down_is_named() {
     let Some((network, mut ranks)) = started(2, 1, "go on") else {
@@ -154,7 +154,7 @@ fn a_link_that_goes_down_is_named() {
         let error = rank.line("error");
         assert_eq!(error[1], format!("[{other}]"), "{error:?}");
         assert!(error[2].contains("silent"), "{error:?}");
-        // The liveness timeout is a second; the machine may be loaded.
+        // The liveness timeout is a second, and the machine may be busy.
         let waited = error[0].parse::<u64>().unwrap() - cut;
         assert!((900..5000).contains(&waited), "{waited} ms: {error:?}");
     }
@@ -189,8 +189,8 @@ fn a_rank_dies(hosts: usize, ranks_per_host: usize) {
     }
 }
 
-/// Every rank holds the sum that one thread computes: within each host in rank order, then host
-/// by host. A host sends as much as if it held one rank.
+/// Asserts that every rank holds the sum that one thread computes, within each host in rank order and then host by
+/// host, and that a host sends as much as if it held one rank.
 fn same_bits(hosts: usize, ranks_per_host: usize, transport: &str) {
     let Some((network, mut ranks)) = started(hosts, ranks_per_host, "reduce") else {
         return;
@@ -215,7 +215,7 @@ fn same_bits(hosts: usize, ranks_per_host: usize, transport: &str) {
     let least = (2 * total * (hosts - 1) / hosts) as u64;
     for host in 0..hosts {
         let sent = network.sent(host);
-        // Heads, and what it takes to meet, to declare and to acknowledge.
+        // The rest is headers, and traffic for the rendezvous, declarations and acknowledgements.
         let most = least + least / 8 + 300_000;
         assert!(
             (least..most).contains(&sent),
@@ -234,7 +234,7 @@ fn started(hosts: usize, ranks_per_host: usize, deed: &str) -> Option<(Network, 
     Some((network, ranks))
 }
 
-/// Values of many magnitudes, whose sum depends on the order.
+/// Returns values of many magnitudes, whose sum depends on the order.
 fn sample(rank: usize, len: usize) -> Vec<f32> {
     let mut state = 0x9e37_79b9_7f4a_7c15_u64.wrapping_mul(rank as u64 + 1);
     let values = (0..len).map(|_| {
@@ -257,13 +257,13 @@ fn digest(values: &[f32]) -> u64 {
     })
 }
 
-/// Milliseconds on a clock that all processes of the machine share.
+/// Returns milliseconds on a clock that all processes of the machine share.
 fn now() -> u64 {
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
     now.unwrap().as_millis() as u64
 }
 
-/// Short, of one chunk a part, and of several.
+/// Short operations, with parts of one chunk, and with parts of several.
 const LENGTHS: [usize; 4] = [10, 4000, 100_000, 1_000_003];
 
 const DEED: &str = "NETWORK_TEST_DEED";

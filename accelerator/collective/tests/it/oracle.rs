@@ -1,4 +1,4 @@
-//! Reductions against a scalar oracle: any length, type, reduction and layout, on 2 to 5 ranks.
+//! Compares reductions with a scalar oracle, for any length, type, reduction and layout, on 2 to 5 ranks.
 
 use std::{ops::Range, sync::Arc};
 
@@ -8,16 +8,15 @@ use accelerator_collective::{Partition, ProcessGroup, ReduceOp, ShardLayout};
 use half::{bf16, f16};
 use proptest::{prelude::*, sample::select};
 
-/// One operation: which type, which reduction, how many elements, and how each rank passes them.
+/// One operation: type, reduction, number of elements, and the way in which each rank passes them.
 #[derive(Clone, Debug)]
 struct OracleOp {
     check: fn(&ProcessGroup, &OracleOp),
     op: ReduceOp,
     len: usize,
-    /// Bit `r`: rank `r` passes a buffer of the group.
+    /// Bit `r` is set if rank `r` passes a buffer of the group.
     placed: u32,
-    /// How many elements each range of a layout has, and which rank keeps it, over and over; some are
-    /// kept by none.
+    /// The length of each range of a layout and the rank that keeps it, repeated. No rank keeps some of them.
     ranges: Vec<(usize, usize)>,
 }
 
@@ -90,7 +89,7 @@ fn operation() -> impl Strategy<Value = OracleOp> {
         check::<u64>,
     ];
     let ops = [ReduceOp::Sum, ReduceOp::Mean, ReduceOp::Max, ReduceOp::Min];
-    // Around the ends of vectors, of short operations and of chunks of any type.
+    // Lengths around the ends of vectors, of short operations, and of chunks of any type.
     let lens = prop_oneof![
         0..70_usize,
         2_000..2_100_usize,

@@ -1,4 +1,4 @@
-//! How ranks meet, and what they are told when they do not.
+//! The rendezvous of ranks, and their errors if it fails.
 
 use std::{
     io::{Read, Write},
@@ -16,8 +16,7 @@ use accelerator_collective::{
 
 use crate::ports::{RefusingAddress, free_port};
 
-/// Connects ranks, each on a thread of its own, and gives the outcomes in order; within a
-/// minute.
+/// Connects ranks, each on a thread of its own, and returns the outcomes in order. Fails after a minute.
 fn connect(launches: Vec<Launch>, options: &GroupOptions) -> Vec<Result<ProcessGroup>> {
     let (sender, outcomes) = mpsc::channel();
     let count = launches.len();
@@ -25,7 +24,7 @@ fn connect(launches: Vec<Launch>, options: &GroupOptions) -> Vec<Result<ProcessG
         let (options, sender) = (options.clone(), sender.clone());
         thread::spawn(move || {
             let outcome = ProcessGroup::connect(&launch, &options);
-            // The receiver is gone only where the test has failed already.
+            // The receiver is gone only if the test has failed already.
             let _ = sender.send((index, outcome));
         });
     }
@@ -50,13 +49,13 @@ fn at(store: &StoreServer) -> Rendezvous {
     Rendezvous::new("127.0.0.1", store.local_addr().port()).with_store(StoreHost::Launcher)
 }
 
-/// What serves ranks of one host best.
+/// The best transport for ranks of one host.
 const BEST: TransportKind = match cfg!(target_os = "linux") {
     true => TransportKind::Shm,
     false => TransportKind::Tcp,
 };
 
-/// All ranks of a complete job connect and compute.
+/// Asserts that all ranks of a complete job connect and compute.
 fn assert_whole(launches: Vec<Launch>) {
     let world_size = launches.len();
     let groups = connect(launches, &GroupOptions::new());
@@ -150,7 +149,7 @@ fn different_world_sizes_are_told_at_once() {
     }
 }
 
-/// Whoever comes first.
+/// The order of arrival does not matter.
 #[test]
 fn different_transports_are_told_at_once() {
     for odd in 0..3 {
@@ -179,7 +178,7 @@ fn different_transports_are_told_at_once() {
     }
 }
 
-/// What the options ask for counts, whichever way a rank was told.
+/// Options and environment that ask for the same transport agree.
 #[test]
 fn the_same_transport_may_be_asked_for_in_two_ways() {
     let store = StoreServer::bind(("127.0.0.1", 0), 2, None).unwrap();
@@ -240,7 +239,7 @@ fn a_server_of_another_kind_is_named() {
             .write_all(b"HTTP/1.1 400 Bad Request\r\n\r\n")
             .unwrap();
         let mut rest = Vec::new();
-        // Whatever the rank says or how it ends is none of this server's business.
+        // The server ignores what the rank sends and how it ends.
         let _ = stream.read_to_end(&mut rest);
     });
     let rendezvous = Rendezvous::new("127.0.0.1", port);
@@ -273,7 +272,7 @@ fn who_listens_and_does_not_answer_is_taken_for_another_program() {
         );
         assert!(text.contains(why) && !text.contains("is rank 0"), "{text}");
     };
-    // At the same time: each gives up only after its timeout.
+    // The ranks run at the same time, since each gives up only after its timeout.
     thread::scope(|scope| {
         for (port, why) in ports.into_iter().zip(["accepted", "", ""]) {
             let rendezvous = Rendezvous::new("127.0.0.1", port);
@@ -373,7 +372,7 @@ fn a_rank_of_another_job_is_refused_and_the_job_goes_on() {
     );
     let mine = at(&store).with_job("mine");
     assert_whole(vec![launch(0, 2, &mine), launch(1, 2, &mine)]);
-    // Nor does a process join when all have met, and have left again.
+    // A process cannot join after all ranks have met and left either.
     let error = &errors(vec![launch(1, 2, &mine)], LONG)[0];
     assert!(
         error
@@ -393,7 +392,7 @@ fn strangers_do_not_disturb() {
             0 => stream
                 .write_all(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
                 .unwrap(),
-            // The right beginning, and a length that nobody should allocate.
+            // The header is right, but the length is too large to allocate.
             1 => stream
                 .write_all(b"ACLR\x03\0\0\0\xff\xff\xff\xff\0\0\0\0")
                 .unwrap(),
@@ -425,7 +424,7 @@ fn another_version_is_refused_in_words() {
     let answer = String::from_utf8_lossy(&answer);
     assert!(answer.contains("protocol version 9, expected "), "{answer}");
 
-    // The job waits on, and tells of it when it fails.
+    // The job keeps waiting, and mentions the visitor when it fails.
     let error = &errors(vec![launch(0, 2, &at(&store))], SHORT)[0];
     assert!(error.to_string().contains("missing: rank 1"), "{error}");
     assert!(error.to_string().contains("protocol version 9"), "{error}");

@@ -1,4 +1,4 @@
-//! Where no logs are collected, standard error tells what a rank waits for.
+//! Without a log subscriber, standard error shows what a rank waits for.
 
 use std::{process::Command, time::Duration};
 
@@ -6,7 +6,7 @@ use accelerator_collective::{GroupOptions, Launch, ProcessGroup};
 
 use crate::ports::RefusingAddress;
 
-/// What the test below runs as a process of its own.
+/// Runs as a process of its own, started by the test below.
 #[test]
 fn a_rank() {
     if std::env::var_os("RANK").is_none() {

@@ -1,4 +1,4 @@
-//! What is logged while a rank is waited for.
+//! Warnings while a rank is waited for.
 
 use std::{
     io,
@@ -55,7 +55,7 @@ fn warnings_name_the_rank_that_is_waited_for_until_it_comes() {
         for group in ranks {
             let (dispatch, log) = (dispatch.clone(), log.clone());
             scope.spawn(move || {
-                // For this thread: others of this process belong to other tests.
+                // The dispatch is this thread's, since others of the process belong to other tests.
                 let _guard = tracing::dispatcher::set_default(&dispatch);
                 group.all_reduce(&mut [1.0_f32], ReduceOp::Sum).unwrap();
                 let until = Instant::now() + Duration::from_secs(60);

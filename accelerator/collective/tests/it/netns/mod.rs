@@ -1,4 +1,4 @@
-//! Hosts on one machine: a network namespace each, joined by a switch.
+//! Hosts on one machine: network namespaces joined by a switch.
 
 use std::{
     env,
@@ -17,7 +17,7 @@ use std::{
 
 use tempfile::TempDir;
 
-/// Hosts that reach one another over links of their own. Dropped, it is gone, and so are its ranks.
+/// Hosts that reach each other over their own links. Dropping it removes it and its ranks.
 pub(crate) struct Network {
     name: String,
     hosts: usize,
@@ -25,7 +25,7 @@ pub(crate) struct Network {
 }
 
 impl Network {
-    /// A network of so many hosts; none where this system does not allow it, which is said.
+    /// Creates a network of `hosts` hosts. Prints a line and returns `None` if the system does not allow it.
     pub(crate) fn new(hosts: usize) -> Option<Self> {
         static COUNT: AtomicUsize = AtomicUsize::new(0);
         sweep();
@@ -99,13 +99,13 @@ impl Network {
         ip(&["netns", "exec", &host, "sh", "-c", &write]).unwrap();
     }
 
-    /// Pulls the cable of a host.
+    /// Unplugs the cable of a host.
     pub(crate) fn cut(&self, host: usize) {
         let (switch, port) = (self.space("switch"), format!("port{host}"));
         ip(&["-n", &switch, "link", "set", &port, "down"]).unwrap();
     }
 
-    /// The bytes that a host has sent over its link.
+    /// Returns the bytes that a host has sent over its link.
     pub(crate) fn sent(&self, host: usize) -> u64 {
         let output = Command::new("ip")
             .args(["netns", "exec", &self.host(host), "cat"])
@@ -119,13 +119,13 @@ impl Network {
             .unwrap()
     }
 
-    /// The file of a job token.
+    /// Returns the file of a job token.
     pub(crate) fn token(&self) -> PathBuf {
         self.folder.path().join("token")
     }
 
-    /// Starts this test's executable as a rank, which runs the test `networks::a_rank`. The hosts hold equally
-    /// many ranks, in their order.
+    /// Starts this test's executable as a rank, which runs the test `networks::a_rank`. Each host holds the same number
+    /// of ranks, in order.
     pub(crate) fn start(
         &self,
         rank: usize,
@@ -159,7 +159,7 @@ impl Network {
         let (sender, lines) = mpsc::channel();
         thread::spawn(move || {
             for line in stdout.lines().map_while(Result::ok) {
-                // The test may have heard enough.
+                // The test may have stopped listening.
                 let _ = sender.send(line);
             }
         });
@@ -200,7 +200,7 @@ impl Rank {
         self.child.id()
     }
 
-    /// Waits for a line of this name, and gives its fields.
+    /// Waits for a line of this name and returns its fields.
     pub(crate) fn line(&mut self, name: &str) -> Vec<String> {
         let left = || self.until.saturating_duration_since(Instant::now());
         while let Ok(line) = self.lines.recv_timeout(left()) {
@@ -233,7 +233,7 @@ impl Drop for Rank {
     }
 }
 
-/// Removes what tests that were killed have left.
+/// Removes the leftovers of tests that were killed.
 fn sweep() {
     let Ok(list) = ip(&["netns", "list"]) else {
         return;

@@ -1,5 +1,5 @@
-//! Jobs of real processes: the test's own executable, started once for each rank with plain
-//! `RANK` variables and no launcher.
+//! Jobs of real processes: the test's own executable, started once per rank with plain `RANK` variables and no
+//! launcher.
 
 use std::{
     env,
@@ -20,13 +20,13 @@ use rustix::process::{Pid, Signal, getpid, kill_process};
 
 use crate::ports::free_port;
 
-/// What a rank that belongs to a job does. Without the variables of a job it does nothing.
+/// Acts as a rank if the variables of a job are set, and otherwise does nothing.
 #[test]
 fn a_rank() {
     let Ok(call) = env::var(CALL) else {
         return;
     };
-    // The harness has begun a line.
+    // The test harness has begun a line.
     println!();
     let deed = env::var(DEED).ok();
     let group = connect();
@@ -38,7 +38,7 @@ fn a_rank() {
             if !deed.ends_with("in the middle") {
                 println!("deed\t{}", now());
             }
-            // Only a rank that was stopped, or that a plan strikes, goes on.
+            // Only a rank that was stopped, or that a plan strikes, continues.
             match act(&deed, group) {
                 Some(group) => group,
                 None => return,
@@ -60,22 +60,22 @@ fn act(deed: &str, group: ProcessGroup) -> Option<ProcessGroup> {
     match deed {
         "kill" => strike(Signal::KILL),
         "kill while busy" => {
-            // Lives until then.
+            // The guard lives until the kill.
             let _busy = group.activity().busy();
             strike(Signal::KILL);
         }
         "segv" => loop {
-            // The standard library takes the first one, and gives itself up as a handler. Two that
-            // come before any thread has time for them are one.
+            // The standard library takes the first signal and then removes its handler. Two signals that arrive before
+            // a thread handles them count as one.
             strike(Signal::SEGV);
             thread::sleep(Duration::from_millis(10));
         },
         "stop" => {
             strike(Signal::STOP);
-            // Another thread may take the signal; this one is stopped a little later.
+            // Another thread may take the signal, and this one stops a little later.
             thread::sleep(Duration::from_millis(100));
-            // When it runs again, what the others said is read by another thread than this one, which
-            // could complete an operation first where its data lie in shared memory.
+            // When the rank runs again, another thread reads the messages of the others. This one could complete an
+            // operation first if its data is in shared memory.
             let until = Instant::now() + Duration::from_secs(10);
             while group.failure().is_none() && Instant::now() < until {
                 thread::sleep(Duration::from_millis(1));
@@ -100,18 +100,18 @@ fn act(deed: &str, group: ProcessGroup) -> Option<ProcessGroup> {
     if deed.ends_with("in the middle") {
         return Some(group);
     }
-    // Another thread may take the signal, which ends this one a little later.
+    // Another thread may take the signal, and this one ends a little later.
     thread::sleep(Duration::from_secs(60));
     None
 }
 
-/// Strikes when this rank is in one of its collectives, wherever it is by then.
+/// Strikes while this rank is anywhere in one of its collectives.
 fn strike_later(signal: Signal) {
     thread::spawn(move || {
         while CALLS.load(Ordering::Acquire) < 3 {
             std::hint::spin_loop();
         }
-        // A part of the time that one takes, another one each time.
+        // The delay is a part of the time of a collective, and differs each time.
         thread::sleep(Duration::from_micros(
             u64::from(std::process::id() % 29) * 100,
         ));
@@ -120,7 +120,7 @@ fn strike_later(signal: Signal) {
     });
 }
 
-/// How many collectives this rank has begun of those that it calls until one fails.
+/// The number of collectives that this rank has begun in its loop.
 static CALLS: AtomicUsize = AtomicUsize::new(0);
 
 fn reduce_for_ever(group: &ProcessGroup) -> Result<(), Error> {
@@ -185,7 +185,7 @@ fn invoke(group: &ProcessGroup, call: &str) -> Result<(), Error> {
     }
 }
 
-/// No thread of a group that is gone stays behind.
+/// Waits until no thread of the dropped group is left.
 fn wait_for_the_end_of_the_pulse() {
     let names = || {
         let threads = std::fs::read_dir("/proc/self/task").into_iter().flatten();
@@ -201,20 +201,20 @@ fn wait_for_the_end_of_the_pulse() {
     }
 }
 
-/// What one rank did and saw.
+/// The record of one rank.
 #[derive(Debug)]
 pub(crate) struct EndedRank {
     pub(crate) pid: u32,
     pub(crate) status: ExitStatus,
-    /// When it did what it was told, in milliseconds.
+    /// The time of its deed in milliseconds.
     pub(crate) deed: Option<u64>,
     pub(crate) error: Option<Told>,
-    /// When it knew, without calling anything, and what.
+    /// The time at which it knew of the failure without a call, and the failure.
     pub(crate) failure: Option<(u64, String)>,
     pub(crate) output: String,
 }
 
-/// An error as a rank told it.
+/// An error that a rank reported.
 #[derive(Debug)]
 pub(crate) struct Told {
     pub(crate) time: u64,
@@ -226,26 +226,26 @@ pub(crate) struct Told {
     pub(crate) text: String,
 }
 
-/// One job of three ranks, of which one does something.
+/// A job of three ranks, of which one acts.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ProcessJob<'a> {
-    /// The collective that all call then.
+    /// The collective that all ranks call afterwards.
     pub(crate) call: &'a str,
     pub(crate) victim: usize,
     pub(crate) deed: &'a str,
-    /// What else the ranks find in their environment.
+    /// The other variables of the ranks.
     pub(crate) variables: &'a [(&'a str, &'a str)],
 }
 
 impl ProcessJob<'_> {
-    /// Runs it to its end. A rank that is stopped runs again when the others have ended.
+    /// Runs the job to its end. A stopped rank continues when the others have ended.
     pub(crate) fn run(self) -> Vec<EndedRank> {
         let port = free_port();
         let mut ranks: Vec<Running> = (0..WORLD).map(|rank| self.start(rank, port)).collect();
         let victim = ranks.remove(self.victim);
         let mut ended: Vec<EndedRank> = ranks.into_iter().map(Running::finish).collect();
         let pid = Pid::from_raw(victim.child.id() as i32).unwrap();
-        // It may have ended, and is waited for only now.
+        // The process may have ended already, since it is reaped only now.
         let _ = kill_process(pid, Signal::CONT);
         ended.insert(self.victim, victim.finish());
         ended
@@ -286,7 +286,7 @@ struct Running {
 
 impl Running {
     fn finish(mut self) -> EndedRank {
-        // What the ranks say fits into the pipes.
+        // The output of the ranks fits into the pipes.
         let status = loop {
             if let Some(status) = self.child.try_wait().unwrap() {
                 break status;
@@ -334,14 +334,14 @@ fn line<'a>(output: &'a str, name: &str) -> Option<Vec<&'a str>> {
     found.map(Iterator::collect)
 }
 
-/// Milliseconds on a clock that all processes of the host share.
+/// Returns milliseconds on a clock that all processes of the host share.
 fn now() -> u64 {
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
     now.unwrap().as_millis() as u64
 }
 
-/// Every survivor must name the victim, where and in what it was missed, and why, in time.
-/// `kind` is "lost", or another one; the causes are parts of the text.
+/// Asserts that every survivor names the victim, the collective and the cause in time. `kind` is "lost" or another
+/// kind, and the cause is a part of the text.
 pub(crate) fn assert_named(
     job: ProcessJob<'_>,
     ranks: &[EndedRank],
@@ -374,16 +374,16 @@ pub(crate) fn assert_named(
     }
 }
 
-/// A collective of many frames from each rank to each.
+/// A collective of many frames between each two ranks.
 pub(crate) const LARGE: &str = "all_reduce sum f32 x 3000000";
 
-/// All-reduces of a large buffer, until one fails.
+/// All-reduces of a large buffer until one fails.
 pub(crate) const FOR_EVER: &str = "all_reduce mean f32 x 3000000";
 
-/// The same by a cut.
+/// Reduce-scatters of a large buffer until one fails.
 pub(crate) const SCATTERS_FOR_EVER: &str = "reduce_scatter_buffer mean f32 x 3000000";
 
-/// Lets ranks wait until they know of a failure by themselves, and call then.
+/// Makes ranks wait until they know of a failure without a call, and call then.
 pub(crate) const WATCHING: (&str, &str) = ("COLLECTIVE_TEST_WATCHING", "1");
 
 const WORLD: usize = 3;

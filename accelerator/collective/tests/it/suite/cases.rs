@@ -1,4 +1,4 @@
-//! What every transport must do: how ranks end, fail and disagree. What they compute is beside.
+//! Cases that every transport must pass: ranks that end, fail and disagree. `computing` has the results of operations.
 
 use std::{
     sync::{
@@ -13,10 +13,10 @@ use accelerator_collective::{Element, ProcessGroup, ReduceOp, ShardLayout};
 use super::world::{Means, long_timeouts, run, run_with};
 pub(crate) use super::{computing::*, scattering::*};
 
-/// Who gets an error keeps a buffer of its own: nobody writes to it any more.
+/// A rank that gets an error keeps its buffer, and no other rank writes to it any more.
 pub(crate) fn a_buffer_outlives_a_failure(means: Means, world_size: usize) {
     run(means, world_size, |group| {
-        // Else those that still connect learn it there.
+        // Without this, ranks that still connect would get the error there.
         group.barrier().unwrap();
         let mut values = group.buffer(f32::DTYPE, 100_000);
         let len = values.len();
@@ -34,7 +34,7 @@ pub(crate) fn a_buffer_outlives_a_failure(means: Means, world_size: usize) {
     });
 }
 
-/// Each disagreement is told in the same words on every rank, and ends the group.
+/// Each disagreement gives the same error on every rank and ends the group.
 pub(crate) fn disagreements(means: Means, world_size: usize) {
     type Act = fn(&ProcessGroup) -> accelerator_collective::Result<()>;
     let usual: Act = |group| group.all_reduce(&mut [0.0_f32; 10], ReduceOp::Sum);
@@ -168,11 +168,11 @@ pub(crate) fn disagreements(means: Means, world_size: usize) {
     }
 }
 
-/// A rank that does not come in time is named by all the others, and told when it comes.
+/// All the others name a rank that does not come in time, and it learns so when it comes.
 pub(crate) fn a_rank_that_does_not_come(means: Means, world_size: usize) {
     let options = long_timeouts().with_progress_timeout(Duration::from_millis(700));
     let late = world_size - 1;
-    // Who connects last may be late by more than that.
+    // The last rank may connect later than that.
     let connected = Arc::new(Barrier::new(world_size));
     let given_up = Arc::new(Barrier::new(world_size));
     let errors = run_with(means, world_size, &options, move |group| {
@@ -200,15 +200,15 @@ pub(crate) fn a_rank_that_does_not_come(means: Means, world_size: usize) {
     }
 }
 
-/// Waits until this rank has heard that others gave up, who may have left in shared memory all that an operation takes.
+/// Waits until this rank knows that others gave up. They may have left the complete data of an operation in shared
+/// memory.
 fn wait_for_failure(group: &ProcessGroup) {
     while group.failure().is_none() {
         std::thread::sleep(Duration::from_millis(1));
     }
 }
 
-/// A rank that works for longer than the progress timeout keeps the others waiting while it shows that it
-/// works, or says that it is busy.
+/// The others wait beyond the progress timeout for a rank that shows that it works or says that it is busy.
 pub(crate) fn a_rank_that_works_is_waited_for(means: Means, world_size: usize) {
     let timeout = Duration::from_secs(2);
     let options = long_timeouts()
@@ -231,8 +231,8 @@ pub(crate) fn a_rank_that_works_is_waited_for(means: Means, world_size: usize) {
     });
 }
 
-/// A rank that stops showing that it works is named, and so is one that is busy for too long. Others
-/// that work are not.
+/// A rank that stops showing that it works is named, and so is one that is busy for too long. Other ranks that work are
+/// not.
 pub(crate) fn a_rank_that_works_no_more(means: Means, world_size: usize) {
     let options = long_timeouts()
         .with_liveness_timeout(Duration::from_secs(2))
@@ -271,7 +271,7 @@ pub(crate) fn a_rank_that_works_no_more(means: Means, world_size: usize) {
     }
 }
 
-/// A rank that closes its group while others go on is named, as one that left early.
+/// A rank that closes its group while others continue is named as one that left early.
 pub(crate) fn a_rank_that_finishes_early(means: Means, world_size: usize) {
     let errors = run(means, world_size, |group| {
         group.barrier().unwrap();
@@ -293,7 +293,7 @@ pub(crate) fn a_rank_that_finishes_early(means: Means, world_size: usize) {
     }
 }
 
-/// Leaving at different times is fine where every rank has had what it needs.
+/// Ranks may leave at different times if every rank has what it needs.
 pub(crate) fn orderly_ends(means: Means, world_size: usize) {
     for _ in 0..10 {
         run(means, world_size, |group| {
@@ -304,7 +304,7 @@ pub(crate) fn orderly_ends(means: Means, world_size: usize) {
     }
 }
 
-/// A rank that panics is named by every survivor.
+/// Every survivor names a rank that panics.
 pub(crate) fn a_rank_that_panics(means: Means, world_size: usize) {
     let errors = run(means, world_size, |group| {
         group.barrier().unwrap();
@@ -336,7 +336,7 @@ pub(crate) fn a_rank_that_panics(means: Means, world_size: usize) {
     }
 }
 
-/// So is one whose program returns without closing its group.
+/// Every survivor names a rank whose program returns without closing its group.
 pub(crate) fn a_rank_that_returns_early(means: Means, world_size: usize) {
     let errors = run(means, world_size, |group| {
         group.barrier().unwrap();
@@ -355,9 +355,9 @@ pub(crate) fn a_rank_that_returns_early(means: Means, world_size: usize) {
     }
 }
 
-/// A rank that fails for its own reasons says so to all, whether they are waiting or come later.
+/// A rank that aborts tells all others why, whether they wait already or come later.
 pub(crate) fn a_rank_that_aborts(means: Means, world_size: usize) {
-    // Of rank 1 and those that come later, without which nothing that it starts can end.
+    // Rank 1 and the later ranks meet here, without which nothing that rank 1 starts can end.
     let aborted = Arc::new(Barrier::new(world_size - 1));
     let errors = run(means, world_size, move |group| {
         group.barrier().unwrap();
@@ -399,7 +399,7 @@ pub(crate) fn a_rank_that_aborts(means: Means, world_size: usize) {
     }
 }
 
-/// A rank that is slow, but lives, is waited for beyond the liveness deadline.
+/// A rank that is slow but alive is waited for beyond the liveness timeout.
 pub(crate) fn a_slow_rank_is_not_lost(means: Means, world_size: usize) {
     let options = long_timeouts().with_liveness_timeout(Duration::from_secs(1));
     run_with(means, world_size, &options, |group| {
@@ -410,7 +410,7 @@ pub(crate) fn a_slow_rank_is_not_lost(means: Means, world_size: usize) {
     });
 }
 
-/// Operations that were started fail with their group, and nobody waits for them in vain.
+/// Started operations fail with their group, so their ranks do not wait in vain.
 pub(crate) fn started_operations_fail_too(means: Means, world_size: usize) {
     run(means, world_size, |group| {
         if group.rank() == 1 {
@@ -426,12 +426,11 @@ pub(crate) fn started_operations_fail_too(means: Means, world_size: usize) {
     });
 }
 
-/// Operations end in the order in which they were started: one that is done while an earlier one fails reports
-/// that failure.
+/// Operations end in the order in which they started. One that is done while an earlier one fails reports that failure.
 pub(crate) fn nothing_succeeds_after_a_failure(means: Means, world_size: usize) {
     run(means, world_size, |group| {
         group.barrier().unwrap();
-        // Where several are under way at once, the small ones are done long before the large one.
+        // If several run at once, the small ones are done long before the large one.
         let started = [8 << 20, 4, 4].map(|len| {
             let buffer = group.buffer(f32::DTYPE, len);
             group.start_all_reduce(buffer, ReduceOp::Sum)
@@ -450,7 +449,7 @@ pub(crate) fn nothing_succeeds_after_a_failure(means: Means, world_size: usize) 
     });
 }
 
-/// What is refused at once costs the group nothing.
+/// A misuse is refused at once and leaves the group intact.
 pub(crate) fn misuse(means: Means, world_size: usize) {
     run(means, world_size, |group| {
         let error = group

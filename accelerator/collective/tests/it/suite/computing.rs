@@ -1,4 +1,4 @@
-//! What every transport must do: the results of operations.
+//! Cases that every transport must pass: the results of operations.
 
 use std::{
     collections::BTreeMap,
@@ -22,7 +22,7 @@ use super::{
 
 const OPS: [ReduceOp; 4] = [ReduceOp::Sum, ReduceOp::Mean, ReduceOp::Max, ReduceOp::Min];
 
-/// Lengths around the world size, and some that are cut into several chunks.
+/// Returns lengths around the world size, and some that are cut into several chunks.
 fn lengths(world_size: usize) -> [usize; 7] {
     [0, 1, world_size - 1, world_size, world_size + 1, 1000, 9001]
 }
@@ -62,8 +62,7 @@ pub(crate) fn every_type_and_reduction(means: Means, world_size: usize) {
     });
 }
 
-/// More chunks a part than are sent ahead, a last chunk that is not full, parts of different
-/// sizes.
+/// Parts have more chunks than are sent ahead, a shorter last chunk, and different sizes.
 pub(crate) fn many_chunks(means: Means, world_size: usize) {
     for len in [world_size * 65_536 + 1, world_size * 330_000 - 1] {
         let reduced = |per_host| Arc::new(reduced::<f32>(world_size, per_host, len, ReduceOp::Sum));
@@ -81,7 +80,7 @@ pub(crate) fn many_chunks(means: Means, world_size: usize) {
     }
 }
 
-/// More than the 25 MB of a gradient bucket.
+/// The buffer is larger than the 25 MB of a gradient bucket.
 pub(crate) fn beyond_a_bucket(means: Means, world_size: usize) {
     run(means, world_size, |group| {
         let len = 7_000_001;
@@ -96,8 +95,7 @@ pub(crate) fn beyond_a_bucket(means: Means, world_size: usize) {
     });
 }
 
-/// Buffers of the group, of another group and slices, in one operation; lengths around those at
-/// which the way changes.
+/// Reduces buffers of the group and of another group, with lengths around those at which the algorithm changes.
 pub(crate) fn buffers(means: Means, world_size: usize) {
     fn check<T: Sample>(means: Means, group: &ProcessGroup, stranger: &ProcessGroup, op: ReduceOp) {
         let (rank, world_size) = (group.rank(), group.world_size());
@@ -115,7 +113,7 @@ pub(crate) fn buffers(means: Means, world_size: usize) {
         ] {
             let expected = reduced::<T>(world_size, means.per_host(world_size), len, op);
             let own = buffer::<T>(rank, len);
-            // Everyone in place; nobody; those of odd rank.
+            // All ranks pass buffers of the group, then none, then those of odd rank.
             for placed in [true, false, rank % 2 == 1] {
                 let home = if placed { group } else { stranger };
                 let mut values = home.buffer(T::DTYPE, len);
@@ -135,7 +133,7 @@ pub(crate) fn buffers(means: Means, world_size: usize) {
         check::<i8>(means, &group, &stranger, ReduceOp::Mean);
         check::<u32>(means, &group, &stranger, ReduceOp::Min);
         assert_eq!((group.buffer_bytes(), stranger.buffer_bytes()), (0, 0));
-        // One that was reduced before is reduced again, and one may lie beside it.
+        // A buffer can be reduced again, with another one beside it.
         let mut first = group.buffer(f32::DTYPE, 50_000);
         let mut second = group.buffer(f32::DTYPE, 70_000);
         assert!(group.buffer_bytes() >= 4 * 120_000);
@@ -166,7 +164,7 @@ pub(crate) fn broadcasts(means: Means, world_size: usize) {
                 );
             }
         }
-        // More than the queue of a slow rank holds.
+        // The data exceeds the queue of a slow rank.
         let mut values = vec![group.rank() as u8; 20_000_000];
         if group.rank() == world_size - 1 {
             std::thread::sleep(Duration::from_millis(200));
@@ -190,7 +188,7 @@ pub(crate) fn gathers(means: Means, world_size: usize) {
             single.as_mut_slice().unwrap().copy_from_slice(&values);
             let mut bytes = group.buffer(DType::U8, world_size);
             bytes.bytes_mut().fill(rank as u8);
-            // Each rank has a byte of one buffer, and twice as much of the other as the one before.
+            // Each rank has a byte of one buffer, and of the other twice as much as the rank before.
             let bound = |rank: u32| {
                 4 * (len * (2_usize.pow(rank) - 1) / (2_usize.pow(world_size as u32) - 1))
             };
@@ -222,7 +220,7 @@ pub(crate) fn gathers(means: Means, world_size: usize) {
             assert_eq!(ranks, expected);
         }
         for unit in [0, 1, 100_000] {
-            // Rank 0 has nothing to give, the last one the most.
+            // Rank 0 has nothing to give, and the last rank the most.
             let all = group
                 .all_gather_varied(&buffer::<bf16>(rank, rank * unit))
                 .unwrap();
@@ -250,7 +248,7 @@ impl RankSummary {
             loss: f64::INFINITY,
             counts: BTreeMap::from([(rank as u32, "é".to_owned())]),
             note: (rank % 2 == 1).then(|| "odd".to_owned()),
-            // The last ones take several chunks.
+            // The values of the last ranks take several chunks.
             blob: "x".repeat(rank * 270_000),
         }
     }
@@ -321,7 +319,7 @@ pub(crate) fn started_beside_blocking(means: Means, world_size: usize) {
                     assert!(pending.iter().all(|(_, pending)| pending.is_ready()));
                 }
             }
-            // Waiting in another order than starting.
+            // The order of waiting is not that of starting.
             pending.reverse();
             for (index, pending) in pending {
                 let buffer = pending.wait().unwrap();
@@ -339,7 +337,7 @@ pub(crate) fn started_beside_blocking(means: Means, world_size: usize) {
     });
 }
 
-/// One rank starts many operations at once, others have one at a time under way.
+/// One rank starts many operations at once, and the others have one at a time.
 pub(crate) fn ranks_start_as_they_like(means: Means, world_size: usize) {
     run(means, world_size, |group| {
         let (rank, world_size) = (group.rank(), group.world_size());
@@ -380,7 +378,7 @@ pub(crate) fn ranks_start_as_they_like(means: Means, world_size: usize) {
 
 pub(crate) fn several_threads_share_a_handle(means: Means, world_size: usize) {
     run(means, world_size, |group| {
-        // Calls of different threads have no order of their own, so all are alike.
+        // Calls of different threads have no fixed order, so all are alike.
         std::thread::scope(|scope| {
             for _ in 0..4 {
                 let group = group.clone();

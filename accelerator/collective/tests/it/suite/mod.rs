@@ -6,7 +6,7 @@ pub(crate) mod sample;
 mod scattering;
 pub(crate) mod world;
 
-/// Tests of one transport.
+/// Defines the tests of one transport.
 macro_rules! transport {
     ($transport:ident, $means:expr) => {
         mod $transport {
@@ -89,7 +89,7 @@ macro_rules! transport {
     };
 }
 
-/// Tests of one transport at one world size: sets of cases, and more cases.
+/// Defines the tests of one transport at one world size, from sets of cases and single cases.
 macro_rules! world {
     ($name:ident, $world_size:expr, [$($set:ident),*], [$($case:ident),* $(,)?]) => {
         mod $name {
@@ -99,7 +99,7 @@ macro_rules! world {
     };
 }
 
-/// Cases that go together.
+/// Defines the tests of a set of cases.
 macro_rules! set {
     (reductions, $world_size:expr) => {
         tests!(
@@ -144,8 +144,8 @@ macro_rules! set {
     };
 }
 
-/// One test of the cases of one transport that compute nothing and wait for timeouts, all at once, each in worlds
-/// of a size.
+/// Defines one test of the cases of one transport that compute nothing and wait for timeouts. They run at the same
+/// time, each at its world size.
 macro_rules! waits {
     ($($world_size:literal: [$($case:ident),* $(,)?]),* $(,)?) => {
         #[test]

@@ -4,20 +4,19 @@ use accelerator_collective::{Element, ReduceOp};
 use half::{bf16, f16};
 
 pub(crate) trait Sample: Element + PartialEq {
-    /// What a rank holds at an index: fractions of many magnitudes, signs and, for integers, the
-    /// extremes.
+    /// Returns a rank's value at an index: fractions of many magnitudes, both signs and, for integers, the extremes.
     fn sample(rank: usize, index: usize) -> Self;
 
-    /// The reduction of one value of each rank: host by host of so many ranks, one after the other.
+    /// Reduces one value of each rank, host by host with `per_host` ranks each.
     fn oracle(values: &[Self], per_host: usize, op: ReduceOp) -> Self;
 }
 
-/// The buffer of one rank.
+/// Returns the buffer of one rank.
 pub(crate) fn buffer<T: Sample>(rank: usize, len: usize) -> Vec<T> {
     (0..len).map(|index| T::sample(rank, index)).collect()
 }
 
-/// What all ranks should hold after a reduction, host by host of so many ranks.
+/// Returns the expected result of a reduction, host by host with `per_host` ranks each.
 pub(crate) fn reduced<T: Sample>(
     world_size: usize,
     per_host: usize,
@@ -32,7 +31,7 @@ pub(crate) fn reduced<T: Sample>(
         .collect()
 }
 
-/// Equal to the last bit; a NaN equals a NaN.
+/// Asserts that the values are equal to the last bit. A NaN equals a NaN.
 pub(crate) fn assert_same<T: Sample>(found: &[T], expected: &[T], what: impl std::fmt::Display) {
     assert_eq!(found.len(), expected.len(), "{what}: length");
     if bytemuck::cast_slice::<T, u8>(found) == bytemuck::cast_slice::<T, u8>(expected) {
@@ -49,7 +48,7 @@ pub(crate) fn assert_same<T: Sample>(found: &[T], expected: &[T], what: impl std
     }
 }
 
-/// A number between 0 and 2^64 that looks random.
+/// Returns a pseudorandom number below 2^64.
 fn noise(rank: usize, index: usize) -> u64 {
     let mut x = (rank as u64 + 1) << 40 | index as u64;
     x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -57,7 +56,7 @@ fn noise(rank: usize, index: usize) -> u64 {
     x ^ (x >> 31)
 }
 
-/// A number between -1 and 1, scaled by a power of ten that differs from rank to rank.
+/// Returns a number between -1 and 1, scaled by a power of ten that differs from rank to rank.
 fn fraction(rank: usize, index: usize) -> f64 {
     let unit = noise(rank, index) as f64 / u64::MAX as f64 * 2.0 - 1.0;
     unit * [1.0, 1000.0, 0.01][(rank + index) % 3]

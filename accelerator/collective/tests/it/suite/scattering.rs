@@ -1,4 +1,4 @@
-//! What every transport must do: reductions of which each rank keeps its part of a layout.
+//! Cases that every transport must pass: reductions of which each rank keeps its part of a layout.
 
 use std::{ops::Range, sync::Arc};
 
@@ -12,24 +12,24 @@ use super::{
     world::{Means, run},
 };
 
-/// What each rank keeps of so many elements.
+/// Returns the ranges that each rank keeps of `len` elements.
 type Shape = fn(len: usize, world_size: usize) -> Vec<Vec<Range<usize>>>;
 
 const SHAPES: [Shape; 5] = [
-    // Parts that are equally long.
+    // The parts are equally long.
     |len, world_size| {
         let partition = Partition::new(len, world_size);
         (0..world_size)
             .map(|rank| vec![partition.range(rank)])
             .collect()
     },
-    // Everything is the last rank's.
+    // The last rank keeps everything.
     |len, world_size| {
         let mut parts = vec![Vec::new(); world_size];
         parts[world_size - 1].push(0..len);
         parts
     },
-    // Many tiny ranges, and gaps.
+    // There are many tiny ranges, and gaps.
     |len, world_size| {
         let of = |rank: usize| {
             let starts = (3 * rank..len).step_by(3 * world_size + 2);
@@ -37,7 +37,7 @@ const SHAPES: [Shape; 5] = [
         };
         (0..world_size).map(of).collect()
     },
-    // A few ranges, ever shorter; nothing for rank 0.
+    // There are a few ranges, each shorter than the one before, and none for rank 0.
     |len, world_size| {
         let mut parts = vec![Vec::new(); world_size];
         let mut start = 0;
@@ -50,7 +50,7 @@ const SHAPES: [Shape; 5] = [
         }
         parts
     },
-    // Nothing for anybody.
+    // No rank keeps anything.
     |_, world_size| vec![Vec::new(); world_size],
 ];
 
@@ -65,7 +65,7 @@ fn filled<T: Sample>(home: &ProcessGroup, rank: usize, len: usize) -> Buffer {
     values
 }
 
-/// A rank's elements of a layout are those of an all-reduce.
+/// Asserts that a rank's elements of a layout are those of an all-reduce.
 fn assert_kept<T: Sample>(
     rank: usize,
     layout: &ShardLayout,
@@ -79,7 +79,7 @@ fn assert_kept<T: Sample>(
     }
 }
 
-/// Every layout, for lengths around those at which the way changes; buffers of the group and of
+/// Scatters with every layout, for lengths around those at which the algorithm changes, and buffers of the group and of
 /// another one.
 pub(crate) fn scatters(means: Means, world_size: usize) {
     fn check<T: Sample>(group: &ProcessGroup, stranger: &ProcessGroup, ops: &[ReduceOp]) {
@@ -96,7 +96,7 @@ pub(crate) fn scatters(means: Means, world_size: usize) {
                         "{op} {} x {len}, W = {world_size}, layout {number}",
                         T::DTYPE
                     );
-                    // Everyone in place; those of odd rank.
+                    // All ranks pass buffers of the group, then those of odd rank.
                     for placed in [true, rank % 2 == 1] {
                         let home = if placed { group } else { stranger };
                         let mut values = filled::<T>(home, rank, len);
@@ -121,7 +121,7 @@ pub(crate) fn scatters(means: Means, world_size: usize) {
     });
 }
 
-/// Started and blocking ones, between all-reduces; each rank as it likes.
+/// Started and blocking scatters alternate with all-reduces, differently on each rank.
 pub(crate) fn scatters_are_started_as_ranks_like(means: Means, world_size: usize) {
     run(means, world_size, |group| {
         let (rank, world_size) = (group.rank(), group.world_size());
@@ -179,7 +179,7 @@ pub(crate) fn scatters_are_started_as_ranks_like(means: Means, world_size: usize
     });
 }
 
-/// Other layouts are told in the same words on every rank, whatever the way, and nothing else is.
+/// Different layouts give the same error on every rank, in both ways of calling.
 pub(crate) fn other_cuts(means: Means, world_size: usize) {
     for len in [100, 100_000] {
         for is_started in [false, true] {
@@ -211,7 +211,7 @@ pub(crate) fn other_cuts(means: Means, world_size: usize) {
     }
 }
 
-/// A layout that does not fit costs the group nothing.
+/// A layout that does not fit is refused and leaves the group intact.
 pub(crate) fn cuts_that_do_not_fit(means: Means, world_size: usize) {
     run(means, world_size, |group| {
         let (shape, world_size) = (SHAPES[0], group.world_size());
@@ -231,10 +231,10 @@ pub(crate) fn cuts_that_do_not_fit(means: Means, world_size: usize) {
     });
 }
 
-/// Who gets an error keeps a buffer of its own: nobody reads it any more.
+/// A rank that gets an error keeps its buffer, and no other rank reads it any more.
 pub(crate) fn a_scattered_buffer_outlives_a_failure(means: Means, world_size: usize) {
     run(means, world_size, |group| {
-        // Else those that still connect learn it there.
+        // Without this, ranks that still connect would get the error there.
         group.barrier().unwrap();
         let len = 100_000;
         let mut values = group.buffer(f32::DTYPE, len);

@@ -1,4 +1,4 @@
-//! Worlds of every kind, whose ranks are threads of the test.
+//! Worlds of every kind, with threads of the test as ranks.
 
 use std::{sync::mpsc, thread, time::Duration};
 
@@ -7,10 +7,10 @@ use accelerator_collective::{
     launcher::StoreServer,
 };
 
-/// How the ranks of a test are connected.
+/// The connection between the ranks of a test.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Means {
-    /// Hosts of two ranks, and the last one of what is left.
+    /// Hosts of two ranks, the last of which may have one.
     Hierarchical,
     Shm,
     Tcp,
@@ -18,7 +18,7 @@ pub(crate) enum Means {
 }
 
 impl Means {
-    /// How many ranks a host holds, at most.
+    /// Returns the maximum number of ranks per host.
     pub(crate) fn per_host(self, world_size: usize) -> usize {
         match self {
             Self::Hierarchical => 2,
@@ -27,15 +27,15 @@ impl Means {
     }
 }
 
-/// Timeouts that a loaded machine keeps.
+/// Returns timeouts that a busy machine keeps.
 pub(crate) fn long_timeouts() -> GroupOptions {
     GroupOptions::new()
         .with_connect_timeout(Duration::from_secs(60))
         .with_progress_timeout(Duration::from_secs(60))
 }
 
-/// Runs `body` once for each rank, each on a thread of its own, and gives the results in rank
-/// order. Fails when that takes longer than two minutes.
+/// Runs `body` once per rank, each on a thread of its own, and returns the results in rank order. Fails after two
+/// minutes.
 pub(crate) fn run<R: Send + 'static>(
     means: Means,
     world_size: usize,
@@ -55,7 +55,7 @@ pub(crate) fn run_with<R: Send + 'static>(
         let (body, sender) = (body.clone(), sender.clone());
         thread::spawn(move || {
             let result = body(join());
-            // The receiver is gone only where the test has failed already.
+            // The receiver is gone only if the test has failed already.
             let _ = sender.send((rank, result));
         });
     };
@@ -112,10 +112,10 @@ pub(crate) fn run_with<R: Send + 'static>(
     all.into_iter().map(|(_, result)| result).collect()
 }
 
-/// The name of a case, its world size, and what it does.
+/// The name of a case, its world size, and its function.
 pub(crate) type SizedCase<'a> = (&'a str, usize, fn(Means, usize));
 
-/// Runs cases at the same time, each at its world size, on a thread that has the case's name.
+/// Runs cases at the same time, each at its world size, on threads named after them.
 pub(crate) fn side_by_side(means: Means, cases: &[SizedCase<'_>]) {
     thread::scope(|scope| {
         for &(name, world_size, case) in cases {
@@ -127,7 +127,7 @@ pub(crate) fn side_by_side(means: Means, cases: &[SizedCase<'_>]) {
     });
 }
 
-/// The launch of one rank that meets the others at a store of the test.
+/// Returns the launch of a rank that meets the others at a store of the test.
 pub(crate) fn launch(rank: usize, world_size: usize, port: u16) -> Launch {
     Launch::new(
         Topology::new(rank, world_size).unwrap(),
