@@ -1,4 +1,4 @@
-//! Whatever happens to a file of a checkpoint is found, and the file named.
+//! Any damage to a file of a checkpoint is found, and the file is named.
 
 use std::fs;
 use std::path::Path;
@@ -18,7 +18,7 @@ enum Damage {
 }
 
 impl Damage {
-    /// `false` where the file has nothing to damage in this way.
+    /// Returns `false` if the file has nothing to damage in this way.
     fn strike(self, path: &Path) -> bool {
         let mut bytes = fs::read(path).unwrap();
         let len = bytes.len() as u64;
@@ -39,7 +39,7 @@ impl Damage {
                 fs::create_dir(path).unwrap();
                 return true;
             }
-            // The right content, but not where it belongs.
+            // The content is right, but is elsewhere.
             Self::Link => {
                 let away = path.ancestors().nth(3).unwrap().join("elsewhere");
                 fs::rename(path, &away).unwrap();
@@ -80,12 +80,12 @@ proptest! {
         prop_assert!(report.defects[0].error.is_corrupt(), "{}", report);
         prop_assert!(report.to_string().contains(file));
 
-        // Only what keeps the length of a data file needs a look at its content.
+        // Only damage that keeps the length of a data file requires reading its content.
         let quick = newest.verify(VerifyLevel::Sizes);
         let hidden = matches!(damage, Damage::Flip(_)) && file != "manifest.json";
         prop_assert_eq!(quick.is_good(), hidden);
 
-        // A reader that does not verify first is not deceived either.
+        // A reader that does not verify first gets an error too.
         let fresh = Checkpoint::at(newest.path()).unwrap();
         if file == "manifest.json" {
             prop_assert!(fresh.manifest().unwrap_err().is_corrupt());
@@ -152,7 +152,7 @@ fn links_in_the_place_of_folders_are_refused() {
     assert_eq!(report.defects.len(), 1);
     assert!(report.to_string().contains("a symbolic link"), "{report}");
 
-    // The same for the whole checkpoint.
+    // The same holds for the whole checkpoint.
     fs::rename(
         folder.path().join("checkpoint-000001"),
         temporary.path().join("b"),
@@ -171,7 +171,7 @@ fn a_size_that_cannot_be_is_refused_before_memory_is_taken() {
     let temporary = tempfile::tempdir().unwrap();
     let folder = Folder::open(temporary.path()).unwrap();
     let checkpoint = save(&folder, 1).unwrap();
-    // Sparse: neither has these bytes on the disk.
+    // The files are sparse, so the disk has none of these bytes.
     let grow = |file: &str, bytes| {
         let file = fs::File::options()
             .write(true)
@@ -208,7 +208,7 @@ fn a_file_that_the_manifest_does_not_name_is_not_found() {
     assert!(missing.unwrap_err().is_not_found());
 }
 
-/// An unreadable checkpoint may be good: going back behind it would repeat training steps, or lose them.
+/// An unreadable checkpoint may be good, and returning to an older one would repeat or lose training steps.
 #[test]
 fn a_checkpoint_that_cannot_be_read_is_not_damaged() {
     let temporary = tempfile::tempdir().unwrap();
@@ -234,7 +234,7 @@ fn a_checkpoint_that_cannot_be_read_is_not_damaged() {
                 report.unreadable().is_some() && !report.is_good(),
                 "{report}"
             );
-            // A user who decides to go back finds the one before.
+            // A user who decides to go back finds the previous one.
             let found = folder.latest_good_before(2).unwrap().found.unwrap();
             assert_eq!(found.number(), older.number());
         });
@@ -256,7 +256,7 @@ fn what_lies_in_a_checkpoint_is_not_taken_for_it() {
     assert!(is_checkpoint(newest.path()));
     assert!(!is_checkpoint(folder.path()));
 
-    // A link to it is followed, as the caller names it.
+    // A link to it is followed, since the caller names it.
     let link = temporary.path().join("best");
     std::os::unix::fs::symlink(newest.path(), &link).unwrap();
     let linked = Checkpoint::at(&link).unwrap();

@@ -1,4 +1,4 @@
-//! What can go wrong while a checkpoint is written.
+//! Failures while a checkpoint is written.
 
 use std::fs;
 use std::io;
@@ -14,7 +14,7 @@ fn large_files_are_streamed() {
     let temporary = tempfile::tempdir().unwrap();
     let folder = Folder::open(temporary.path()).unwrap();
     let mut draft = folder.begin(0).unwrap();
-    // No rename leads to another file system, wherever the folder is mounted.
+    // The draft is inside the folder, so no rename crosses file systems.
     assert_eq!(draft.path().parent(), Some(folder.path()));
     let block: Vec<u8> = (0..70_001_u32).map(|x| x as u8).collect();
     let entry = draft.write(&name("model.bin"), Role::Model, |file| {
@@ -29,7 +29,7 @@ fn large_files_are_streamed() {
     assert_eq!(latest(&folder), (Some(1), 0));
 }
 
-/// Whoever waits for the work learns of each MiB of it.
+/// Each MiB of work reports progress.
 #[test]
 fn all_work_on_a_large_file_shows_that_it_goes_on() {
     const MIB: usize = 1 << 20;
@@ -116,7 +116,7 @@ fn a_content_that_fails_leaves_no_file_and_the_draft_goes_on() {
         .write_bytes(&name("a"), Role::Other, b"third")
         .unwrap_err();
     assert!(error.is_misuse(), "{error}");
-    // A file cannot be a folder as well.
+    // A file cannot also be a folder.
     assert!(draft.write_bytes(&name("a/b"), Role::Other, b"x").is_err());
     let checkpoint = draft.commit(metadata(1)).unwrap();
     assert_eq!(checkpoint.read(&name("a")).unwrap(), b"second");

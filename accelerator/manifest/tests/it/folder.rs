@@ -1,4 +1,4 @@
-//! What is in a folder: order, `latest`, untracked files, pruning, leftovers.
+//! Contents of a folder: order, `latest`, untracked files, pruning, leftovers.
 
 use std::fs;
 use std::num::NonZeroUsize;
@@ -173,7 +173,7 @@ fn latest_is_a_hint_that_nothing_depends_on() {
     fs::remove_file(&path).unwrap();
     assert_eq!(latest(&folder), (Some(2), 0));
 
-    // A link is replaced, and what it points to is left alone.
+    // A link is replaced, and its target stays as it is.
     let target = temporary.path().join("target");
     fs::write(&target, "mine").unwrap();
     std::os::unix::fs::symlink(&target, &path).unwrap();
@@ -182,7 +182,7 @@ fn latest_is_a_hint_that_nothing_depends_on() {
     assert_eq!(folder.latest_hint(), Some(3));
     assert_eq!(fs::read_to_string(&target).unwrap(), "mine");
 
-    // In the place of a folder it cannot be; the checkpoint is complete without.
+    // The hint cannot replace a folder, but the checkpoint is complete without it.
     fs::remove_file(&path).unwrap();
     fs::create_dir_all(path.join("full")).unwrap();
     assert_eq!(save(&folder, 4).unwrap().number(), 4);
@@ -205,7 +205,7 @@ fn pruning_removes_the_oldest_good_ones() {
         [1, 2]
     );
     assert_eq!(numbers(&folder), [3, 4, 5, 6]);
-    // What is protected counts, and stays.
+    // A protected checkpoint counts, and stays.
     assert_eq!(
         folder.prune(keep(2), VerifyLevel::Sizes, &[3]).unwrap(),
         [4, 5]
@@ -242,7 +242,7 @@ fn emergency_checkpoints_take_the_place_of_no_full_one() {
     emergency(3);
     emergency(4);
     let prune = |count| folder.prune(keep(count), VerifyLevel::Sizes, &[]).unwrap();
-    // The only full checkpoint is not the newest; all others are emergency ones.
+    // The only full checkpoint is not the newest, and all others are emergency ones.
     assert_eq!(prune(2), [0_u64; 0]);
     assert_eq!(prune(1), [1]);
     save(&folder, 5).unwrap();
@@ -257,10 +257,10 @@ fn pruning_reads_contents_only_where_they_decide() {
     let temporary = tempfile::tempdir().unwrap();
     let folder = Folder::open(temporary.path()).unwrap();
     let saved: Vec<_> = (1..=5).map(|step| save(&folder, step).unwrap()).collect();
-    // Of the same size as before.
+    // The damage keeps the size.
     let files = fs::read_dir(saved[1].path()).unwrap();
     let mut files = files.map(|entry| entry.unwrap().path());
-    // Of the folder's order is nothing known, and one of the files is empty.
+    // The order of the folder is unspecified, and one of the files is empty.
     let data = files.find(|x| {
         x.metadata().unwrap().len() > 0 && x.is_file() && !x.to_string_lossy().contains("manifest")
     });
@@ -269,13 +269,13 @@ fn pruning_reads_contents_only_where_they_decide() {
     bytes[0] ^= 1;
     fs::write(&data, bytes).unwrap();
     assert!(saved[1].verify(VerifyLevel::Sizes).is_good());
-    // It does not count, and stays.
+    // The damaged checkpoint does not count, and stays.
     assert_eq!(
         folder.prune(keep(3), VerifyLevel::Hashes, &[]).unwrap(),
         [1]
     );
     assert_eq!(numbers(&folder), [2, 3, 4, 5]);
-    // Without a look at the contents it is as good as the others, and the oldest of them.
+    // If contents are not read, it is as good as the others, and the oldest of them.
     assert_eq!(
         folder.prune(keep(2), VerifyLevel::Sizes, &[]).unwrap(),
         [2, 3]
@@ -291,10 +291,10 @@ fn broken_checkpoints_do_not_count_and_are_left_alone() {
     for broken in [0, 3, 5] {
         spoil(&saved[broken]);
     }
-    // Good are 2, 3 and 5.
+    // Checkpoints 2, 3 and 5 are good.
     assert_eq!(folder.prune(keep(2), VerifyLevel::Sizes, &[]).unwrap(), [2]);
     assert_eq!(numbers(&folder), [1, 3, 4, 5, 6]);
-    // The newest good one stays, however few are kept, and though broken ones are newer.
+    // The newest good checkpoint stays, however few are kept and although broken ones are newer.
     assert_eq!(
         folder.prune(keep(1), VerifyLevel::Hashes, &[]).unwrap(),
         [3]
@@ -308,14 +308,14 @@ fn broken_checkpoints_do_not_count_and_are_left_alone() {
     assert!(folder.remove(&elsewhere).unwrap_err().is_misuse());
 }
 
-/// The hidden name of a draft, and the same as another process of this host would have it.
+/// Returns the path that another process of this host would give the draft.
 fn name_and_process(draft: &Draft, process: u32) -> PathBuf {
     let name = draft.path().file_name().unwrap().to_str().unwrap();
     let [mine, theirs] = [std::process::id(), process].map(|process| format!("-{process}-"));
     draft.path().with_file_name(name.replace(&mine, &theirs))
 }
 
-/// No process has that number.
+/// A number that no process has.
 const NOBODY: u32 = 999_999_999;
 
 #[test]
@@ -354,7 +354,7 @@ fn leftovers_of_dead_writers_are_swept() {
     assert_eq!(folder.unfinished().unwrap().len(), 2);
 }
 
-/// The number of a process means nothing on another host of the same name, nor in another container.
+/// Process numbers mean nothing on another host of the same name or in another container.
 #[test]
 fn a_draft_stays_as_long_as_its_writer_lives() {
     let temporary = tempfile::tempdir().unwrap();
@@ -369,7 +369,7 @@ fn a_draft_stays_as_long_as_its_writer_lives() {
     assert!(!path.exists());
 }
 
-/// Nothing can be asked about a writer on another host, or of before this host was started.
+/// The state of a writer on another host, or from before this host's start, cannot be known.
 #[test]
 fn a_draft_of_elsewhere_goes_when_nothing_in_it_has_changed_for_a_day() {
     let temporary = tempfile::tempdir().unwrap();

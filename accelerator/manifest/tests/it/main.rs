@@ -1,4 +1,4 @@
-//! What happens to checkpoints, a module for each subject.
+//! Tests of checkpoints, one module per subject.
 
 #![allow(clippy::unwrap_used, reason = "these are tests, helpers included")]
 

@@ -1,4 +1,4 @@
-//! Processes that die while they save, and processes that save at once.
+//! Processes die while they save, and several save at once.
 
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
@@ -7,7 +7,7 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use crate::support::{content, latest, name, numbers, save};
 use accelerator_manifest::{Folder, VerifyLevel};
 
-/// Not a test of its own: what the processes of the other tests run.
+/// Runs as a process of the other tests, and does nothing by itself.
 #[test]
 fn child() {
     let Ok(path) = std::env::var("CHECKPOINT_TEST_FOLDER") else {
@@ -15,7 +15,7 @@ fn child() {
     };
     let folder = Folder::create(path).unwrap();
     match std::env::var("CHECKPOINT_TEST_TASK").as_deref() {
-        // A disk that fails once: the second try has the same number.
+        // The disk fails once, and the second attempt has the same number.
         Ok("retry") => {
             save(&folder, 1).unwrap();
             let error = save(&folder, 2).unwrap_err();
@@ -57,7 +57,7 @@ fn run(folder: &Path, task: &str, faults: &str) -> (ExitStatus, String) {
 
 #[test]
 fn a_process_that_dies_at_any_stage_leaves_a_good_checkpoint() {
-    // The checkpoint that is found, and the one that `latest` points to.
+    // Each case has the checkpoint that is found and the one that `latest` points to.
     for (stage, found, hint) in [
         ("begin", 1, 1),
         ("data", 1, 1),
@@ -79,7 +79,7 @@ fn a_process_that_dies_at_any_stage_leaves_a_good_checkpoint() {
             let folder = Folder::open(temporary.path()).unwrap();
             assert_eq!(latest(&folder), (Some(found), 0), "{faults}");
             assert_eq!(folder.latest_hint(), Some(hint), "{faults}");
-            // A panic unwinds, and takes its draft along.
+            // A panic unwinds and removes its draft.
             let left = usize::from(action != "panic" && matches!(stage, "data" | "written"));
             let unfinished = folder.unfinished().unwrap();
             assert_eq!(unfinished.len(), left, "{faults}");
@@ -89,7 +89,7 @@ fn a_process_that_dies_at_any_stage_leaves_a_good_checkpoint() {
                 assert!(!half.is_empty() && half.len() < whole.len() && whole.starts_with(&half));
             }
 
-            // The next life sweeps up and goes on.
+            // The next process cleans up and continues.
             assert_eq!(save(&folder, 9).unwrap().number(), found + 1);
             assert!(folder.unfinished().unwrap().is_empty(), "{faults}");
             assert_eq!(folder.latest_hint(), Some(found + 1));
@@ -97,11 +97,11 @@ fn a_process_that_dies_at_any_stage_leaves_a_good_checkpoint() {
     }
 }
 
-/// Takes namespaces; where there are none, there is nothing to see.
+/// Needs namespaces, and does nothing without them.
 #[cfg(target_os = "linux")]
 #[test]
 fn a_restarted_container_sweeps_what_it_left() {
-    // The shell has number 1 in the container, which cannot be killed from within.
+    // The shell is process 1 of the container, which cannot be killed from within.
     let contained = |script: &str| {
         let mut command = Command::new("unshare");
         command.args(["--user", "--map-root-user", "--pid", "--fork", "--uts"]);

@@ -1,4 +1,4 @@
-//! Checkpoints to do things to.
+//! Checkpoints for tests.
 
 use std::fs;
 use std::num::NonZeroUsize;
@@ -15,7 +15,7 @@ pub(crate) const FILES: [&str; 4] = [
     "empty",
 ];
 
-/// A folder in memory, where the system has one: who saves hundreds of times would wait for the disk.
+/// Returns a folder in memory if the system has one, since hundreds of saves would wait for the disk.
 pub(crate) fn folder_in_memory() -> tempfile::TempDir {
     tempfile::tempdir_in("/dev/shm")
         .or_else(|_| tempfile::tempdir())
@@ -33,7 +33,7 @@ pub(crate) fn metadata(step: u64) -> Metadata {
     }
 }
 
-/// What a file holds in the checkpoint of this step.
+/// Returns the content of a file in the checkpoint of this step.
 pub(crate) fn content(file: &str, step: u64) -> Vec<u8> {
     let len = match file {
         "model.safetensors" => 3000,
@@ -51,13 +51,13 @@ pub(crate) fn save(folder: &Folder, step: u64) -> accelerator_manifest::Result<C
     draft.commit(metadata(step))
 }
 
-/// The numbers of a folder's checkpoints.
+/// Returns the numbers of a folder's checkpoints.
 pub(crate) fn numbers(folder: &Folder) -> Vec<u64> {
     let checkpoints = folder.checkpoints().unwrap();
     checkpoints.iter().map(Checkpoint::number).collect()
 }
 
-/// The number of the newest good checkpoint, and how many newer ones were rejected.
+/// Returns the number of the newest good checkpoint, and how many newer ones were rejected.
 pub(crate) fn latest(folder: &Folder) -> (Option<u64>, usize) {
     let search = folder.latest_good().unwrap();
     (search.found.map(|x| x.number()), search.rejected.len())
