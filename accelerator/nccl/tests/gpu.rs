@@ -1,4 +1,4 @@
-//! NCCL itself, on one GPU.
+//! Tests of NCCL itself, on one GPU.
 
 #![allow(clippy::unwrap_used, reason = "these are tests, helpers included")]
 #![expect(unsafe_code, reason = "operations on memory of the GPU")]
@@ -19,7 +19,7 @@ use serde::de::DeserializeOwned;
 
 const LONG: Duration = Duration::from_secs(120);
 
-/// For what may end by its deadline.
+/// The deadline of operations that may reach it.
 const SHORT: Duration = Duration::from_secs(40);
 
 fn gpu() -> (Library, Gpu) {
@@ -34,7 +34,7 @@ fn alone(gpu: &Gpu) -> (Communicator, ProcessGroup) {
     (connected.unwrap(), group)
 }
 
-/// Two ranks, the second of which takes part in what the group does to connect, and not in what NCCL does.
+/// Returns two ranks, of which the second only takes part in the group's side of connecting, not in NCCL's.
 fn with_an_idle_peer() -> (ProcessGroup, ProcessGroup) {
     let groups = ProcessGroup::threads(2, &GroupOptions::new()).unwrap();
     let [first, second] = groups.try_into().unwrap();
@@ -43,11 +43,11 @@ fn with_an_idle_peer() -> (ProcessGroup, ProcessGroup) {
 
 /// Agrees with the other rank, which sends the same type.
 fn nod<T: Serialize + DeserializeOwned>(idle: &ProcessGroup, value: T) {
-    // What the other rank says is not for this one.
+    // The answer of the other rank does not matter here.
     let _ = idle.all_gather_object(&Ok::<T, String>(value));
 }
 
-/// What comes back where one rank reduces, by way of the host or of the context.
+/// Returns the result of a reduction on a single rank, finished on the host or in the context.
 fn reduced<T: Pod>(
     communicator: &Communicator,
     gpu: &Gpu,
@@ -57,7 +57,7 @@ fn reduced<T: Pod>(
 ) -> Vec<T> {
     let mut memory = DeviceMemory::new(gpu, size_of_val(values)).unwrap();
     memory.write(bytemuck::cast_slice(values)).unwrap();
-    // SAFETY: the memory holds the values, and lives until the communicator has waited.
+    // SAFETY: the memory holds the values and lives until the communicator has waited.
     unsafe { communicator.all_reduce(memory.pointer(), values.len(), dtype, op) }.unwrap();
     finish(communicator).unwrap();
     let mut found = vec![T::zeroed(); values.len()];
@@ -150,7 +150,7 @@ fn many_operations_are_put_in_order() {
     for round in 0..200_u32 {
         let values = vec![round as f32; 1 << 20];
         memory.write(bytemuck::cast_slice(&values)).unwrap();
-        // SAFETY: the memory holds the values; what touches it next is after `order_after`.
+        // SAFETY: the memory holds the values, and its next use comes after `order_after`.
         unsafe { communicator.all_reduce(memory.pointer(), 1 << 20, DType::F32, ReduceOp::Sum) }
             .unwrap();
         communicator.order_after().unwrap();
@@ -185,7 +185,7 @@ fn a_peer_that_never_comes_is_an_error_within_the_deadline() {
     );
     assert!(took >= deadline && took < 5 * deadline, "{took:?}");
     assert_eq!(group.failure(), None);
-    // And the GPU is as good as before.
+    // The GPU still works.
     let (communicator, _) = alone(&gpu);
     check(&communicator, &gpu);
 }
@@ -218,10 +218,10 @@ fn an_aborted_communicator_returns_the_reason_and_the_gpu_goes_on() {
     let memory = DeviceMemory::new(&gpu, 1 << 26).unwrap();
     group.abort("its data set is empty");
     let began = Instant::now();
-    // The group is asked while there is work.
+    // The group is checked while there is work.
     let error = loop {
         assert!(began.elapsed() < LONG);
-        // SAFETY: the memory holds so many elements, and lives until the communicator is dropped.
+        // SAFETY: the memory holds as many elements and lives until the communicator is dropped.
         let reduced = unsafe {
             communicator.all_reduce(memory.pointer(), 1 << 24, DType::F32, ReduceOp::Sum)
         };
@@ -240,8 +240,8 @@ fn an_aborted_communicator_returns_the_reason_and_the_gpu_goes_on() {
     check(&communicator, &gpu);
 }
 
-/// Two ranks, each a process, since an operation waits for all that its context holds: rank 0 on the first
-/// GPU, rank 1, which runs that test, too, on the second or else on the first.
+/// Runs two ranks as processes, since an operation waits for everything in its context. Rank 0 uses the first GPU. Rank
+/// 1, which runs the same test, uses the second, or the first if there is only one.
 fn two(test: &str, rank: impl Fn(Result<Communicator>, &Gpu, &ProcessGroup)) {
     let library = Library::load().unwrap();
     let run = |number: usize, port: u16| {
@@ -267,7 +267,7 @@ fn two(test: &str, rank: impl Fn(Result<Communicator>, &Gpu, &ProcessGroup)) {
     assert!(second.0.wait().unwrap().success());
 }
 
-/// The process of rank 1, which does not outlive a test that fails.
+/// The process of rank 1, which ends even if the test fails.
 struct Second(Child);
 
 impl Drop for Second {
@@ -277,10 +277,10 @@ impl Drop for Second {
     }
 }
 
-/// Tells rank 1 where the ranks meet.
+/// The variable that tells rank 1 where the ranks meet.
 const PORT: &str = "ACCEL_NCCL_TEST_PORT";
 
-/// Whether there can be two ranks here.
+/// Returns true if two ranks can run here, and prints a line if they cannot.
 fn is_place_for_two(library: &Library) -> bool {
     let is_shared = std::env::var("NCCL_MULTI_RANK_GPU_ENABLE").is_ok_and(|value| value == "1");
     let can_share = is_shared && library.version() >= Version::new(2, 30, 0);
@@ -337,7 +337,7 @@ fn a_rank_that_waits_on_its_gpu_for_one_that_is_gone_is_freed() {
         // The first operation makes the connections.
         reduced(&communicator, gpu, &values, what, Communicator::wait);
         if communicator.rank() == 1 {
-            // It calls nothing more, until the group has ended.
+            // Rank 1 makes no more calls until the group has ended.
             let began = Instant::now();
             while group.failure().is_none() {
                 assert!(began.elapsed() < SHORT);
@@ -346,10 +346,10 @@ fn a_rank_that_waits_on_its_gpu_for_one_that_is_gone_is_freed() {
             return;
         }
         let memory = DeviceMemory::new(gpu, 4 << 20).unwrap();
-        // SAFETY: the memory holds so many elements, and lives until the communicator is dropped.
+        // SAFETY: the memory holds as many elements and lives until the communicator is dropped.
         unsafe { communicator.all_reduce(memory.pointer(), 1 << 20, DType::F32, ReduceOp::Sum) }
             .unwrap();
-        // Nobody else will: the kernel is there, and waits.
+        // No other rank calls it, so the kernel waits.
         thread::sleep(Duration::from_millis(200));
         assert!(!communicator.is_done().unwrap());
         group.abort("its data set is empty");
@@ -362,7 +362,7 @@ fn a_rank_that_waits_on_its_gpu_for_one_that_is_gone_is_freed() {
         println!("freed after {:?}", failed.elapsed());
         assert!(failed.elapsed() < SHORT);
         drop(communicator);
-        // And the GPU is as good as before.
+        // The GPU still works.
         let (communicator, _) = alone(gpu);
         check(&communicator, gpu);
     });
@@ -381,7 +381,7 @@ fn two_ranks_on_one_gpu_are_refused_by_nccl_and_end() {
         let error = communicator.unwrap_err();
         println!("{error}");
         assert!(error.is_aborted(), "{error:?}");
-        // That is known before, and ends no group.
+        // The group knows this in advance, and is not ended by it.
         let places = group
             .all_gather_object(&GpuLocation::of(gpu, group))
             .unwrap();
