@@ -1,4 +1,4 @@
-//! Laws that hold for every plan, over random ones.
+//! Laws that hold for random plans.
 
 use accelerator_plan::{
     BatchKind, BatchSize, EpochPlan, Order, Permutation, PlanConfig, PlannedBatch, TailPolicy,
@@ -25,7 +25,7 @@ impl Settings {
             .epoch(self.epoch)
     }
 
-    /// The samples in the order of the epoch, which a rank alone would see.
+    /// Returns the samples in the order of the epoch, as a single rank would see them.
     fn sequence(&self) -> Vec<u64> {
         match self.order {
             Order::Sequential => (0..self.samples).collect(),
@@ -59,7 +59,7 @@ fn settings() -> impl Strategy<Value = Settings> {
     )
 }
 
-/// The batches of all ranks, step by step.
+/// Returns the batches of all ranks, step by step.
 fn steps(epoch: &EpochPlan) -> Vec<Vec<PlannedBatch>> {
     let ranks = 0..epoch.plan().world_size();
     (0..epoch.steps(0))
@@ -72,7 +72,7 @@ fn steps(epoch: &EpochPlan) -> Vec<Vec<PlannedBatch>> {
         .collect()
 }
 
-/// The samples seen for the first time, in the order of steps and ranks.
+/// Returns the samples seen for the first time, in the order of steps and ranks.
 fn first_seen(epoch: &EpochPlan) -> Vec<u64> {
     steps(epoch)
         .iter()
@@ -261,7 +261,7 @@ proptest! {
             let expected: Vec<_> = steps(&whole).split_off(done as usize + 1);
             for (batches, expected) in steps(&rest).iter().zip(&expected) {
                 for (batch, expected) in batches.iter().zip(expected) {
-                    // An idle rank has no batch before it where the rest is all there is.
+                    // An idle rank has no previous batch if it was idle from the start.
                     prop_assert!(batch.is_idle() && expected.is_idle() || batch.indices == expected.indices);
                     prop_assert_eq!(batch.real, expected.real);
                     prop_assert_eq!(batch.is_last, expected.is_last);

@@ -1,4 +1,4 @@
-//! What plans hold: laws, documented tables, and the tables of Accelerate.
+//! Tests of plans: laws, documented tables, and the tables of Accelerate.
 
 #![allow(clippy::unwrap_used, reason = "these are tests, helpers included")]
 

@@ -1,4 +1,4 @@
-//! Plans written out: the documented tables of the four tail policies.
+//! Written-out plans: the documented tables of the four tail policies.
 
 use accelerator_plan::{
     BatchKind, BatchPlan, BatchSize, EpochPlan, PlanConfig, PlannedBatch, TailPolicy,
@@ -13,8 +13,8 @@ fn epoch(samples: u64, batch_size: usize, world_size: usize, tail: TailPolicy) -
         .epoch(0)
 }
 
-/// Every rank's batches, written `0 1 2 | 6 7`: repeated samples in parentheses, an idle rank's
-/// batch in brackets.
+/// Returns every rank's batches, written `0 1 2 | 6 7`, with repeated samples in parentheses and an idle rank's batch
+/// in brackets.
 fn table(epoch: &EpochPlan) -> Vec<String> {
     (0..epoch.plan().world_size())
         .map(|rank| epoch.rank(rank).map(cell).collect::<Vec<_>>().join(" | "))
@@ -32,7 +32,7 @@ fn cell(batch: PlannedBatch) -> String {
     }
 }
 
-/// The same of batches that are given.
+/// Returns the same for given batches.
 fn dealt(plan: &BatchPlan, world_size: usize) -> Vec<String> {
     let row = |rank: usize| -> Vec<String> {
         let batches = (0..plan.steps(rank)).map(|step| plan.batch(rank, step).unwrap());
@@ -107,7 +107,7 @@ fn given_batches_go_on_where_one_ended() {
     let batches = vec![vec![0, 1, 2], vec![3, 4], vec![5, 6, 7, 8], vec![9]];
     let plan = BatchPlan::new(batches, 2, TailPolicy::Exact).unwrap();
     assert_eq!([0, 1, 2].map(|step| plan.consumed_after(step)), [5, 10, 10]);
-    // By three ranks two batches were used in the first step, say, and two ranks go on.
+    // Two batches were used in the first step, as by three ranks, and two ranks continue.
     let rest = plan.clone().starting_at(5).unwrap();
     assert_eq!(dealt(&rest, 2), ["5 6 7 8", "9"]);
     assert_eq!(dealt(&plan.clone().starting_at(10).unwrap(), 2), ["", ""]);
@@ -164,7 +164,7 @@ fn exact_divides_the_tail_evenly() {
 #[test]
 fn exact_idles_ranks_only_below_one_sample_each() {
     let exact = |samples, size, ranks| table(&epoch(samples, size, ranks, TailPolicy::Exact));
-    // An idle rank gets its batch before; where there is none, rank 0's.
+    // An idle rank repeats its previous batch, or rank 0's if it has none.
     assert_eq!(exact(7, 3, 2), ["0 1 2 | 6", "3 4 5 | [3, 4, 5]"]);
     assert_eq!(exact(8, 2, 3), ["0 1 | 6", "2 3 | 7", "4 5 | [4, 5]"]);
     assert_eq!(exact(2, 4, 4), ["0", "1", "[0]", "[0]"]);
@@ -180,7 +180,7 @@ fn pad_cycles_the_start_of_the_epoch() {
     assert_eq!(pad(2, 3, 2), ["0 1 (0)", "(1) (0) (1)"]);
     assert_eq!(pad(1, 4, 2), ["0 (0) (0) (0)", "(0) (0) (0) (0)"]);
     assert_eq!(pad(5, 2, 4), ["0 1", "2 3", "4 (0)", "(1) (2)"]);
-    // Resumed, the padding still comes from the start of the whole epoch.
+    // After a resume, the padding still comes from the start of the whole epoch.
     let resumed = epoch(8, 3, 2, TailPolicy::Pad).starting_at(6).unwrap();
     assert_eq!(table(&resumed), ["6 7 (0)", "(1) (2) (3)"]);
     let resumed = epoch(8, 3, 2, TailPolicy::Pad).starting_at(7).unwrap();
@@ -246,7 +246,7 @@ fn steps_and_offsets_are_told() {
         (epoch.epoch(), epoch.start(), epoch.plan().samples()),
         (0, 0, 10)
     );
-    // A rank outside the world has nothing, rather than somebody else's samples.
+    // A rank outside the world has nothing, rather than another rank's samples.
     assert_eq!(
         (epoch.steps(2), epoch.batch(2, 0), epoch.rank(2).next()),
         (0, None, None)

@@ -1,7 +1,7 @@
-//! The tables that Accelerate's own sharding classes produced.
+//! Compares plans with the tables that Accelerate's own sharding classes produced.
 //!
-//! They lie in `tests/fixtures` of the workspace, or in the folder that `ACCEL_FIXTURES` names
-//! (a relative one is looked up from the root of the workspace).
+//! They are in `tests/fixtures` of the workspace, or in the folder in `ACCEL_FIXTURES`, which may be relative to the
+//! root of the workspace.
 
 use std::fs;
 use std::io::{self, Write};
@@ -43,7 +43,7 @@ struct Settings {
 }
 
 impl Settings {
-    /// Every rank's batches by the plan.
+    /// Returns every rank's batches in the plan.
     fn ranks(&self, tail: TailPolicy) -> Vec<Vec<PlannedBatch>> {
         let batch_size = match self.split_batches {
             true => BatchSize::global(self.batch_size),
@@ -73,7 +73,7 @@ fn sharding_vectors() {
     let fixtures: Fixtures =
         serde_json::from_str(&text).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
     assert!(!fixtures.cases.is_empty(), "{}: no cases", path.display());
-    // So that a fixture that was cut short does not pass for the whole one.
+    // A truncated fixture must not pass for the whole one.
     assert!(
         !is_own || fixtures.cases.len() >= 826,
         "{}: only {} cases",
@@ -121,7 +121,7 @@ fn sharding_vectors() {
             }
         }
     }
-    // Past the test harness, which swallows what a passing test prints.
+    // The test harness swallows what a passing test prints, so this goes past it.
     let _ = writeln!(
         io::stderr(),
         "checked {} sharding cases ({map} map, {iterable} iterable) of {}, from {}",
@@ -135,7 +135,7 @@ fn indices(batches: &[PlannedBatch]) -> Vec<Vec<u64>> {
     batches.iter().map(|batch| batch.indices.clone()).collect()
 }
 
-/// The tables do not tell padding from samples; the plan must.
+/// Asserts that padding and samples are told apart, which the tables do not show.
 fn assert_each_real_once(planned: &[Vec<PlannedBatch>], settings: &Settings) {
     let mut real: Vec<u64> = planned
         .iter()
@@ -155,7 +155,7 @@ fn assert_each_real_once(planned: &[Vec<PlannedBatch>], settings: &Settings) {
     assert_eq!(real, seen, "{settings:?}");
 }
 
-/// The path of a fixture, and whether it is the workspace's own.
+/// Returns the path of a fixture, and whether it is the workspace's own.
 fn fixture(name: &str) -> (PathBuf, bool) {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     match std::env::var_os("ACCEL_FIXTURES") {
