@@ -1,4 +1,4 @@
-//! A real browser, asked over its debugging pipe.
+//! A real browser, controlled over its debugging pipe.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{BufRead, BufReader, Write};
@@ -11,27 +11,27 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-/// Chromium, where it is installed.
+/// An installed Chromium.
 pub(crate) struct Chromium {
     program: PathBuf,
 }
 
-/// A page that is open.
+/// An open page.
 pub(crate) struct OpenPage {
     child: Child,
     to: File,
     from: Receiver<Value>,
     session: Option<String>,
     sent: u64,
-    /// The addresses that it asked for.
+    /// The addresses that the page requested.
     pub(crate) requests: Vec<String>,
-    /// Errors of scripts, and what the policy refused.
+    /// Errors of scripts, and requests that the policy refused.
     pub(crate) complaints: Vec<String>,
     profile: TempDir,
 }
 
 impl Chromium {
-    /// None where there is none, which is said, and is a failure where `TRACK_TESTS_REQUIRE` is 1.
+    /// Finds Chromium. If there is none, prints a line and returns `None`, or fails if `TRACK_TESTS_REQUIRE` is 1.
     pub(crate) fn find(test: &str) -> Option<Self> {
         let path = std::env::var_os("PATH").unwrap_or_default();
         let program = std::env::split_paths(&path)
@@ -43,7 +43,7 @@ impl Chromium {
             );
             let is_required = std::env::var("TRACK_TESTS_REQUIRE").as_deref() == Ok("1");
             assert!(!is_required, "{words}");
-            // Not captured, unlike the output of macros.
+            // The test harness does not capture this, unlike the output of macros.
             let _ = writeln!(std::io::stderr(), "{words}");
         }
         program.map(|program| Self { program })
@@ -105,7 +105,7 @@ impl Chromium {
         page
     }
 
-    /// A picture of the page.
+    /// Takes a screenshot of the page.
     pub(crate) fn screenshot(&self, url: &str, arguments: &[&str], file: &Path) {
         let profile = tempfile::tempdir().unwrap();
         let status = Command::new(&self.program)
@@ -123,7 +123,7 @@ impl Chromium {
 }
 
 impl OpenPage {
-    /// The value of an expression, as JSON has it.
+    /// Returns the value of an expression as JSON.
     pub(crate) fn evaluate(&mut self, expression: &str) -> Value {
         let arguments =
             json!({ "expression": expression, "returnByValue": true, "awaitPromise": true });
@@ -149,7 +149,7 @@ impl OpenPage {
         }
     }
 
-    /// The markup that its scripts have made.
+    /// Returns the markup that the page's scripts have made.
     pub(crate) fn markup(&mut self) -> String {
         let markup = self.evaluate("document.getElementById('app').outerHTML");
         markup.as_str().unwrap().to_owned()
@@ -193,7 +193,7 @@ impl OpenPage {
 
 impl Drop for OpenPage {
     fn drop(&mut self) {
-        // It may have ended by itself.
+        // The browser may have ended by itself.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

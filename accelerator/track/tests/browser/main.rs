@@ -69,13 +69,13 @@ fn a_report_shows_what_was_logged_and_asks_nobody() {
     ] {
         assert!(body.contains(text), "{text}: {body}");
     }
-    // As text it is all there; as markup it is not.
+    // The text is complete, and none of it is markup.
     assert!(body.contains("&lt;/script&gt;&lt;script&gt;document.title="));
     assert_eq!(page.evaluate("document.title"), "mnist-wide");
     assert!(page.complaints.is_empty(), "{:?}", page.complaints);
     let asked = page.requests.iter().filter(|x| !x.starts_with("data:"));
     assert_eq!(asked.collect::<Vec<_>>(), [&url(&file)]);
-    // Nor can a script in it ask anybody.
+    // A script in the page cannot send requests either.
     let refused =
         page.evaluate("fetch('http://127.0.0.1:1/').then(() => 'sent', (error) => String(error))");
     assert!(refused.as_str().unwrap().contains("Failed to fetch"));
@@ -158,7 +158,7 @@ fn runs_of_one_name_are_told_apart_by_their_folders() {
         let distinct = format!("new Set({}).size", texts(selector));
         assert_eq!(page.evaluate(&distinct), 10, "{selector}");
     }
-    // Of so many runs a legend shows all.
+    // With this number of runs, a legend shows all of them.
     page.evaluate("document.querySelector('.metric .legend').id = 'legend'");
     let hidden = page.evaluate("legend.scrollHeight - legend.clientHeight");
     assert_eq!(hidden, 0);
@@ -379,5 +379,5 @@ fn url(file: &Path) -> String {
     format!("file://{}", PathBuf::from(file).display())
 }
 
-/// All charts of the window have a line, or say that there is none.
+/// Tells whether every chart in the window has a line or says that there is none.
 const ALL_CHARTS: &str = "document.documentElement.dataset.firstChart !== undefined && document.querySelector('#details').innerText !== ''";

@@ -1,4 +1,4 @@
-//! Runs with something of everything.
+//! Runs with some data of every kind.
 
 use std::fs;
 use std::io::Write;
@@ -7,11 +7,11 @@ use std::path::{Path, PathBuf};
 use accelerator_track::{Histogram, Run, RunHistory};
 use serde_json::json;
 
-/// A name that is markup where it is not escaped.
+/// A name that is markup unless it is escaped.
 pub(crate) const HOSTILE: &str =
     r#"</script><script>document.title="owned"</script> "quoted" & 'é' 😀"#;
 
-/// Writes a run that failed, after a restart, with all that can be logged.
+/// Writes a run that failed after a restart, with all that can be logged.
 pub(crate) fn rich(runs: &Path, name: &str, lr: f64) -> RunHistory {
     let start = |attempt: u32| {
         Run::builder(name)
@@ -78,7 +78,7 @@ pub(crate) fn rich(runs: &Path, name: &str, lr: f64) -> RunHistory {
     RunHistory::read(folder).unwrap()
 }
 
-/// Writes a run that finished, with a metric or two.
+/// Writes a run that finished, with a few metrics.
 pub(crate) fn plain(runs: &Path, name: &str, lr: f64) -> RunHistory {
     let run = Run::builder(name).runs_folder(runs);
     let run = run
@@ -94,7 +94,7 @@ pub(crate) fn plain(runs: &Path, name: &str, lr: f64) -> RunHistory {
     RunHistory::read(folder).unwrap()
 }
 
-/// A line of a journal: what neither `Run` nor this process would write.
+/// Returns a journal line that neither `Run` nor this process would write.
 fn line(tag: &str, fields: &str, n: u64, ms: u64) -> String {
     let covered = format!(r#"{{"t":"{tag}","n":{n},"ms":{ms},{fields}"#);
     let checksum = crc32c::crc32c(covered.as_bytes());

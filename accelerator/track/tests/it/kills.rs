@@ -1,4 +1,4 @@
-//! Programs and deliveries that are killed: each step is there once, in the journal and in what was delivered.
+//! Programs and deliveries are killed, and each step is there once, in the journal and in what was delivered.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::tensorboard;
 
-/// What a child process of this test is to do.
+/// The variable with the role of a child process.
 const ROLE: &str = "TRACK_TEST_ROLE";
 const FOLDER: &str = "TRACK_TEST_FOLDER";
 const STEPS: &str = "TRACK_TEST_STEPS";
@@ -28,7 +28,7 @@ fn fifty_kills_leave_each_step_once() {
     assert_has_each_step_once(folder.path(), steps);
 }
 
-/// Says it of the journal, and of the files that it is delivered to.
+/// Asserts it of the journal and of the delivered files.
 pub(crate) fn assert_has_each_step_once(folder: &Path, steps: u64) {
     let runs: Vec<_> = fs::read_dir(folder.join("runs")).unwrap().collect();
     assert_eq!(runs.len(), 1, "one run, and no ghost: {runs:?}");
@@ -52,7 +52,7 @@ pub(crate) fn assert_has_each_step_once(folder: &Path, steps: u64) {
 fn a_disk_that_is_full_does_not_stop_the_program() {
     let folder = tempfile::tempdir().unwrap();
     let mut command = Command::new("sh");
-    // Files cannot grow beyond 16 blocks, of 512 bytes or of 1024.
+    // Files cannot grow beyond 16 blocks of 512 or 1024 bytes.
     command.args(["-c", "trap '' XFSZ; ulimit -f 16; exec \"$0\" \"$@\""]);
     command.arg(std::env::current_exe().unwrap());
     let ended = run_as(&mut command, "full", folder.path(), 5000)
@@ -61,7 +61,7 @@ fn a_disk_that_is_full_does_not_stop_the_program() {
     assert!(ended.status.success());
     let printed = String::from_utf8_lossy(&ended.stdout);
     assert!(printed.contains("5000 steps"), "{printed}");
-    // What fitted is there, and the rest is said to be lost.
+    // The lines that fit are there, and the program reports the loss of the others.
     let history = RunHistory::read(run_folder(folder.path())).unwrap();
     let points = &history.series("train/loss").unwrap().points;
     assert!(
@@ -76,7 +76,7 @@ fn a_disk_that_is_full_does_not_stop_the_program() {
     );
 }
 
-/// Runs a program that is killed fifty times, as what delivers beside it is, and says how many steps it has at the end.
+/// Runs a program and a delivery that are killed fifty times together, and returns the number of steps at the end.
 pub(crate) fn run_with_kills(folder: &Path, mut at_kill: impl FnMut(u64)) -> u64 {
     let mut random = Random(0x5eed);
     let kills = 50;
@@ -84,7 +84,7 @@ pub(crate) fn run_with_kills(folder: &Path, mut at_kill: impl FnMut(u64)) -> u64
     let mut program = child("program", folder, steps);
     let mut sync: Option<Child> = None;
     for kill in 0..kills {
-        // However long this takes, the program does not end.
+        // The program does not end, however long this takes.
         fs::write(folder.join(LIMIT), (100 * (kill + 1)).to_string()).unwrap();
         at_kill(kill);
         thread::sleep(Duration::from_millis(random.below(100)));
@@ -109,7 +109,7 @@ pub(crate) fn run_with_kills(folder: &Path, mut at_kill: impl FnMut(u64)) -> u64
     steps
 }
 
-/// Not a test of its own: what the processes do that the tests start.
+/// Runs as a process that the tests start, and does nothing by itself.
 #[test]
 fn child_process() {
     let Ok(role) = std::env::var(ROLE) else {
@@ -131,7 +131,7 @@ struct Checkpoint {
     mark: RunMark,
 }
 
-/// Logs a value a step, saves now and then, and goes on from where it saved last.
+/// Logs one value per step, saves now and then, and resumes from its last save.
 fn program(folder: &Path, steps: u64) {
     let path = folder.join("checkpoint.json");
     let checkpoint: Option<Checkpoint> = fs::read(&path)
@@ -164,19 +164,19 @@ fn program(folder: &Path, steps: u64) {
     run.finish().unwrap();
 }
 
-/// Up to which step the program may go now, about.
+/// Returns the approximate step up to which the program may go.
 fn limit(folder: &Path) -> u64 {
     let text = fs::read_to_string(folder.join(LIMIT)).unwrap_or_default();
     text.parse().unwrap_or(0)
 }
 
-/// Delivers the run, as `accel-launch runs sync` does.
+/// Delivers the run as `accel-launch runs sync` does.
 fn sync(folder: &Path) {
     for mut sink in sinks(folder) {
         // The program itself may be delivering.
         let deadline = Instant::now() + DEADLINE;
         while let Err(error) = deliver(run_folder(folder), &mut *sink) {
-            // A server may be killed, too.
+            // A server may have been killed too.
             let is_passing = error.is_conflict() || error.is_not_found() || error.is_remote();
             assert!(is_passing, "{error}");
             assert!(Instant::now() < deadline, "{error}");
@@ -262,7 +262,7 @@ fn end(child: &mut Child) {
     child.wait().unwrap();
 }
 
-/// Numbers that look random, the same ones each time.
+/// A generator of pseudorandom numbers with a fixed seed.
 struct Random(u64);
 
 impl Random {

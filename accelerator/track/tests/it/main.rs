@@ -1,4 +1,4 @@
-//! What is tracked, as the programs show it that people look with.
+//! Tracked data as other programs show it.
 
 #![allow(clippy::unwrap_used, reason = "these are tests, helpers included")]
 

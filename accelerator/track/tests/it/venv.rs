@@ -4,13 +4,13 @@ use std::env;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-/// The environment `name`. Where it is not installed, the test that asks has nothing to do, unless `TRACK_TESTS_REQUIRE`
-/// is 1.
+/// Finds the environment `name`. If it is not installed, prints a line and returns `None`, or fails if
+/// `TRACK_TESTS_REQUIRE` is 1.
 pub(crate) fn find(name: &str) -> Option<PathBuf> {
     let workspace = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     let folder = env::var_os("TRACK_TESTS_VENVS").map_or_else(
         || workspace.join("target/track-venvs"),
-        // As the script that installs them, which runs in the workspace's folder.
+        // The script that installs them runs in the workspace's folder too.
         |folder| workspace.join(folder),
     );
     let venv = folder.join(name);
@@ -23,7 +23,7 @@ pub(crate) fn find(name: &str) -> Option<PathBuf> {
         venv.display()
     );
     assert!(!required, "{advice}");
-    // Not `eprintln`, of which nothing is seen where a test passes.
+    // The test harness captures `eprintln`, and shows nothing if a test passes.
     let _ = writeln!(io::stderr(), "SKIPPED: {advice}");
     None
 }

@@ -1,4 +1,4 @@
-//! What is delivered to MLflow, as a real server shows it.
+//! Data delivered to MLflow, as a real server shows it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -34,7 +34,7 @@ fn a_run_is_on_the_server_by_value() {
             values: [("cpu".to_owned(), Number(0.25))].into(),
         },
     };
-    // The second time without knowledge of the first.
+    // The second pass does not know of the first.
     for _ in 0..2 {
         sink.open(&info).unwrap();
         sink.write(Origin::Rank(1), &rank).unwrap();
@@ -75,7 +75,7 @@ fn a_run_is_delivered_once_over_a_server_that_is_killed() {
     }));
     let (finish, finished) = std::sync::mpsc::channel();
     let client = MlflowServer::new(&server.address).unwrap();
-    // As the feeder does it.
+    // The feeder does the same.
     let thread = thread::spawn(move || {
         let mut sink = MlflowSink::new(client, "killed");
         let mut failures = 0;
@@ -117,7 +117,7 @@ fn fifty_kills_of_program_and_sync_and_some_of_the_server_leave_each_step_once()
     let run = folder.path().join("runs/killed");
     let mut had = 0;
     let steps = kills::run_with_kills(folder.path(), |kill| match kill % 10 {
-        // It is killed with more on it than the time before.
+        // Each time, the server is killed with more data than the time before.
         4 => {
             let begun = Instant::now();
             while delivered(&run) <= had {
@@ -161,13 +161,13 @@ fn artifacts_are_on_the_server_with_their_files() {
     };
     let folder = tempfile::tempdir().unwrap();
     let at = |name: &str| folder.path().join(name);
-    // It is longer than what the server takes at once.
+    // The file is longer than the server takes at once.
     let large: Vec<u8> = (0_u32..6 << 20)
         .flat_map(|x| (x.wrapping_mul(2_654_435_761) as u16).to_le_bytes())
         .collect();
     fs::write(at("large.bin"), &large).unwrap();
     fs::write(at("empty"), "").unwrap();
-    // The server would decode its name.
+    // The server would decode this name.
     fs::write(at("%41#"), "decoded").unwrap();
     let run = Run::builder("mnist")
         .runs_folder(at("runs"))
@@ -192,7 +192,7 @@ fn artifacts_are_on_the_server_with_their_files() {
     fs::remove_file(at("runs/.artifacts/names/lost/v1.json")).unwrap();
 
     let client = MlflowServer::new(&format!("{}/", server.address)).unwrap();
-    // The second time without knowledge of the first.
+    // The second pass does not know of the first.
     for _ in 0..2 {
         let mut sink = MlflowSink::new(client.clone(), "digits");
         accelerator_track::internal::deliver(&run_folder, &mut sink).unwrap();
@@ -224,7 +224,7 @@ fn artifacts_are_on_the_server_with_their_files() {
     }
 }
 
-/// Of a test with a server.
+/// Returns the sink of a test that has a server.
 pub(crate) fn sink_of(folder: &Path) -> Option<Box<dyn Sink>> {
     let address = fs::read_to_string(folder.join(ADDRESS)).ok()?;
     let server = MlflowServer::new(&address).unwrap();
@@ -246,7 +246,7 @@ fn deliver(sink: &mut MlflowSink, info: &RunInfo, all: &[Entry]) -> accelerator_
     Ok(())
 }
 
-/// How many entries the run's folder says that the server has.
+/// Returns how many entries the server has, according to the run's folder.
 fn delivered(folder: &Path) -> u64 {
     let text = fs::read(folder.join("mlflow.json")).unwrap_or_default();
     let cursor: Value = serde_json::from_slice(&text).unwrap_or_default();
@@ -303,7 +303,7 @@ fn tags<const N: usize>(tags: [(&str, &str); N]) -> Record {
     Record::Tag { set: tags.into() }
 }
 
-/// One of everything, and names that MLflow refuses.
+/// Writes an entry of every kind, and names that MLflow refuses.
 fn whole_run(folder: &Path) -> Vec<Entry> {
     fs::create_dir(folder.join("blobs")).unwrap();
     fs::write(folder.join("blobs").join("ab".repeat(32)), b"an image").unwrap();
@@ -339,7 +339,7 @@ fn whole_run(folder: &Path) -> Vec<Entry> {
         ]),
     ];
     records.extend((0..).zip(KEYS).map(|(i, key)| series(i, key)));
-    // The last is logged at an earlier step, as an evaluation is.
+    // The last metric is logged at an earlier step, as an evaluation is.
     let special = [
         f64::NAN,
         f64::INFINITY,
@@ -546,7 +546,7 @@ fn pairs(run: &Value, key: &str) -> BTreeMap<String, String> {
         .collect()
 }
 
-/// The one run of all experiments, with all of its data.
+/// Returns the only run of all experiments, with all of its data.
 fn only_run(server: &Server) -> Value {
     let search = json!({ "experiment_ids": server.experiments(), "run_view_type": "ALL" });
     let found = server.post("runs/search", &search);

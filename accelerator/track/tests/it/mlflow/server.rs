@@ -11,7 +11,7 @@ use tempfile::TempDir;
 
 use crate::venv;
 
-/// It ends when this is dropped.
+/// A real MLflow server, which ends when this is dropped.
 pub(super) struct Server {
     pub(super) address: String,
     venv: PathBuf,
@@ -21,7 +21,7 @@ pub(super) struct Server {
 }
 
 impl Server {
-    /// With an empty database; none where MLflow is not installed.
+    /// Starts a server with an empty database. Returns `None` if MLflow is not installed.
     pub(super) fn start() -> Option<Self> {
         let venv = venv::find("mlflow")?;
         let folder = tempfile::tempdir().unwrap();
@@ -39,7 +39,7 @@ impl Server {
         Some(server)
     }
 
-    /// All of its processes, at once.
+    /// Kills all processes of the server at once.
     pub(super) fn kill(&mut self) {
         let group = format!("-{}", self.process.id());
         let killed = Command::new("kill").args(["-9", "--", &group]).status();
@@ -47,18 +47,18 @@ impl Server {
         self.process.wait().unwrap();
     }
 
-    /// Again, with the same database.
+    /// Starts the server again with the same database.
     pub(super) fn restart(&mut self) {
         self.restart_soon();
         self.wait();
     }
 
-    /// It does not answer yet.
+    /// Starts the server again without waiting until it answers.
     pub(super) fn restart_soon(&mut self) {
         self.process = spawn(&self.venv, self.folder.path(), self.port);
     }
 
-    /// The ids of all experiments.
+    /// Returns the ids of all experiments.
     pub(super) fn experiments(&self) -> Vec<Value> {
         let found = self.post("experiments/search", &json!({ "max_results": 100 }));
         let found = found["experiments"].as_array().unwrap().iter();
@@ -77,7 +77,7 @@ impl Server {
         answer.unwrap().body_mut().read_json().unwrap()
     }
 
-    /// An artifact of a run.
+    /// Returns an artifact of a run.
     pub(super) fn file(&self, run: &str, path: &str) -> Vec<u8> {
         let request = ureq::get(format!("{}/get-artifact", self.address));
         let answer = request.query("run_uuid", run).query("path", path).call();
@@ -86,7 +86,7 @@ impl Server {
         body.read_to_vec().unwrap()
     }
 
-    /// Step and value of each point of a metric.
+    /// Returns the step and value of each point of a metric.
     pub(super) fn points(&self, run: &str, metric: &str) -> Vec<(u64, f64)> {
         let mut points = Vec::new();
         let mut page = String::new();
@@ -155,7 +155,7 @@ fn spawn(venv: &Path, folder: &Path, port: u16) -> Child {
         .envs([
             ("MLFLOW_DISABLE_TELEMETRY", "true"),
             ("DO_NOT_TRACK", "true"),
-            // It needs more processes.
+            // Job execution would need more processes.
             ("MLFLOW_SERVER_ENABLE_JOB_EXECUTION", "false"),
         ])
         .current_dir(folder)

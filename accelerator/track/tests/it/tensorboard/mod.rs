@@ -1,4 +1,4 @@
-//! The real TensorBoard returns what was written, by value, with both of its loaders.
+//! The real TensorBoard returns the written values with both of its loaders.
 
 pub(crate) mod server;
 
@@ -18,11 +18,11 @@ use serde_json::{Value, json};
 use self::server::{Loader, Server, until, until_equal};
 use crate::venv;
 
-/// As much of a picture as says that it is one.
+/// The beginning of a JPEG picture, enough to be recognised as one.
 const JPEG: &[u8] =
     b"\xff\xd8\xff\xc0\0\x0b\x08\0\x01\0\x01\x01\x01\x11\0\xff\xda\0\x08\x01\x01\0\0\x3f\0\xff\xd9";
 
-/// When runs are created, in milliseconds.
+/// The creation time of runs in milliseconds.
 const CREATED: u64 = 1_700_000_000_000;
 
 #[test]
@@ -134,7 +134,7 @@ fn every_value_is_returned_by_value() {
     run.write(end(EndStatus::Finished));
     run.sink.flush().unwrap();
 
-    // Another of the same logs, in its own folder, with other keys.
+    // Another run has the same logs in its own folder, with other keys.
     let mut other = TestRun::new(&logs.join("b"), TensorBoard::in_run());
     other.open();
     other.write(param([("lr", json!(0.2)), ("dropout", json!(0.5))]));
@@ -162,7 +162,7 @@ fn every_value_is_returned_by_value() {
             json!("-Infinity"),
             json!(-0.0),
             json!(1e-40_f32),
-            // Beyond what 32 bits hold.
+            // These values exceed 32 bits.
             json!("Infinity"),
             json!(16_777_216.0),
         ];
@@ -299,7 +299,7 @@ fn what_a_resume_takes_back_is_gone_while_the_server_runs() {
             "STATUS_FAILURE"
         );
 
-        // It resumes from step 3, as after kill -9: the first sink never ends.
+        // The run resumes from step 3, as after kill -9: the first sink never ends.
         let info = first.info.clone();
         let mut second = TestRun::new(temporary.path(), TensorBoard::new(&folder));
         second.info = info;
@@ -337,7 +337,7 @@ fn what_a_resume_takes_back_is_gone_while_the_server_runs() {
         until_equal(&values, || points(&server, "a", "a"));
         until_equal(&json!([1, 2, 3]), || steps(&server, "old"));
 
-        // The file goes on. Half a record is no error, and the rest of it is read when it comes.
+        // The file grows. Half a record is no error, and the rest is read when it arrives.
         second.write(metrics(6, [(0, 60.0)]));
         second.sink.flush().unwrap();
         until_equal(&json!([1, 2, 3, 4, 5, 6]), || steps(&server, "a"));
@@ -353,7 +353,7 @@ fn what_a_resume_takes_back_is_gone_while_the_server_runs() {
         until_equal(&json!([1, 2, 3, 4, 5, 6]), || steps(&fresh, "a"));
         drop(fresh);
 
-        // Once more, now with another value of a hyperparameter and a late one, and an end.
+        // A third attempt has another value of a hyperparameter, a late one, and an end.
         let mut third = TestRun::new(temporary.path(), TensorBoard::new(&folder));
         third.info = second.info.clone();
         replay(&mut third, 7);
@@ -400,7 +400,7 @@ pub(crate) fn assert_shows(folder: &Path, tag: &str, expected: &[(u64, f64)]) {
     }
 }
 
-/// A run, and a sink that is given its entries.
+/// A run, and a sink that gets its entries.
 struct TestRun {
     info: RunInfo,
     sink: TensorBoard,
@@ -433,7 +433,7 @@ impl TestRun {
     }
 
     fn write_as(&mut self, origin: Origin, record: Record) {
-        // Metrics of a step have a time of their own, so that it can be compared.
+        // The metrics of each step have their own time, so that times can be compared.
         if let Record::Metrics(metrics) = &record {
             self.ms = CREATED + metrics.step * 250;
         }
@@ -491,7 +491,7 @@ fn end(status: EndStatus) -> Record {
     }
 }
 
-/// Step and value of each point that the server shows.
+/// Returns the step and value of each point that the server shows.
 fn points(server: &Server, run: &str, tag: &str) -> Value {
     let points = server.scalars(run, tag).unwrap_or_default();
     let points = points.as_array().cloned().unwrap_or_default();
@@ -511,7 +511,7 @@ fn steps(server: &Server, tag: &str) -> Value {
         .collect()
 }
 
-/// The steps that Python programs read.
+/// Returns the steps that Python programs read.
 fn accumulated(venv: &Path, folder: &Path, tag: &str) -> Value {
     let program = "
 import json, sys
@@ -544,7 +544,7 @@ fn sorted(mut names: Vec<String>) -> Vec<String> {
     names
 }
 
-/// A picture of a white pixel.
+/// Returns a picture of a white pixel.
 fn png() -> Vec<u8> {
     let mut png = b"\x89PNG\r\n\x1a\n".to_vec();
     png.extend(b"\0\0\0\x0dIHDR\0\0\0\x01\0\0\0\x01\x08\0\0\0\0\x3a\x7e\x9b\x55");

@@ -11,12 +11,12 @@ use serde_json::{Value, json};
 use tempfile::NamedTempFile;
 use ureq::Agent;
 
-/// Which program of TensorBoard reads the files.
+/// The program of TensorBoard that reads the files.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Loader {
-    /// The data server, which it uses where nothing else is said.
+    /// The data server, which is the default.
     Default,
-    /// Python, as everywhere where there is no data server.
+    /// Python, which serves where there is no data server.
     Python,
 }
 
@@ -41,7 +41,7 @@ impl Server {
         let mut command = Command::new(venv.join("bin/python"));
         command.args(["-m", "tensorboard.main", "--host=127.0.0.1", "--port=0"]);
         command.args(["--reload_interval=1", "--logdir"]).arg(logs);
-        // All points, and not a sample of them.
+        // All points are shown instead of a sample.
         command.arg("--samples_per_plugin=scalars=1000000");
         if loader == Loader::Python {
             command.arg("--load_fast=false");
@@ -74,7 +74,7 @@ impl Server {
         server
     }
 
-    /// None where there is no such run or tag.
+    /// Returns `None` if there is no such run or tag.
     pub(crate) fn try_ask(&self, path: &str, query: &[(&str, &str)]) -> Option<Value> {
         let request = self.agent.get(format!("{}/data/{path}", self.address));
         let answer = request.query_pairs(query.iter().copied()).call();
@@ -93,7 +93,7 @@ impl Server {
         self.try_ask("plugin/scalars/scalars", &[("run", run), ("tag", tag)])
     }
 
-    /// The tags of a plugin in a run.
+    /// Returns the tags of a plugin in a run.
     pub(crate) fn tags(&self, plugin: &str, run: &str) -> Vec<String> {
         let tags = self.ask(&format!("plugin/{plugin}/tags"), &[]);
         match &tags[run] {
@@ -106,7 +106,7 @@ impl Server {
         }
     }
 
-    /// The bytes of an image and its media type.
+    /// Returns the bytes of an image and its media type.
     pub(crate) fn image(&self, query: &str) -> (Vec<u8>, String) {
         let address = &self.address;
         let address = format!("{address}/data/plugin/images/individualImage?{query}");
@@ -118,7 +118,7 @@ impl Server {
         (answer.body_mut().read_to_vec().unwrap(), media_type)
     }
 
-    /// The hyperparameters, ends and last metrics of the run `name`.
+    /// Returns the hyperparameters, ends and last metrics of the run `name`.
     pub(crate) fn session(&self, name: &str) -> Option<Value> {
         let address = format!("{}/data/plugin/hparams/session_groups", self.address);
         let question = json!({
@@ -137,7 +137,7 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        // Its data server ends with it.
+        // The data server ends with it.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -155,7 +155,7 @@ pub(crate) fn until<T>(what: &str, mut ask: impl FnMut() -> Option<T>) -> T {
     }
 }
 
-/// Asks until the answer is as expected, and says what it was where it does not become so.
+/// Asks until the answer is as expected, and panics with the last answer if that takes too long.
 pub(crate) fn until_equal<T: Debug + PartialEq>(expected: &T, mut ask: impl FnMut() -> T) {
     let start = Instant::now();
     loop {
