@@ -18,7 +18,7 @@ use accelerator_tune::{
 };
 use chromium::Chromium;
 
-/// A value that is markup where it is not escaped.
+/// A value that is markup unless it is escaped.
 const HOSTILE: &str = r#"</script><script>document.title="owned"</script> "quoted" & 'é' 😀"#;
 
 #[test]
@@ -58,7 +58,7 @@ fn a_report_shows_the_search_and_asks_nobody() {
     for section in ["summary", "parameters", "rungs", "curves", "trials"] {
         page.wait_until(&format!("document.querySelector('#{section}') !== null"));
     }
-    // Every canvas has something on it.
+    // Every canvas shows something.
     page.wait_until(
         "[...document.querySelectorAll('canvas')].length === 3 && [...document.querySelectorAll('canvas')].every((canvas) =>
            canvas.width > 0 && canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data.some((x) => x))",
@@ -66,7 +66,7 @@ fn a_report_shows_the_search_and_asks_nobody() {
     assert!(page.complaints.is_empty(), "{:?}", page.complaints);
     assert_eq!(page.requests, [url]);
 
-    // The table begins with the best, and can be sorted by anything.
+    // The table begins with the best trial and can be sorted by any column.
     let first = "document.querySelector('#trials tbody tr th').innerText.trim()";
     assert_eq!(page.evaluate(first), best.name.as_str());
     assert_eq!(
@@ -93,7 +93,7 @@ fn a_report_shows_the_search_and_asks_nobody() {
         errors
     );
 
-    // Keys and the pointer name trials in the plot; the best is first by keys.
+    // Keys and the pointer name trials in the plot. The keys begin with the best.
     let tip = "document.querySelector('.parallel .tip').innerText";
     page.evaluate(
         "document.querySelector('.parallel canvas').dispatchEvent(new KeyboardEvent('keydown', { key: 'ArrowUp' }))",
@@ -143,7 +143,7 @@ fn pictures() {
     }
 }
 
-/// Six rates with each of three optimizers, of which one fails.
+/// Searches six rates with each of three optimizers, of which one fails.
 fn search(folder: &Path) -> Results {
     let program = r#"BEGIN {{
         if (kind == "broken") {{ print "no such optimizer" > "/dev/stderr"; exit 3 }}

@@ -105,7 +105,7 @@ fn a_trial_whose_process_never_connects_has_failed() {
 #[test]
 fn a_trial_that_waits_for_its_turn_does_not_hang() {
     let folder = tempfile::tempdir().unwrap();
-    // Each waits for seven others, longer than the timeout, and is itself four times as fast.
+    // Each trial waits for seven others, which takes longer than the timeout. A trial itself takes a quarter of it.
     let arguments = "--num-samples 8 --ordered 8 --slots 1 --max-iterations 2 --report-timeout 4";
     let mut command = search(folder.path(), &arguments.split(' ').collect::<Vec<_>>());
     command.env("QUADRATIC_PAUSE_MS", "1000");
@@ -146,13 +146,13 @@ struct KilledOnDrop(Child);
 
 impl Drop for KilledOnDrop {
     fn drop(&mut self) {
-        // It may have ended by itself.
+        // The process may have ended by itself.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
 }
 
-/// The worker is started, has not come to the search yet, and finds a stranger that has the search's process id.
+/// The worker has started but has not reached the search yet, and then another process has the search's process id.
 #[test]
 fn a_worker_whose_search_is_dead_does_not_become_a_search() {
     let folder = tempfile::tempdir().unwrap();

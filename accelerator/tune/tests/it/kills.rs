@@ -10,12 +10,12 @@ use crate::support::{
     assert_nothing_left, decisions, ended, in_namespaces, processes, quadratic, search, succeed,
 };
 
-/// What is killed.
+/// The process that is killed.
 #[derive(Clone, Copy, Debug)]
 enum Victim {
     Search,
     Trial,
-    /// A PID namespace, with everything in it.
+    /// A PID namespace with everything in it.
     Machine,
 }
 
@@ -95,7 +95,7 @@ fn ten_kills_change_no_decision_at_one_two_and_four_slots() {
         assert_eq!(decisions(&killed), decisions(&undisturbed), "{scheduler}");
         let rows = |folder: &Path| {
             let csv = fs::read_to_string(folder.join("results.csv")).unwrap();
-            // Losses and counts; times differ.
+            // The columns are losses and counts, since times differ.
             let column = |line: &str| {
                 line.split(',')
                     .take(4)
@@ -109,7 +109,8 @@ fn ten_kills_change_no_decision_at_one_two_and_four_slots() {
     assert_nothing_left(folder.path());
 }
 
-/// Runs a search for a while, and kills something. Where a trial was killed the search goes on, and is killed a moment later.
+/// Runs a search for a while and kills something. If a trial was killed, the search continues and is killed a moment
+/// later.
 fn kill_after(folder: &Path, arguments: &[&str], victim: Victim, wait: Duration) {
     let mut command = match victim {
         Victim::Machine => {
@@ -131,7 +132,7 @@ fn kill_after(folder: &Path, arguments: &[&str], victim: Victim, wait: Duration)
         let own = child.id().cast_signed();
         let trials = processes(folder).into_iter().filter(|pid| *pid != own);
         if let Some(trial) = trials.min().and_then(Pid::from_raw) {
-            // It may have ended meanwhile.
+            // The trial may have ended in the meantime.
             let _ = rustix::process::kill_process(trial, Signal::KILL);
         }
         thread::sleep(wait);

@@ -13,7 +13,7 @@ use crate::support::{assert_nothing_left, decisions, ended, run, search, succeed
 fn tpe_finds_better_than_random() {
     let Some(python) = python() else { return };
     let folder = tempfile::tempdir().unwrap();
-    // Logarithms, since losses differ by powers of ten.
+    // Logarithms are compared, since losses differ by powers of ten.
     let mean_of_best = |sampler: &str| {
         let seeds = ["1", "2", "3", "4"];
         let best = seeds.map(|seed| {
@@ -160,7 +160,7 @@ fn a_sampler_that_optuna_does_not_have_is_refused_with_those_that_it_has() {
 fn an_optuna_that_dies_ends_the_search_with_what_it_said_and_the_search_can_be_resumed() {
     let Some(python) = python() else { return };
     let folder = tempfile::tempdir().unwrap();
-    // It gets twelve calls, while a file is there.
+    // Optuna dies after twelve calls as long as this file exists.
     let dying = folder.path().join("dying");
     fs::write(&dying, "").unwrap();
     let body = format!(
@@ -183,20 +183,20 @@ fn an_optuna_that_dies_ends_the_search_with_what_it_said_and_the_search_can_be_r
     assert_eq!(configs(&out).len(), 6);
 }
 
-/// Few processes, and the same decisions at any speed.
+/// Arguments for few processes, and for decisions that do not depend on timing.
 const QUICK: [&str; 3] = ["--warm", "--ordered", "2"];
 
 fn optuna<'a>(sampler: &'a str, python: &'a str) -> [&'a str; 4] {
     ["--optuna", sampler, "--python", python]
 }
 
-/// The interpreter that `tests/track/install optuna` makes.
+/// Returns the interpreter that `tests/track/install optuna` makes.
 fn python() -> Option<String> {
     let python = venv("optuna")?.join("bin/python");
     Some(python.display().to_string())
 }
 
-/// An executable shell script.
+/// Writes an executable shell script.
 fn script(folder: &Path, body: &str) -> String {
     let path = folder.join("python");
     fs::write(&path, format!("#!/bin/sh\n{body}\n")).unwrap();
@@ -211,7 +211,7 @@ fn failure(output: Output) -> String {
         .replace("\\\"", "\"")
 }
 
-/// What was suggested, as the journal has it, but for the number of the line: how many reports come between two
+/// Returns the suggestions in the journal without their line numbers, since the number of reports between two
 /// suggestions depends on timing.
 fn configs(folder: &Path) -> Vec<String> {
     let journal = fs::read_to_string(folder.join("journal.jsonl")).unwrap_or_default();
@@ -225,7 +225,7 @@ fn configs(folder: &Path) -> Vec<String> {
     suggested.map(event).collect()
 }
 
-/// The lowest of the last losses.
+/// Returns the lowest of the final losses.
 fn best_loss(folder: &Path) -> f64 {
     let csv = fs::read_to_string(folder.join("results.csv")).unwrap();
     let mut lines = csv.lines().map(|line| line.split(',').collect::<Vec<_>>());

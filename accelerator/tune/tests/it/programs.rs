@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 
 use crate::support::{assert_nothing_left, processes};
 
-/// A search of a shell script, of which each trial has the folder among its arguments.
+/// Returns a search of a shell script whose arguments include the trial's folder.
 fn programs(folder: &Path, trials: u32) -> Search {
     let points = (0..i64::from(trials)).map(Into::into);
     Search::new("programs", Objective::new("loss", Mode::Min))
@@ -110,7 +110,7 @@ fn a_metric_that_no_trial_reports_is_an_error() {
         );
         assert!(error.to_string().starts_with(&said), "{error}");
     }
-    // Another folder is not needed.
+    // The same folder can be used again.
     let results = search().scheduler(of_metric("acc")).run_programs(reports);
     assert_eq!(results.unwrap().ending(), SearchEnd::Finished);
     let sparse = programs(&folder.path().join("sparse"), 2)
@@ -120,7 +120,7 @@ fn a_metric_that_no_trial_reports_is_an_error() {
     assert_eq!(results.ending(), SearchEnd::Finished);
 }
 
-/// Suggests a number, once.
+/// A searcher that suggests a number once.
 struct Once(u64);
 
 impl Searcher for Once {
@@ -160,7 +160,7 @@ fn a_search_is_not_resumed_with_another_searcher() {
 #[test]
 fn a_program_that_does_not_end_is_ended_while_others_report() {
     let folder = tempfile::tempdir().unwrap();
-    // Trial 0 is to stop at its second report, and does not; trial 1 reports until it is gone.
+    // Trial 0 should stop at its second report and does not, and trial 1 reports until it is gone.
     let script = r#"
         if [ $1 = 0 ]; then
             trap '' TERM
@@ -205,7 +205,7 @@ fn a_program_that_names_what_is_not_in_its_folder_has_failed() {
     assert_eq!(fs::read_to_string(own.join("precious")).unwrap(), "data");
 }
 
-/// What is at the path may be the state of a later report: a program runs ahead.
+/// A program runs ahead, so the path may hold the state of a later report.
 #[test]
 fn a_program_that_names_a_checkpoint_twice_has_failed() {
     let folder = tempfile::tempdir().unwrap();
@@ -241,7 +241,7 @@ fn what_settings_do_not_ask_for_is_not_taken() {
     assert!(!trial.folder.join("at3").exists());
 }
 
-/// Each step of the first attempt at a trial waits for the search to have taken what is named, before the next.
+/// In the first attempt, each step waits until the search has taken the checkpoint of the step before.
 #[test]
 fn what_a_program_names_is_kept_and_gone_on_from_without_settings() {
     let folder = tempfile::tempdir().unwrap();
@@ -291,7 +291,7 @@ fn a_time_budget_may_be_longer_than_clocks_reach() {
     assert_eq!(results.trials()[0].status, TrialStatus::Terminated);
 }
 
-/// More of them than the search takes ahead, and in two places.
+/// The reports are more than the search reads ahead, and come through both channels.
 #[test]
 fn no_report_is_lost_however_fast_a_program_prints_or_writes_to_its_file() {
     let folder = tempfile::tempdir().unwrap();

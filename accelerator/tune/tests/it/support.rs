@@ -5,10 +5,10 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-/// How long a search may take that has little to do, on a machine that has much to do.
+/// The time that a short search may take on a busy machine.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(120);
 
-/// The example, as cargo leaves it beside the tests.
+/// Returns the example that cargo builds beside the tests.
 pub(crate) fn quadratic() -> PathBuf {
     let test = std::env::current_exe().unwrap();
     let built = test.ancestors().nth(2).unwrap().join("examples/quadratic");
@@ -20,7 +20,7 @@ pub(crate) fn quadratic() -> PathBuf {
     built
 }
 
-/// A search in a folder.
+/// Returns the command of a search in a folder.
 pub(crate) fn search(folder: &Path, arguments: &[&str]) -> Command {
     let mut command = Command::new(quadratic());
     command
@@ -38,13 +38,13 @@ pub(crate) fn run(folder: &Path, arguments: &[&str]) -> Output {
     ended(search(folder, arguments).spawn().unwrap())
 }
 
-/// Runs a search that succeeds.
+/// Runs a search that must succeed.
 pub(crate) fn succeed(folder: &Path, arguments: &[&str]) {
     let output = run(folder, arguments);
     assert!(output.status.success(), "{arguments:?}: {output:?}");
 }
 
-/// Waits for a search, until the deadline.
+/// Waits for a search until the deadline.
 pub(crate) fn ended(mut child: Child) -> Output {
     let until = Instant::now() + DEADLINE;
     while child.try_wait().unwrap().is_none() {
@@ -60,12 +60,12 @@ pub(crate) fn ended(mut child: Child) -> Output {
     child.wait_with_output().unwrap()
 }
 
-/// The decision log.
+/// Reads the decision log.
 pub(crate) fn decisions(folder: &Path) -> String {
     fs::read_to_string(folder.join("decisions.jsonl")).unwrap()
 }
 
-/// Processes whose command line names the folder.
+/// Returns the processes whose command line names the folder.
 pub(crate) fn processes(folder: &Path) -> Vec<i32> {
     let folder = folder.display().to_string();
     let entries = fs::read_dir("/proc").unwrap().flatten();
@@ -77,8 +77,8 @@ pub(crate) fn processes(folder: &Path) -> Vec<i32> {
     of_search.collect()
 }
 
-/// A program in a PID namespace of its own, in which everything is killed when the command is. `None` if this user may
-/// not make such a namespace.
+/// Returns a command that runs a program in its own PID namespace, in which everything is killed when the command is.
+/// Prints a line and returns `None` if this user may not make such a namespace.
 pub(crate) fn in_namespaces(program: impl AsRef<OsStr>) -> Option<Command> {
     let unshare = || {
         let mut command = Command::new("unshare");
@@ -94,7 +94,7 @@ pub(crate) fn in_namespaces(program: impl AsRef<OsStr>) -> Option<Command> {
     };
     let made = unshare().arg("true").stderr(Stdio::null()).status();
     if !made.is_ok_and(|status| status.success()) {
-        // `eprintln` would show nothing if the test passes.
+        // The test harness captures `eprintln`, and shows nothing if a test passes.
         let _ = writeln!(
             io::stderr(),
             "SKIPPED: this user may not make PID namespaces"
@@ -116,13 +116,13 @@ pub(crate) fn assert_nothing_left(folder: &Path) {
     }
 }
 
-/// A virtual environment that `tests/track/install` has made. Where it is not there, the test has nothing to do, unless
-/// `TRACK_TESTS_REQUIRE` is 1.
+/// Finds a virtual environment made by `tests/track/install`. If it is not installed, prints a line and returns `None`,
+/// or fails if `TRACK_TESTS_REQUIRE` is 1.
 pub(crate) fn venv(name: &str) -> Option<PathBuf> {
     let workspace = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     let venvs = std::env::var_os("TRACK_TESTS_VENVS");
     let venvs = venvs.map_or("target/track-venvs".into(), PathBuf::from);
-    // As the script that installs them, which runs in the workspace's folder.
+    // The script that installs them runs in the workspace's folder too.
     let venv = workspace.join(venvs).join(name);
     if venv.join("installed").is_file() {
         return Some(venv);
@@ -133,7 +133,7 @@ pub(crate) fn venv(name: &str) -> Option<PathBuf> {
     );
     let is_required = std::env::var("TRACK_TESTS_REQUIRE").is_ok_and(|value| value == "1");
     assert!(!is_required, "{advice}");
-    // Not `eprintln`, of which nothing is seen where a test passes.
+    // The test harness captures `eprintln`, and shows nothing if a test passes.
     let _ = writeln!(io::stderr(), "SKIPPED: {advice}");
     None
 }

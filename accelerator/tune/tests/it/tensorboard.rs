@@ -1,4 +1,4 @@
-//! What the real TensorBoard shows of a search.
+//! Checks what the real TensorBoard shows of a search.
 
 use std::process::Command;
 use std::thread;

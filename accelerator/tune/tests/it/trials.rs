@@ -77,7 +77,7 @@ fn the_best_configuration_is_the_one_that_reported_the_best_value() {
     }
 }
 
-/// No device is needed: they are named to the trials, and hidden from others.
+/// The test needs no device: GPUs are only named to the trials and hidden from others.
 #[test]
 fn a_gpu_is_reused_when_its_process_has_ended() {
     let folder = tempfile::tempdir().unwrap();
@@ -144,7 +144,7 @@ fn what_a_search_wrote_is_read_from_its_folder() {
     let csv = fs::read_to_string(folder.path().join("results.csv")).unwrap();
     assert_eq!(csv, results.dataframe().to_string());
     assert_eq!(csv.lines().count(), 6);
-    // Run again, it gives the same at once.
+    // A second run gives the same at once.
     let before = fs::read(folder.path().join("journal.jsonl")).unwrap();
     succeed(
         folder.path(),

@@ -21,7 +21,7 @@ fn pbt(mutations: Value) -> Pbt {
     Pbt::new(1.0, serde_json::from_value(mutations).unwrap())
 }
 
-/// A misspelt name is never taken for the name of something else.
+/// A misspelt name is never taken for another one.
 #[test]
 fn what_names_no_parameter_is_refused_before_anything_is_made() {
     let root = tempfile::tempdir().unwrap();
@@ -93,7 +93,7 @@ fn what_names_no_parameter_is_refused_before_anything_is_made() {
         assert!(error.to_string().contains(&expected), "{error}");
         assert!(!folder.exists());
     }
-    // Parameters of some configurations are changed in these, and empty in the others.
+    // These searches change parameters of some configurations, which are empty in the others.
     let search = whole().num_samples(4).scheduler(pbt(
         json!({"opt": {"momentum": {"uniform": [0.1, 0.9]}, "betas": [[0.5, 0.6], [0.9, 0.99]]}}),
     ));
@@ -146,7 +146,7 @@ fn config(value: Value) -> Config {
     serde_json::from_value(value).unwrap()
 }
 
-/// Returns the values that its trials tried, as floats.
+/// Returns the values of `clip` that the trials tried.
 fn clips(results: &Results) -> Vec<f64> {
     let trials = results.trials().iter();
     trials
