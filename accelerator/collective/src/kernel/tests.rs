@@ -32,7 +32,7 @@ proptest! {
     }
 }
 
-/// Lengths around the ends of blocks, and some blocks further.
+/// Generates lengths around the ends of blocks, and some blocks further.
 fn length() -> impl Strategy<Value = usize> {
     let blocks = select(&[0_usize, 8, 16, 32, 64, 128, 256][..]);
     (blocks, 0_usize..3, -2_isize..=2)
@@ -43,7 +43,7 @@ struct Case {
     op: ReduceOp,
     world: usize,
     len: usize,
-    /// Elements before the first one, so that blocks start anywhere in a vector.
+    /// The number of elements before the first one, so that blocks start anywhere in a vector.
     skip: usize,
     seed: u64,
 }
@@ -64,14 +64,14 @@ impl Case {
             .map(|index| T::reduce(op, values(index)).image())
             .collect();
         for level in SimdLevel::all() {
-            // Into all ranks' buffers at once.
+            // Folds into all ranks' buffers at once.
             let mut buffers = ranks.clone();
             let targets: Vec<*mut u8> = buffers
                 .iter_mut()
                 .map(|buffer| buffer[self.skip..].as_mut_ptr().cast())
                 .collect();
             let sources: Vec<_> = targets.iter().map(|target| target.cast_const()).collect();
-            // SAFETY: each buffer has `skip + len + 3` elements and is the test's own.
+            // SAFETY: each buffer has `skip + len + 3` elements and belongs to the test.
             unsafe { fold_by(level, T::DTYPE, op, &sources, &targets, len) };
             for (rank, buffer) in buffers.iter().enumerate() {
                 let (head, tail) = (self.skip, self.skip + len);
@@ -84,17 +84,17 @@ impl Case {
                 assert_eq!(images(&buffer[..head]), images(&ranks[rank][..head]));
                 assert_eq!(images(&buffer[tail..]), images(&ranks[rank][tail..]));
             }
-            // Into one that is no source.
+            // Folds into a buffer that is not a source.
             let mut out = ranks[0].clone();
             let target: *mut u8 = out[self.skip..].as_mut_ptr().cast();
             let sources: Vec<*const u8> = ranks
                 .iter()
                 .map(|rank| rank[self.skip..].as_ptr().cast())
                 .collect();
-            // SAFETY: as above; the sources are not written.
+            // SAFETY: as above, and the sources are not written.
             unsafe { fold_by(level, T::DTYPE, op, &sources, &[target], len) };
             assert_eq!(images(&out[self.skip..self.skip + len]), expected);
-            // Of slices, into that of one rank.
+            // Combines slices into that of one rank.
             for own in 0..world {
                 let range = self.skip..self.skip + len;
                 let mut out = ranks[own].clone();
@@ -166,14 +166,14 @@ fn images<T: Oracle>(values: &[T]) -> Vec<u64> {
     values.iter().map(|value| value.image()).collect()
 }
 
-/// One element at a time, as [`ReduceOp`] says.
+/// Reduces one element at a time, as [`ReduceOp`] specifies.
 trait Oracle: Element + Debug {
     fn reduce(op: ReduceOp, values: impl ExactSizeIterator<Item = Self>) -> Self;
 
-    /// The bits.
+    /// Returns the bits.
     fn image(self) -> u64;
 
-    /// Small numbers, whole patterns of bits, and what is special.
+    /// Draws small numbers, arbitrary bit patterns, and special values.
     fn draw(seed: &mut u64) -> Self;
 }
 
@@ -282,7 +282,7 @@ fn sums_follow_the_order_of_ranks() {
 
 #[test]
 fn halves_are_summed_in_f32_and_rounded_once() {
-    // In f16, 2048 + 1 + 1 stays 2048; in f32 it is 2050, which f16 can hold.
+    // In f16, 2048 + 1 + 1 stays 2048. In f32 it is 2050, which f16 can represent.
     let values = [2048.0, 1.0, 1.0].map(|x| [f16::from_f32(x)]);
     let ranks: Vec<&[f16]> = values.iter().map(|x| &x[..]).collect();
     assert_eq!(reduce(ReduceOp::Sum, &ranks, 1), [f16::from_f32(2050.0)]);
@@ -326,7 +326,7 @@ fn blocks_join_without_seams() {
     assert_eq!(reduce(ReduceOp::Min, &[&first, &second], 1), first);
 }
 
-/// The reduction of what the ranks hold, as rank `own` computes it.
+/// Returns the reduction of the ranks' values as rank `own` computes it.
 fn reduce<T: Element>(op: ReduceOp, ranks: &[&[T]], own: usize) -> Vec<T> {
     let others = ranks.iter().enumerate();
     let shares: Vec<Slice<'_>> = others

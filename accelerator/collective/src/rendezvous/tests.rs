@@ -1,4 +1,4 @@
-//! Failures before the ranks are connected, with ranks and stores that are played by hand.
+//! Failures before the ranks are connected, with ranks and stores that the test plays.
 
 use std::{
     net::{Shutdown, SocketAddr, TcpListener, TcpStream},
@@ -33,18 +33,18 @@ use crate::{
 
 const LIVENESS: Duration = Duration::from_secs(1);
 
-/// Longer than any failure should take, shorter than the connect timeout.
+/// A time longer than any failure should take and shorter than the connect timeout.
 const SOON: Duration = Duration::from_secs(15);
 
 fn options() -> GroupOptions {
-    // Ranks that are played by hand have no memory to share.
+    // Ranks that the test plays have no memory to share.
     GroupOptions::new()
         .with_transport(TransportKind::Tcp)
         .with_connect_timeout(Duration::from_secs(60))
         .with_liveness_timeout(LIVENESS)
 }
 
-/// A store with its reports.
+/// Returns a store and its reports.
 fn store(world_size: usize) -> (StoreServer, mpsc::Receiver<Report>) {
     let (sender, reports) = mpsc::channel();
     let options = StoreOptions::new(world_size).with_observer(move |report| {
@@ -59,7 +59,7 @@ fn at(address: SocketAddr) -> Rendezvous {
     Rendezvous::new("127.0.0.1", address.port()).with_store(StoreHost::Launcher)
 }
 
-/// Ranks that connect, each on a thread of its own.
+/// Ranks that connect on threads of their own.
 struct Ranks(mpsc::Receiver<(usize, Result<ProcessGroup>)>, usize);
 
 impl Ranks {
@@ -71,7 +71,7 @@ impl Ranks {
             let sender = sender.clone();
             thread::spawn(move || {
                 let outcome = ProcessGroup::connect(&launch, &options());
-                // The receiver is gone only where the test has failed already.
+                // The receiver is gone only if the test has failed already.
                 let _ = sender.send((rank, outcome));
             });
         }
@@ -91,11 +91,11 @@ impl Ranks {
     }
 }
 
-/// A rank that registers, gives heartbeats, and does nothing more.
+/// A rank that registers and sends heartbeats, and does nothing more.
 struct Odd {
     stream: TcpStream,
     beating: Arc<AtomicBool>,
-    /// A socket that listens, and whose connections nobody accepts.
+    /// A listening socket whose connections are never accepted.
     listener: TcpListener,
 }
 
@@ -147,18 +147,18 @@ impl Odd {
         });
     }
 
-    /// Gives no more heartbeats, as if it were stopped.
+    /// Stops the heartbeats, as if the rank were stopped.
     fn freeze(&self) {
         self.beating.store(false, Ordering::Relaxed);
     }
 
-    /// Ends its connection to the store, as if it were dead; its listener stays.
+    /// Ends the connection to the store, as if the rank were dead. Its listener stays.
     fn die(&self) {
         self.freeze();
         self.stream.shutdown(Shutdown::Both).unwrap();
     }
 
-    /// The next message that is no heartbeat.
+    /// Returns the next message that is not a heartbeat.
     fn hear(&self) -> Message {
         loop {
             let deadline = Instant::now() + SOON;
@@ -195,7 +195,7 @@ fn wait_for_rank(reports: &mpsc::Receiver<Report>, rank: usize) {
     );
 }
 
-/// The error names rank 2, which was played by hand, and a cause.
+/// Asserts that the error names rank 2, which the test plays, and a cause.
 fn assert_named(error: &Error, cause: &str) {
     assert!(error.is_peer_lost(), "{error}");
     assert_eq!(error.ranks(), [2], "{error}");
@@ -224,7 +224,7 @@ fn a_testimony_ends_the_wait_at_once() {
     assert_eq!(report.blamed, [2]);
     assert!(!report.is_self_reported());
     assert!(report.error().is_peer_lost());
-    // Whoever comes now hears it at once, too.
+    // A rank that comes now gets the error at once, too.
     let late = Ranks::start(&[3], 4, &at(server.local_addr())).errors();
     assert_named(&late[0], "SIGKILL");
 }
@@ -253,7 +253,7 @@ fn a_silent_rank_is_named_while_the_others_gather() {
     for error in ranks.errors() {
         assert_named(&error, "has been silent for 1");
     }
-    // It finds why when it wakes up.
+    // The rank learns why when it wakes up.
     let Message::Refused(refusal) = odd.hear() else {
         panic!("no refusal");
     };
@@ -262,7 +262,7 @@ fn a_silent_rank_is_named_while_the_others_gather() {
 
 #[test]
 fn a_dead_rank_is_named_between_table_and_mesh() {
-    // Rank 0 waits for rank 2 to call, rank 3 calls rank 2, which lets it wait.
+    // Rank 0 waits for a connection from rank 2, and rank 3 connects to rank 2, which does not answer.
     for witness in [
         None,
         Some("it ended with exit code 3; its last words: no data"),
@@ -326,7 +326,7 @@ fn a_rank_that_gives_up_is_heard_by_all() {
     assert!(report.is_self_reported());
 }
 
-/// A store that is killed: its sockets end without a said.
+/// The store is killed, so its sockets end without a message.
 #[test]
 fn a_store_that_is_gone_ends_the_wait() {
     for (host, lost) in [(StoreHost::Launcher, false), (StoreHost::Rank0, true)] {
@@ -379,7 +379,7 @@ fn connected_ranks_outlive_the_store() {
     });
 }
 
-/// A rank that is stopped takes nothing; the words for the others must not wait for it.
+/// A stopped rank reads nothing, and messages to the others must not wait for it.
 #[test]
 fn a_rank_that_reads_nothing_delays_nobody() {
     let (server, _reports) = store(3);
@@ -390,7 +390,7 @@ fn a_rank_that_reads_nothing_delays_nobody() {
     set_socket_recv_buffer_size(&stopped.stream, 4096).unwrap();
     assert_eq!(quick.table().ranks.len(), 3);
     odds.iter().for_each(|odd| odd.say(&Message::Connected));
-    // Far more than fits in the buffers of a connection.
+    // This is far more than the buffers of a connection hold.
     let text = |number: usize| format!("{number:0>1900}");
     let started = Instant::now();
     for number in 0..8000 {
@@ -404,9 +404,9 @@ fn a_rank_that_reads_nothing_delays_nobody() {
         }
         assert!(started.elapsed() < 4 * SOON, "after {number}");
     }
-    // With the small buffer the system would send the rest by its timers alone.
+    // With the small buffer, only the system's timers would send the rest.
     set_socket_recv_buffer_size(&stopped.stream, 1 << 20).unwrap();
-    // What it finds when it wakes up is whole and in order, until it was given up.
+    // The messages that it finds when it wakes up are complete and in order, until the store gave it up.
     stopped.freeze();
     assert_eq!(stopped.table().ranks.len(), 3);
     let mut number = 0;
@@ -420,7 +420,7 @@ fn a_rank_that_reads_nothing_delays_nobody() {
                 assert_eq!(heard, text(number));
                 number += 1;
             }
-            // On a machine that has much to do.
+            // Heartbeats are possible on a busy machine.
             Ok(Message::Heartbeat) => {}
             Ok(other) => panic!("unexpected {other:?}"),
             Err(ReadError::Closed | ReadError::Torn | ReadError::Io(_)) => break,
@@ -460,7 +460,7 @@ fn a_witness_is_asked_about_a_connected_rank() {
 fn nobody_who_waits_long_is_taken_for_lost() {
     let (server, reports) = store(3);
     let ranks = Ranks::start(&[0, 1], 3, &at(server.local_addr()));
-    // Three times the liveness, in which the store judges.
+    // The store judges for three times the liveness timeout.
     let quiet = reports.iter().take(2).count();
     assert_eq!(quiet, 2);
     let failed = reports.recv_timeout(3 * LIVENESS);
@@ -490,7 +490,7 @@ fn idle_connections_keep_nobody_out_of_a_rank() {
     let ranks = Ranks::start(&[0, 1], 3, &at(server.local_addr()));
     let odd = Odd::register(server.local_addr(), 2, 3);
     let table = odd.table();
-    // Rank 0 and rank 1 wait for rank 2, which sends strangers first.
+    // Ranks 0 and 1 wait for rank 2, which sends strangers first.
     let idle: Vec<TcpStream> = (0..400)
         .map(|index| TcpStream::connect(table.ranks[index % 2].address).unwrap())
         .collect();
@@ -567,7 +567,7 @@ fn loopback_stays_on_loopback() {
         let topology = Topology::new(0, 2).unwrap();
         let addresses = [SocketAddr::from(([127, 0, 0, 1], port))];
         let server = match rendezvous.serve(StorePlace::at(addresses), &topology, None) {
-            // Somebody else was faster.
+            // Another process has taken the port.
             Err(error) if error.is_address_in_use() && attempt < 5 => continue,
             other => other.unwrap(),
         };
@@ -584,7 +584,7 @@ fn loopback_stays_on_loopback() {
 #[test]
 #[cfg(target_os = "linux")]
 fn a_rank_listens_at_the_interface_that_is_named() {
-    // One in the network, where this machine has one.
+    // The interface is in the network if this machine has one there.
     let own = own_addresses()[0];
     let has_it = |name: &String| addresses_of(name).is_ok_and(|addresses| addresses.contains(&own));
     let name = all_names().into_iter().find(has_it).unwrap();

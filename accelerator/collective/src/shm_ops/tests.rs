@@ -10,7 +10,7 @@ fn run(world_size: usize, start: u32, body: impl Fn(&ProcessGroup) + Sync) {
     let ranks = ProcessGroup::threads(world_size, &GroupOptions::new()).unwrap();
     for group in &ranks {
         let counter = group.shm_peers().unwrap().own().counter();
-        // A count may not leap further than half its range.
+        // A count must not jump by more than half its range.
         for part in 1..=4 {
             counter.publish(start / 4 * part);
         }
@@ -23,7 +23,7 @@ fn run(world_size: usize, start: u32, body: impl Fn(&ProcessGroup) + Sync) {
     });
 }
 
-/// Some elements of a buffer of `f32`.
+/// Returns some elements of a buffer of `f32`.
 fn part(buffer: usize, elements: Range<usize>) -> BufferSlice {
     BufferSlice {
         buffer,
@@ -31,7 +31,7 @@ fn part(buffer: usize, elements: Range<usize>) -> BufferSlice {
     }
 }
 
-/// The ranks take turns, with ever longer ranges and gaps between them.
+/// Returns a layout in which the ranks take turns, with ever longer ranges and gaps between them.
 fn layout(len: usize, world_size: usize) -> Arc<ShardLayout> {
     let mut parts = vec![Vec::new(); world_size];
     let mut start = 0;
@@ -45,7 +45,7 @@ fn layout(len: usize, world_size: usize) -> Arc<ShardLayout> {
     Arc::new(ShardLayout::new(len, parts).unwrap())
 }
 
-/// Every operation, with lengths around those at which the way changes.
+/// Runs every operation, with lengths around those at which the algorithm changes.
 fn everything(group: &ProcessGroup) {
     let (rank, world_size) = (group.rank(), group.world_size());
     let ranks = (world_size * (world_size - 1) / 2) as f32;
@@ -144,7 +144,7 @@ fn steps_go_on_where_their_count_begins_anew() {
     }
 }
 
-/// A rank that fails in an operation may have others write to its buffer still.
+/// If a rank fails in an operation, others may still write to its buffer.
 #[test]
 fn a_buffer_that_others_may_write_to_is_given_up() {
     let ranks = ProcessGroup::threads(2, &GroupOptions::new()).unwrap();
@@ -169,7 +169,7 @@ fn a_buffer_that_others_may_write_to_is_given_up() {
     assert_ne!(buffer.bytes().as_ptr(), before, "the operation failed");
 }
 
-/// Ranks that mean other parts all learn of it, and nobody sees any.
+/// All ranks learn that they mean different parts, and none sees any.
 #[test]
 fn other_parts_are_a_mismatch_on_every_rank() {
     run(2, 0, |group| {

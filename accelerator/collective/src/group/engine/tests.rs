@@ -15,7 +15,7 @@ use crate::{
     },
 };
 
-/// A transport that notes what this rank, 0 of 2, sends to the other.
+/// A transport that records what this rank, 0 of 2, sends to the other.
 #[derive(Debug)]
 struct Notes {
     inbox: Arc<Inbox>,
@@ -30,7 +30,7 @@ impl Notes {
         }
     }
 
-    /// Delivers a chunk as the other rank sends it.
+    /// Delivers a chunk as if the other rank had sent it.
     fn arrive(
         &self,
         phase: OpPhase,
@@ -84,8 +84,8 @@ impl ControlPlane for Notes {
     }
 }
 
-/// A rank that keeps nothing awaits nothing that it needs, and no results come back: it must not
-/// fill the queue of the other all the same.
+/// A rank that keeps nothing waits for no data, and no results come back. It must still not fill the other rank's
+/// queue.
 #[test]
 fn a_rank_sends_no_more_ahead_than_the_other_has_shown_to_have_taken() {
     let rounds = 40;
@@ -93,7 +93,7 @@ fn a_rank_sends_no_more_ahead_than_the_other_has_shown_to_have_taken() {
     let mut buffer = Buffer::zeroed(DType::U8, len);
     let parts = vec![Vec::new(), vec![0..CHUNK - 1, 2 * CHUNK - 1..len]];
     let shards = Arc::new(ShardLayout::new(len, parts).unwrap());
-    // The gap is as long as a chunk; the first chunk lies on both headers of it.
+    // The gap is as long as a chunk, and the first chunk spans both of its ends.
     let rounds = rounds - 1;
     let fingerprint =
         CollectiveFingerprint::new(OpKind::ReduceScatterBuffer, CallSite::new("here.rs", 1))

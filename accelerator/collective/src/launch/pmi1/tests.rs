@@ -19,7 +19,7 @@ struct Shared {
     value: Mutex<Option<String>>,
 }
 
-/// Hydra's answers.
+/// Gives Hydra's answers.
 fn hydra(line: &str, shared: &Shared) -> Option<String> {
     let answer = Answer::parse(line);
     Some(match answer.command() {
@@ -46,7 +46,7 @@ fn hydra(line: &str, shared: &Shared) -> Option<String> {
     })
 }
 
-/// Serves one rank until it leaves; returns its commands.
+/// Serves one rank until it leaves, and returns its commands.
 fn serve(stream: UnixStream, answers: Answers, shared: &Shared) -> Vec<String> {
     let mut commands = Vec::new();
     let mut writer = stream.try_clone().unwrap();
@@ -54,7 +54,7 @@ fn serve(stream: UnixStream, answers: Answers, shared: &Shared) -> Vec<String> {
         let Ok(line) = line else { break };
         commands.push(Answer::parse(&line).command().to_owned());
         if let Some(answer) = answers(&line, shared) {
-            // In two pieces, as a socket may deliver it.
+            // The answer comes in two pieces, as a socket may deliver it.
             let (first, rest) = answer.split_at(answer.len() / 2);
             let sent = writer
                 .write_all(first.as_bytes())
@@ -71,7 +71,7 @@ fn serve(stream: UnixStream, answers: Answers, shared: &Shared) -> Vec<String> {
     commands
 }
 
-/// Returns what each rank gets of rank 0's line, and the commands of each.
+/// Returns what each rank gets of rank 0's line, and each rank's commands.
 fn exchange(
     ranks: usize,
     own: Option<&str>,

@@ -1,10 +1,10 @@
-//! Agents' places, from the variables of engines.
+//! Places of agents, read from the variables of engines.
 
 use std::fmt;
 
 use super::{programs::of, *};
 
-/// `1/2 x 4 at head:1 by engine`; `?` is what an engine does not tell.
+/// Formats a launch as `1/2 x 4 at head:1 by engine`, with `?` for what an engine does not tell.
 fn shown(text: &str) -> String {
     let launch = AgentLaunch::from_vars(of(text)).unwrap_or_else(|error| panic!("{text}: {error}"));
     let Some(launch) = launch else {
@@ -64,7 +64,7 @@ fn engines_tell_agents_their_place() {
             "SM_HOSTS=[\"algo-1\"] SM_CURRENT_HOST=algo-1 SM_NUM_GPUS=0",
             "0/1 x auto at algo-1 by SageMaker",
         ),
-        // The body of a batch script, and a rank of another launcher.
+        // The first is the body of a batch script, and the second a rank of another launcher.
         ("SLURM_JOB_ID=7 SLURM_PROCID=0 SLURM_NTASKS=4", "nothing"),
         ("PET_NNODES=2 RANK=1 WORLD_SIZE=2 LOCAL_RANK=0", "nothing"),
         (

@@ -1,4 +1,4 @@
-//! Launches that are read from variables.
+//! Launches read from variables.
 
 mod agents;
 mod programs;

@@ -1,8 +1,8 @@
-//! Programs' places, from the variables of launchers.
+//! Places of programs, read from the variables of launchers.
 
 use super::*;
 
-/// `A=1 B=2` as variables.
+/// Parses text such as `A=1 B=2` into variables.
 pub(super) fn of(text: &str) -> impl Fn(&str) -> Option<String> {
     let words = text.split_whitespace();
     let vars: Vec<_> = words.map(|word| word.split_once('=').unwrap()).collect();
@@ -12,7 +12,7 @@ pub(super) fn of(text: &str) -> impl Fn(&str) -> Option<String> {
     }
 }
 
-/// `5/8 1/4 torchrun`: rank, local rank and launcher; `?` is what the ranks find out.
+/// Formats rank, local rank and launcher as `5/8 1/4 torchrun`, with `?` for what the ranks find out.
 fn place(launch: &Launch) -> String {
     let topology = &launch.topology;
     let local = match topology.is_local_known() {
@@ -56,7 +56,7 @@ pub(super) fn address(launch: &Launch) -> String {
     launch.rendezvous.as_ref().unwrap().to_string()
 }
 
-/// Eight ranks that know their hosts only.
+/// Returns the registrations of eight ranks that know only their hosts.
 fn on_hosts(hosts: [&str; 8]) -> Vec<Registration> {
     let rank = |(rank, host): (usize, &str)| Registration {
         rank,
@@ -79,7 +79,7 @@ pub(super) const AT: &str = "MASTER_ADDR=h MASTER_PORT=29500";
 const OPEN_MPI: &str = "OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=1 \
                         OMPI_COMM_WORLD_LOCAL_SIZE=2 OMPI_COMM_WORLD_NODE_RANK=1";
 
-/// A task of a step of Slurm's: hosts, tasks, tasks per node, and this one.
+/// Returns the variables of a task in a Slurm step: hosts, tasks, tasks per node, and this task's place.
 pub(super) fn step(
     hosts: &str,
     tasks: usize,
@@ -98,7 +98,7 @@ fn torchruns_workers_are_told_their_place() {
     let slurm = "SLURM_STEP_ID=0 SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=2";
     let launch = tells(&format!("{TORCHRUN} {slurm}"), "5/8 1/4 torchrun");
     assert_eq!(noticed(&launch), ["SLURM_PROCID"]);
-    // Of MPI's place, torchrun's agent knows what to think.
+    // The agent of torchrun has the last word about MPI's place.
     let launch = tells(&format!("{TORCHRUN} {OPEN_MPI}"), "5/8 1/4 torchrun");
     assert_eq!(noticed(&launch), ["OMPI_COMM_WORLD_RANK"]);
     let ours = "RANK=0 WORLD_SIZE=1 ACCEL_STORE=launcher PMI_RANK=1 PMI_SIZE=2";
@@ -117,7 +117,7 @@ fn a_local_rank_without_the_size_is_found_out() {
     let met = launch.met(&on_hosts(["a", "a", "a", "a", "a", "b", "b", "b"]));
     let error = met.unwrap_err();
     assert!(error.to_string().contains("its local rank is 1"), "{error}");
-    // All ranks on one host: the local rank is the rank.
+    // If all ranks are on one host, the local rank is the rank.
     let near = "MASTER_ADDR=127.0.0.1 MASTER_PORT=29500";
     tells(
         &format!("RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 {near}"),
@@ -145,7 +145,7 @@ fn a_bare_rank_that_contradicts_mpi_is_an_error() {
         "1/4 ? RANK and WORLD_SIZE",
     );
     assert_eq!(noticed(&launch), ["OMPI_COMM_WORLD_RANK"]);
-    // A step of Slurm's is where somebody may start ranks of his own.
+    // A user may start ranks of their own in a Slurm step.
     tells(
         "RANK=0 WORLD_SIZE=1 SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=2",
         "0/1 0/1 RANK and WORLD_SIZE",
@@ -164,7 +164,7 @@ fn processes_of_mpi_are_told_their_place() {
     assert_eq!(launch.exchange.as_ref().unwrap().wire.name(), "PMIx");
     let settings = launch.settings().iter();
     assert!(settings.clone().any(|x| x.value.contains("through PMIx")));
-    // Ranks that take turns over the hosts.
+    // The ranks alternate between the hosts.
     let by_node = OPEN_MPI.replace("WORLD_RANK=3", "WORLD_RANK=2");
     tells(&format!("{by_node} {pmix}"), "2/4 1/2 Open MPI");
     refuses(
@@ -190,7 +190,7 @@ fn processes_of_mpi_are_told_their_place() {
     let hydra = "PMI_RANK=1 PMI_SIZE=4 PMI_FD=6 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2";
     let launch = tells(hydra, "1/4 1/2 PMI");
     assert_eq!(launch.exchange.as_ref().unwrap().wire.name(), "PMI");
-    // `srun --mpi=pmi2` tells no local rank.
+    // `srun --mpi=pmi2` gives no local rank.
     let launch = tells(
         &format!(
             "{} PMI_RANK=1 PMI_SIZE=2 PMI_FD=9",
@@ -227,7 +227,7 @@ fn ranks_of_open_mpi_on_one_host_meet_without_asking() {
     let four = "PMIX_NAMESPACE=2861105153 OMPI_MCA_ess_base_jobid=2861105153 OMPI_MCA_orte_hnp_uri=7.0;tcp://a:1";
     assert_eq!(at(four), at(four));
     assert_eq!(at(four).1, "ompi-2861105153");
-    // Another `mpirun`, which had the same process id on another day.
+    // Another `mpirun` had the same process id on another day.
     assert_ne!(at(four).0, at(&four.replace("a:1", "a:2")).0);
     assert_eq!(
         at("PMIX_NAMESPACE=prterun-n0-7@1 MASTER_PORT=21999").0,
@@ -245,7 +245,7 @@ fn pods_are_no_ranks_where_an_agent_was_to_start_several() {
     let one_each = "RANK=1 WORLD_SIZE=2 PET_NNODES=2 PET_NPROC_PER_NODE=auto PET_NODE_RANK=1";
     let launch = tells(&format!("{one_each} {AT}"), "1/2 0/1 RANK and WORLD_SIZE");
     assert_eq!(noticed(&launch), ["PET_NNODES"]);
-    // What an agent has started has a local rank.
+    // A process that an agent started has a local rank.
     tells(
         &format!("{pods} LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 {AT}"),
         "1/8 0/1 RANK and WORLD_SIZE",
@@ -274,7 +274,7 @@ fn the_master_pod_of_an_old_operator_is_reached_by_others() {
     let pod = "KUBERNETES_SERVICE_HOST=10.0.0.1";
     let launch = tells(&format!("{master} {pod}"), "0/2 ? RANK and WORLD_SIZE");
     assert!(launch.rendezvous.unwrap().is_in_network());
-    // Anywhere else it is a job of one host.
+    // Anywhere else, this is a job on one host.
     let launch = tells(master, "0/2 0/2 RANK and WORLD_SIZE");
     assert!(!launch.rendezvous.unwrap().is_in_network());
 }
@@ -299,7 +299,7 @@ fn a_launcher_is_refused_where_another_has_started_several() {
     }
     for text in [
         "",
-        // The body of a batch script.
+        // The body of a batch script may start a launcher.
         "SLURM_JOB_ID=7 SLURM_PROCID=0 SLURM_NTASKS=4 SLURM_NNODES=2",
         "OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=1 SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=2",
     ] {

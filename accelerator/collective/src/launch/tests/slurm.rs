@@ -1,4 +1,4 @@
-//! Programs' places, from Slurm's variables.
+//! Places of programs, read from Slurm's variables.
 
 use super::programs::{AT, address, noticed, refuses, step, tells};
 
@@ -31,7 +31,7 @@ fn tasks_of_slurms_steps_are_told_their_place() {
     let launch = tells(&told, "1/2 1/2 Slurm");
     assert_eq!(address(&launch), "x:4000");
     assert_eq!(launch.rendezvous.unwrap().job, "mine");
-    // PMIx serves Slurm, which tells the place.
+    // PMIx serves Slurm, which gives the place.
     tells(
         &format!("{one_host} PMIX_NAMESPACE=slurm.7.0 PMIX_RANK=1"),
         "1/2 1/2 Slurm",

@@ -30,7 +30,7 @@ fn come(connection: Connection, rank: usize, world_size: usize) -> StoreInput {
     }
 }
 
-/// A process that is none of the job's, and takes itself for one of its ranks.
+/// Returns the registration of a process outside the job that claims to be one of its ranks.
 fn other_process(connection: Connection, rank: usize, world_size: usize) -> StoreInput {
     StoreInput::Registered {
         connection,
@@ -52,7 +52,7 @@ fn exit_notice(rank: usize, text: &str) -> StoreInput {
     }
 }
 
-/// The connections that are refused, with the errors.
+/// Returns the refused connections with their errors.
 fn refusals(actions: &[StoreAction]) -> Vec<(Connection, Error)> {
     let refusals = actions.iter().filter_map(|action| match action {
         StoreAction::Refuse { connection, error } => Some((*connection, error.clone())),
@@ -62,7 +62,7 @@ fn refusals(actions: &[StoreAction]) -> Vec<(Connection, Error)> {
     refusals.collect()
 }
 
-/// All are refused with one text, which is given.
+/// Asserts that these connections are refused with the same text, and returns the error.
 fn refusal(actions: &[StoreAction], expected: &[Connection]) -> Error {
     let refusals = refusals(actions);
     let connections: Vec<Connection> = refusals.iter().map(|(x, _)| *x).collect();
@@ -97,7 +97,7 @@ fn exit_notices(actions: &[StoreAction]) -> Vec<(&[Connection], usize, &str, Sev
     exit_notices.collect()
 }
 
-/// Ranks 0 to `world_size` on the connections 10, 11, and so on; the table is complete.
+/// Returns a state whose ranks have met, on the connections 10, 11 and so on.
 fn met(world_size: usize, now: Instant) -> StoreState {
     let mut state = StoreState::new(world_size);
     for rank in 0..world_size {
@@ -166,11 +166,11 @@ fn a_process_that_joins_again_is_told_that_it_is_in_already() {
         assert!(text.contains("clone it"), "{text}");
         assert!(!text.contains("old process"), "{text}");
     };
-    // While the others are waited for, which ends the meeting: the two would share a place.
+    // If others are still missing, this ends the meeting, since the two would share a place.
     let mut state = StoreState::new(2);
     state.step(come(10, 0, 2), now);
     told(&refusal(&state.step(come(11, 0, 2), now), &[11, 10]));
-    // While the ranks are together, and after they have left.
+    // The answer is the same while the ranks are together and after they have left.
     let mut state = StoreState::new(2);
     state.step(come(10, 0, 2), now);
     state.step(come(11, 1, 2), now);
@@ -209,7 +209,7 @@ fn ranks_that_are_asked_for_different_transports_are_told_at_once() {
         text.contains("rank 1 (process 101 on here) auto; ACCEL_TRANSPORT"),
         "{text}"
     );
-    // Who comes later is told the same.
+    // A rank that comes later gets the same error.
     let late = refusal(&state.step(come(13, 2, TransportKind::Tcp), now), &[13]);
     assert_eq!(late.to_string(), text);
 }
@@ -349,7 +349,7 @@ fn a_silent_rank_is_lost_and_a_beating_one_is_not() {
         assert!(refusals(&actions).is_empty());
     }
     let actions = state.step(StoreInput::Tick, start + LIVENESS);
-    // The silent rank finds it when it wakes up.
+    // The silent rank finds the refusal when it wakes up.
     let error = refusal(&actions, &[1, 2]);
     assert!(error.is_peer_lost());
     assert_eq!(error.ranks(), [2]);
@@ -392,7 +392,7 @@ fn the_shortest_liveness_timeout_bounds_the_silence() {
         };
         state.step(event, start);
     }
-    // The rank with the short timeout sends heartbeats often, the other one four times a second.
+    // The rank with the short timeout sends heartbeats often, and the other one four times a second.
     let soon = start + Duration::from_millis(200);
     let error = refusal(&state.step(StoreInput::Tick, soon), &[1, 2]);
     assert_eq!(error.ranks(), [1]);
@@ -438,7 +438,7 @@ fn a_testimony_ends_the_wait_of_everybody() {
         assert_eq!(error.to_string(), expected);
         let late = refusal(&state.step(come(3, 1, 4), now), &[3]);
         assert_eq!(late.to_string(), expected);
-        // A rank that is none changes nothing.
+        // A notice about an unknown rank changes nothing.
         assert!(state.step(exit_notice(9, text), now).is_empty());
     }
 }
@@ -466,14 +466,14 @@ fn whoever_dies_between_table_and_mesh_is_named_to_all() {
     assert_eq!(connections, [10, 11, 13]);
     assert!(text.contains("its connection to the store ended"));
 
-    // The launcher knows better, and sooner.
+    // The launcher knows the cause, and sooner.
     let mut state = met(4, now);
     state.step(StoreInput::Gone { connection: 12 }, now);
     let actions = state.step(exit_notice(2, "it was killed by SIGKILL"), now);
     let error = refusal(&actions, &[10, 11, 13]);
     assert!(error.to_string().contains("was killed by SIGKILL"));
 
-    // A rank that is connected dies: those that are not yet will have to know.
+    // A connected rank dies, which those that are not connected yet need to know.
     let mut state = met(3, now);
     state.step(say(1, RankMessage::Connected), now);
     let actions = state.step(exit_notice(1, "it was killed by SIGKILL"), now);
@@ -486,7 +486,7 @@ fn whoever_dies_between_table_and_mesh_is_named_to_all() {
     let error = refusal(&state.step(StoreInput::Tick, now + LIVENESS), &[10, 11]);
     assert_eq!(error.ranks(), [1]);
 
-    // Who is connected is nobody's business any more.
+    // The store no longer judges ranks that are connected.
     let mut state = met(3, now);
     state.step(say(1, RankMessage::Connected), now);
     state.step(StoreInput::Gone { connection: 11 }, now);
@@ -501,7 +501,7 @@ fn a_testimony_does_not_overtake_the_last_words() {
     let exit = "it ended with exit code 1";
     let blame = |rank| Error::about(Kind::Rendezvous, vec![rank], "cannot connect to rank 1");
 
-    // The launcher says that rank 2 ended before its thread has read why.
+    // The launcher reports the end of rank 2 before rank 2's reason has been read.
     let mut state = met(3, now);
     assert!(state.step(exit_notice(2, exit), now).is_empty());
     let actions = state.step(say(2, RankMessage::ReportFailure(blame(1))), now);
@@ -512,7 +512,7 @@ fn a_testimony_does_not_overtake_the_last_words() {
     state.step(StoreInput::Gone { connection: 12 }, now);
     assert!(state.step(StoreInput::Tick, now + LIVENESS).is_empty());
 
-    // It had nothing to say: the end of its line tells, or the clock.
+    // Rank 2 had no reason to give. The end of its connection shows so, or the clock.
     for gone in [true, false] {
         let mut state = met(3, now);
         state.step(exit_notice(2, exit), now);
@@ -529,7 +529,7 @@ fn a_testimony_does_not_overtake_the_last_words() {
         assert!(error.to_string().contains("exit code 1"), "{error}");
     }
 
-    // It is connected after all, or the store closes.
+    // Rank 2 is connected after all, or the store closes.
     let mut state = met(3, now);
     state.step(exit_notice(2, exit), now);
     let actions = state.step(say(2, RankMessage::Connected), now);
@@ -601,7 +601,7 @@ fn a_witness_is_heard_while_the_group_lives() {
     );
     assert_eq!(exit_notices(&actions), [expected]);
 
-    // Who has left in good order cannot be lost by ending.
+    // The end of a rank that has left in good order is no loss.
     let actions = state.step(say(2, RankMessage::Leave), now);
     assert!(matches!(
         &actions[..],
@@ -669,7 +669,7 @@ fn closing_is_a_failure_for_those_who_still_wait() {
     assert!(error.is_peer_lost());
     assert_eq!(error.ranks(), [0]);
 
-    // Rank 0 is connected and leaves; the others need it no more.
+    // Rank 0 is connected and leaves, and the others do not need it any more.
     let mut state = met(3, now);
     state.step(say(0, RankMessage::Connected), now);
     let actions = state.step(StoreInput::Closing { host: Some(0) }, now);
@@ -707,14 +707,14 @@ fn any_move() -> impl Strategy<Value = Move> {
 }
 
 proptest! {
-    /// Every connection gets at most one table and at most one refusal; a table goes to all
-    /// ranks, each once, and never after a failure; whoever waits is told of a failure; nobody
-    /// who has gone is spoken to; a loss is judged at a tick only; what is due is done.
+    /// Every connection gets at most one table and at most one refusal. A table goes to every rank once and never after
+    /// a failure. Every waiting rank learns of a failure, and no message goes to a rank that has gone. Losses are
+    /// judged only at ticks, and a tick leaves nothing due.
     #[test]
     fn everyone_gets_an_answer(moves in proptest::collection::vec(any_move(), 0..60)) {
         let mut now = Instant::now();
         let mut state = StoreState::new(4);
-        // Who is there, and as which rank.
+        // The ranks of the connections that are present.
         let mut present: HashMap<Connection, usize> = HashMap::new();
         let mut refused: HashSet<Connection> = HashSet::new();
         let mut welcomed: HashSet<Connection> = HashSet::new();
@@ -795,7 +795,7 @@ proptest! {
                 }
             }
             if after && !before {
-                // All that wait know it; those who are connected, and who told it, do not.
+                // All waiting ranks get the failure, except for the one that reported it.
                 for connection in present.keys() {
                     let waits = state.ranks.values().any(|x| {
                         x.connection == Some(*connection) && x.stage == JoinStage::Waiting

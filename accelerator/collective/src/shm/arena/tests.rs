@@ -46,7 +46,7 @@ fn another_mapping_sees_the_same() {
     let mut region = Region::new(&own, 1000).unwrap();
     region.bytes_mut()[..3].copy_from_slice(&[1, 2, 3]);
     let place = other.buffer(region.offset() as u64, 3).unwrap();
-    // SAFETY: nobody writes to it while it is read.
+    // SAFETY: the bytes are not written while they are read.
     assert_eq!(unsafe { place.bytes() }, [1, 2, 3]);
     assert!(Region::new(&Arc::new(other), 10).is_none(), "not its own");
     let file = tempfile::tempfile().unwrap();

@@ -28,7 +28,7 @@ fn who_waits_gives_up_after_the_slice() {
         assert!(began.elapsed() >= Duration::from_millis(20));
         assert!(!counter.wait(1, spin, Duration::ZERO));
     }
-    // The bit that it left behind is no count, and goes with the next one.
+    // The bit that the waiter left does not count, and the next publish clears it.
     assert!(!counter.reached(1));
     counter.publish(1);
     assert!(counter.wait(1, Spin::NONE, Duration::ZERO));

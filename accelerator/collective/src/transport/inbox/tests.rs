@@ -32,12 +32,12 @@ fn who_is_blamed_is_gone_and_who_blames_is_not() {
     assert!(inbox.gone().is_empty());
     inbox.aborted(1, abort(2));
     assert_eq!(inbox.gone(), [2]);
-    // This rank, 0, is blamed, and an error may name a rank that is none.
+    // Blame of this rank, 0, counts, and blame of an unknown rank does not.
     inbox.aborted(1, abort(0));
     inbox.aborted(1, abort(9));
     inbox.aborted(3, abort(3));
     assert_eq!(inbox.gone(), [0, 2, 3]);
-    // Its connection ends after its last word.
+    // The connection of rank 1 ends after its final message.
     inbox.lost(1, "its connection ended", Certainty::Guessed);
     assert_eq!(inbox.gone(), [0, 2, 3]);
     assert_eq!(inbox.wait_for_final_messages(0, Duration::ZERO), [2, 4]);
@@ -91,7 +91,7 @@ fn who_waits_for_another_is_not_the_one_that_is_missing() {
     assert_eq!(roots(&[1, 2, 4]), [3, 4]);
     inbox.note_waiting(2, None);
     assert_eq!(roots(&[1]), [2]);
-    // A circle, one through this rank, and a rank that is none.
+    // A cycle, a chain through this rank, and an unknown rank end the search.
     inbox.note_waiting(2, Some(1));
     inbox.note_waiting(4, Some(0));
     inbox.note_waiting(3, Some(9));
@@ -99,7 +99,7 @@ fn who_waits_for_another_is_not_the_one_that_is_missing() {
     assert_eq!(roots(&[3]), [3]);
 }
 
-/// A rank that got what it waited for says so only with its next heartbeat.
+/// A rank that got its data says so only in its next heartbeat.
 #[test]
 fn for_whom_a_rank_waited_before_does_not_count() {
     let inbox = Inbox::new(3);
@@ -138,9 +138,9 @@ fn each_operation_finds_its_own_parts() {
     assert_eq!(poll(6, OpPosition::Later), Some((6, 0)));
     assert_eq!(poll(7, OpPosition::Later), None);
     assert_eq!(poll(5, OpPosition::First), Some((5, 1)));
-    // The peer is done with 5, or it would not have begun 9.
+    // The peer has finished 5, or it would not have begun 9.
     assert_eq!(poll(5, OpPosition::First), Some((9, 0)));
-    // One of an operation that is over.
+    // A chunk of a finished operation is left.
     assert_eq!(poll(7, OpPosition::Later), None);
     assert_eq!(poll(7, OpPosition::First), Some((6, 1)));
     assert_eq!(poll(7, OpPosition::First), None);

@@ -1,4 +1,4 @@
-//! Peers that die, lie or fall silent. The odd rank is played by hand, with bare connections.
+//! Peers that die, lie or fall silent. The test plays the odd rank with bare connections.
 
 use std::{
     io::{Read, Write},
@@ -26,9 +26,8 @@ use crate::{
 mod silence;
 mod waiting;
 
-/// Lets `honest` run on all ranks but the last, and `odd` with the connections of that one.
-/// The odd one begins when all groups stand. Gives what the honest ones returned, in rank order;
-/// within a minute.
+/// Runs `honest` on all ranks but the last, and `odd` with that one's connections once all groups are connected.
+/// Returns the results of the honest ranks in rank order, and fails after a minute.
 fn run<R: Send + 'static>(
     world_size: usize,
     options: &GroupOptions,
@@ -38,7 +37,7 @@ fn run<R: Send + 'static>(
     run_with_witness(world_size, options, honest, |streams, _| odd(streams))
 }
 
-/// The same, where the odd rank can let the store report its exit.
+/// Like [`run`], but the odd rank can make the store report its exit.
 fn run_with_witness<R: Send + 'static>(
     world_size: usize,
     options: &GroupOptions,
@@ -58,7 +57,7 @@ fn run_with_witness<R: Send + 'static>(
         thread::spawn(move || {
             let group = ProcessGroup::connect(&launch, &options).unwrap();
             gate.wait();
-            // The receiver is gone only where the test has failed already.
+            // The receiver is gone only if the test has failed already.
             let _ = sender.send((rank, honest(group)));
         });
     }
@@ -96,7 +95,7 @@ fn long_timeouts() -> GroupOptions {
         .with_transport(TransportKind::Tcp)
 }
 
-/// A liveness deadline of a second.
+/// Returns options with a liveness timeout of a second.
 fn short_liveness_timeout() -> GroupOptions {
     long_timeouts().with_liveness_timeout(Duration::from_secs(1))
 }
@@ -108,8 +107,7 @@ fn show_life(streams: &mut [TcpStream]) {
     }
 }
 
-/// Reads frames until that many operations have begun, and gives the headers with what
-/// follows their heads.
+/// Reads frames until `count` operations have begun, and returns the headers and their bodies.
 fn read_headers(stream: &mut TcpStream, count: u64) -> Vec<(Head, Vec<u8>)> {
     let mut frames = Vec::new();
     while (frames.len() as u64) < count {
@@ -124,7 +122,7 @@ fn read_headers(stream: &mut TcpStream, count: u64) -> Vec<(Head, Vec<u8>)> {
     frames
 }
 
-/// Reads frames until an abort, or the end.
+/// Reads frames until an abort, which it returns.
 fn final_message(stream: &mut TcpStream) -> Abort {
     loop {
         let head = Head::read(stream).unwrap();
@@ -138,7 +136,7 @@ fn final_message(stream: &mut TcpStream) -> Abort {
     }
 }
 
-/// Rank 0 of two, whose pulse the test is, and the bare connection of rank 1.
+/// Connects rank 0 of two, whose heartbeats the test drives, and returns the bare connection of rank 1 too.
 fn pair() -> (Tcp, TcpStream) {
     let mut meetings = meetings(1);
     let (second, first) = (meetings.pop().unwrap(), meetings.pop().unwrap());
@@ -151,7 +149,7 @@ fn pair() -> (Tcp, TcpStream) {
     (tcp, other.join().unwrap())
 }
 
-/// The meetings of two ranks that have met.
+/// Returns the meetings of two ranks that have met.
 fn meetings(job: u8) -> Vec<Meeting> {
     let listeners = [0, 1].map(|_| TcpListener::bind(("127.0.0.1", 0)).unwrap());
     let addresses = [0, 1].map(|rank: usize| listeners[rank].local_addr().unwrap());
@@ -199,7 +197,7 @@ fn a_death_before_the_operation_is_named_by_all() {
 #[test]
 fn a_death_in_the_operation_is_named_by_all() {
     let errors = run(3, &long_timeouts(), reduce(3_000_000), |mut streams| {
-        // Takes a part of what comes, says nothing, dies.
+        // The odd rank reads a part of the data, sends nothing, and dies.
         for stream in &mut streams {
             stream.read_exact(&mut [0; 1000]).unwrap();
         }
@@ -230,7 +228,7 @@ fn a_death_is_named_though_a_living_rank_is_late() {
             }
             let started = Instant::now();
             let error = reduce(10)(group);
-            // Far below the progress timeout.
+            // The time is far below the progress timeout.
             assert!(started.elapsed() < Duration::from_secs(30));
             error
         },
@@ -252,7 +250,7 @@ fn a_survivor_that_is_late_is_not_lost() {
                 return group.lost();
             }
             assert!(group.barrier().unwrap_err().is_peer_lost());
-            // Until this rank reads no more from the other.
+            // By then, this rank has stopped reading from the other one.
             thread::sleep(Duration::from_secs(3));
             let lost = group.lost();
             let _ = done.send(());
@@ -265,7 +263,7 @@ fn a_survivor_that_is_late_is_not_lost() {
 
 #[test]
 fn a_rank_that_was_silent_when_another_died_is_lost() {
-    // A rank that lives sends a heartbeat every quarter of it, which a loaded machine may delay as long again.
+    // A live rank sends a heartbeat every quarter of it, which a busy machine may delay by as much again.
     let options = long_timeouts().with_liveness_timeout(Duration::from_secs(10));
     let (keep, kept) = mpsc::channel();
     let lost = run(
@@ -273,7 +271,7 @@ fn a_rank_that_was_silent_when_another_died_is_lost() {
         &options,
         |group| {
             if group.rank() == 2 {
-                // Longer than half the deadline, and not long enough for a judgement.
+                // The delay exceeds half the timeout, and is too short for a judgement.
                 thread::sleep(Duration::from_secs(6));
                 group.abort("its host is gone");
             }
@@ -316,7 +314,7 @@ fn a_death_ends_started_operations() {
 fn a_rank_that_takes_nothing_is_named_in_time() {
     let options = long_timeouts().with_progress_timeout(Duration::from_secs(1));
     let (release, held) = mpsc::channel::<()>();
-    // More than the sockets hold, so that the sender stalls.
+    // The data exceeds what the sockets hold, so the sender stalls.
     let errors = run(
         2,
         &options,
@@ -333,7 +331,7 @@ fn a_rank_that_takes_nothing_is_named_in_time() {
             let head = Head::new(FrameKind::Header, 0, 0, &bytes[..len], &[]);
             declared.write_all(&head.encode()).unwrap();
             declared.write_all(&bytes[..len]).unwrap();
-            // Until the test is over.
+            // The rank waits for the end of the test.
             let _ = held.recv();
         },
     );
@@ -377,8 +375,7 @@ fn bytes_that_are_no_frame_are_told() {
     }
 }
 
-/// The odd rank answers nothing before it has heard of all three operations, and then the last
-/// one first.
+/// The odd rank answers nothing before it knows of all three operations, and then answers the last one first.
 #[test]
 fn started_operations_are_under_way_together() {
     let sums = run(
@@ -404,15 +401,14 @@ fn started_operations_are_under_way_together() {
                 streams[0].write_all(&head.encode()).unwrap();
                 streams[0].write_all(&body).unwrap();
             }
-            // Until the other one leaves.
+            // The rank waits until the other one leaves.
             let _ = streams[0].read_to_end(&mut Vec::new());
         },
     );
     assert_eq!(sums, [[0.0, 2.0, 4.0]]);
 }
 
-/// An error ends the operations that are under way in their order: what is done before it stays
-/// done.
+/// An error ends the running operations in order. An operation that is done before it stays done.
 #[test]
 fn what_comes_before_an_error_is_done() {
     let outcomes = run(
@@ -429,7 +425,7 @@ fn what_comes_before_an_error_is_done() {
         },
         |mut streams| {
             let frames = read_headers(&mut streams[0], 3);
-            // The second one is never answered; the third one is wrong, and heard of at once.
+            // The second operation is never answered. The third answer is wrong, which the rank notices at once.
             let mut wrong = frames[2].0;
             wrong.payload = 0;
             wrong.checksum =
@@ -466,7 +462,7 @@ fn frames_out_of_order_are_told() {
     assert!(errors[0].is_protocol(), "{}", errors[0]);
 }
 
-/// Strangers at the door of a rank neither get in nor keep the others out.
+/// Strangers that connect to a rank neither get in nor keep the others out.
 #[test]
 fn strangers_do_not_disturb_the_mesh() {
     let mut own = meetings(1);

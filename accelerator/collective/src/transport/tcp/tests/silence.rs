@@ -1,4 +1,4 @@
-//! Peers that fall silent, and those who judge them.
+//! Silent peers, and the ranks that judge them.
 
 use std::{
     io::Write,
@@ -20,8 +20,7 @@ use crate::{
     wire::frame::{FrameKind, Head},
 };
 
-/// The odd rank shows life once, and says nothing more; every operation says so in time, and
-/// names no rank that shows life.
+/// The odd rank shows life once and then is silent. Every operation reports it in time, and names no live rank.
 #[test]
 fn silence_is_named_in_every_operation() {
     type RankBody = fn(&ProcessGroup) -> Result<()>;
@@ -79,7 +78,7 @@ fn silence_is_named_in_every_operation() {
     });
 }
 
-/// The silence is noted while nobody calls anything, so the next call need not wait for it.
+/// The silence is noticed while no operation runs, so the next call need not wait for it.
 #[test]
 fn silence_between_operations_is_noted() {
     let (release, held) = mpsc::channel::<()>();
@@ -92,7 +91,7 @@ fn silence_between_operations_is_noted() {
         }
         let called = Instant::now();
         let error = group.barrier().unwrap_err();
-        // A whole period has passed before.
+        // A whole timeout has passed before.
         assert!(called.elapsed() < Duration::from_secs(1), "{error}");
         error
     };
@@ -108,7 +107,7 @@ fn silence_between_operations_is_noted() {
     );
 }
 
-/// A rank that is given up is told so, with the reason, and can read it when it runs again.
+/// A rank that is given up gets the reason, and can read it when it runs again.
 #[test]
 fn a_rank_that_is_given_up_is_told() {
     let (sender, words) = mpsc::channel();
@@ -135,13 +134,13 @@ fn a_rank_that_is_given_up_is_told() {
     }
 }
 
-/// A rank that computes for long while another one sends it more than it holds reads nothing
-/// meanwhile, heartbeats included.
+/// A rank that computes for long while another one sends it more than it holds does not read in the meantime, not even
+/// heartbeats.
 #[test]
 fn a_full_queue_is_no_silence() {
     const LEN: usize = 40_000_000;
     let honest = |group: ProcessGroup| {
-        // Far beyond the liveness deadline.
+        // The delay is far beyond the liveness timeout.
         thread::sleep(Duration::from_secs(3));
         let mut values = vec![0_u8; LEN];
         group.broadcast(&mut values, 1).unwrap();
@@ -165,13 +164,13 @@ fn a_full_queue_is_no_silence() {
                 streams[0].write_all(piece).unwrap();
             }
         }
-        // The connection stays until the other side has read all.
+        // The connection stays until the other side has read everything.
         let _ = final_message(&mut streams[0]);
     });
     assert_eq!(whole, [true]);
 }
 
-/// A rank that did not run for a while blames nobody for the silence that it slept through.
+/// A rank that did not run for a while blames no rank for the silence that it slept through.
 #[test]
 fn who_was_stopped_blames_nobody() {
     let liveness = Duration::from_millis(800);
@@ -184,7 +183,7 @@ fn who_was_stopped_blames_nobody() {
     }
     let mut due = None;
     tcp.round(&mut due, liveness);
-    // What a stopped process does.
+    // A stopped process sleeps like this.
     thread::sleep(3 * liveness);
     let woke = Instant::now();
     let mut pause = tcp.round(&mut due, liveness);
@@ -222,7 +221,7 @@ fn who_was_stopped_and_given_up_knows_it() {
     );
 }
 
-/// The ranks that wait for this one then blame the peer that takes nothing.
+/// The ranks that wait for this one then blame the peer that reads nothing.
 #[test]
 fn who_cannot_send_says_whom_it_waits_for() {
     let (tcp, other) = pair();
@@ -271,7 +270,7 @@ fn an_event_wakes_an_operation_that_waits_for_a_part() {
         while tcp.handoff.nap().is_none() {
             thread::yield_now();
         }
-        // Long enough for it to sleep, as a rule; it wakes in any case.
+        // This usually suffices for it to fall asleep, and it must wake in any case.
         thread::sleep(Duration::from_millis(50));
         tcp.inbox.wake();
         assert!(waits.join().unwrap(), "it slept on");
@@ -286,7 +285,7 @@ fn a_witness_says_how_a_rank_died() {
     });
     for error in errors {
         let cause = error.culprit().unwrap().cause();
-        // In other words where the store does not know yet that all are connected.
+        // The wording differs if the store does not know yet that all are connected.
         assert!(cause.contains("was killed by SIGKILL"), "{error}");
         let text = error.to_string();
         assert!(
@@ -297,7 +296,7 @@ fn a_witness_says_how_a_rank_died() {
     }
 }
 
-/// The connections are as they were, as where a whole host is gone.
+/// The connections stay up, as when a whole host is gone.
 #[test]
 fn a_witness_is_believed_though_the_connections_stand() {
     let (release, held) = mpsc::channel::<()>();
@@ -311,7 +310,7 @@ fn a_witness_is_believed_though_the_connections_stand() {
     for error in errors {
         assert_eq!(error.ranks(), [2], "{error}");
         let cause = error.culprit().unwrap().cause();
-        // In other words where the store does not know yet that all are connected.
+        // The wording differs if the store does not know yet that all are connected.
         assert!(cause.contains("was killed by SIGKILL"), "{error}");
     }
 }

@@ -28,12 +28,12 @@ use crate::{
     wire::frame::{FrameKind, Head},
 };
 
-/// The program may end right after the last word: what is unread then makes the system drop it.
+/// The program may end right after the final message, and unread data would make the system discard that message.
 #[test]
 fn nothing_is_left_unread_after_the_last_word() {
     let (tcp, mut other) = pair();
     let link = tcp.links[1].as_ref().unwrap();
-    // As far as the reading thread knows, an operation reads. It asks before it reads itself.
+    // The reading thread believes that an operation reads, and does not read itself.
     let _polling = tcp.handoff.enter();
     let mut others = [other.try_clone().unwrap()];
     await_that(|| {
@@ -44,7 +44,7 @@ fn nothing_is_left_unread_after_the_last_word() {
     assert!(!link.has_unread());
     let head = Head::read(&mut other).unwrap();
     assert_eq!(head.kind, FrameKind::Goodbye);
-    // Nor later.
+    // Nothing stays unread later either.
     for _ in 0..3 {
         show_life(&mut others);
         await_that(|| !link.has_unread());
@@ -58,7 +58,7 @@ fn who_only_sends_gets_on_with_every_piece() {
     let (tcp, mut other) = pair();
     narrow(&tcp, &other);
     let mut deadline = deadline(Duration::from_secs(2));
-    // The peer takes nearly twice as long as the deadline waits.
+    // The peer takes nearly twice as long as the deadline allows.
     let slow = thread::spawn(move || {
         for _ in 0..PIECES {
             thread::sleep(Duration::from_millis(300));
@@ -82,7 +82,7 @@ fn who_only_sends_gets_on_with_every_frame() {
     }
 }
 
-/// Else two ranks that write to each other would wait for each other.
+/// Otherwise, two ranks that write to each other would wait for each other.
 #[test]
 fn who_cannot_write_reads() {
     const PARTS: u32 = 16;
@@ -98,7 +98,7 @@ fn who_cannot_write_reads() {
             other.write_all(&head.encode()).unwrap();
             other.write_all(&payload).unwrap();
         }
-        // Only then does it read.
+        // The peer reads only after it has written everything.
         let mut frame = vec![0; Head::LEN + CHUNK];
         for _ in 0..PARTS {
             other.read_exact(&mut frame).unwrap();
@@ -137,7 +137,7 @@ fn trouble_wakes_who_waits_for_room() {
                 Instant::now() < until
             });
             await_that(|| tcp.handoff.nap().is_some());
-            // Long enough for it to sleep, as a rule; it wakes in any case.
+            // This usually suffices for it to fall asleep, and it must wake in any case.
             thread::sleep(Duration::from_millis(50));
             failure_text(&tcp, &mut other);
             assert!(waits.join().unwrap(), "it slept on");
@@ -145,7 +145,7 @@ fn trouble_wakes_who_waits_for_room() {
     }
 }
 
-/// The data that a thread has read cannot be trusted after it panicked.
+/// Data that a thread has read cannot be trusted after the thread panicked.
 #[test]
 fn a_panic_of_a_thread_that_reads_ends_the_group() {
     let (tcp, _other) = pair();
@@ -155,7 +155,7 @@ fn a_panic_of_a_thread_that_reads_ends_the_group() {
         panic!("as the test wants it");
     });
     panicked.join().unwrap_err();
-    // Nobody waits: the reading thread finds it.
+    // No operation waits, so the reading thread finds the panic.
     await_that(|| !tcp.inbox.has_no_failures());
     let mut deadline = deadline(LONG);
     let transport = tcp.into_transport();
@@ -169,7 +169,7 @@ fn a_panic_of_a_thread_that_reads_ends_the_group() {
     );
 }
 
-/// The end of the program then cuts nothing off that the peer may not have read.
+/// The end of the program then cuts off nothing that the peer may not have read.
 #[test]
 fn last_words_have_left_when_a_rank_has_said_them() {
     let (tcp, mut other) = pair();
@@ -228,7 +228,7 @@ fn a_failed_peer_gets_the_final_message_though_another_thread_writes() {
     });
 }
 
-/// Lets a connection hold little.
+/// Makes the buffers of a connection small.
 fn narrow(tcp: &Tcp, other: &TcpStream) {
     for stream in [tcp.links[1].as_ref().unwrap().stream(), other] {
         set_socket_send_buffer_size(stream, 16 * 1024).unwrap();
@@ -236,7 +236,7 @@ fn narrow(tcp: &Tcp, other: &TcpStream) {
     }
 }
 
-/// Writes until there is no room any more.
+/// Writes until the buffers are full.
 fn fill(link: &Link) {
     let mut stream = link.stream();
     while await_ready(stream, PollFlags::OUT, Duration::from_millis(300)) {
