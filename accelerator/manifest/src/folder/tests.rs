@@ -12,13 +12,12 @@ use crate::checkpoint::VerifyLevel;
 use crate::manifest::{Metadata, Role};
 use crate::vfs::{Step, Vfs};
 
-/// A disk that loses power before a step, and with it what may be lost then: bytes that were not
-/// flushed, and names in folders that were not.
+/// A disk that loses power before a step, and with it bytes and names that were not flushed.
 struct Machine {
     left: usize,
     seed: u64,
     dirty: BTreeSet<PathBuf>,
-    /// Names that are not flushed, in the order in which they changed.
+    /// The names that are not flushed, in the order in which they changed.
     names: Vec<Change>,
     is_off: bool,
 }
@@ -119,13 +118,13 @@ impl Machine {
             match change {
                 Change::Made(path) if path.is_dir() => drop(fs::remove_dir_all(path)),
                 Change::Made(path) => drop(fs::remove_file(path)),
-                // What a rename replaces is not brought back: `latest` is but a hint.
+                // The file that a rename replaced is not restored, since `latest` is only a hint.
                 Change::Renamed { from, to } => drop(fs::rename(to, from)),
             }
         }
     }
 
-    /// SplitMix64.
+    /// Draws a number with SplitMix64.
     fn draw(&mut self, below: u64) -> u64 {
         self.seed = self.seed.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let z = (self.seed ^ (self.seed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -134,7 +133,7 @@ impl Machine {
     }
 }
 
-/// Half of what was to be removed.
+/// Removes the first entry, as a removal that is cut short does.
 fn lose_one(path: &Path) {
     let first = fs::read_dir(path).ok().and_then(|mut x| x.next()?.ok());
     if let Some(entry) = first {
@@ -142,7 +141,7 @@ fn lose_one(path: &Path) {
     }
 }
 
-/// A disk on which this step fails, 0 first, as one that is full for a moment; all others work.
+/// Returns a disk that is full in this step, counted from 0, and works in all others.
 fn failing_once(step: i64) -> Vfs {
     let left = Mutex::new(step);
     Vfs::hooked(move |_| {
@@ -156,7 +155,7 @@ fn failing_once(step: i64) -> Vfs {
     })
 }
 
-/// A job that saves four times and keeps two; returns what the commits reported as saved.
+/// Saves four times, keeps two checkpoints, and returns the last number that a commit reported.
 fn job(folder: &Folder) -> crate::Result<u64> {
     let mut saved = 0;
     for step in 1..=4 {
@@ -186,8 +185,8 @@ fn save(folder: &Folder, step: u64) -> crate::Result<u64> {
     Ok(draft.commit(metadata)?.number())
 }
 
-/// A folder in memory, where the system has one: hundreds of jobs would wait for the disk, and where
-/// names and bytes are when the power goes is the machine's affair.
+/// Returns a folder in memory if the system has one, since hundreds of jobs would wait for the disk. `Machine` decides
+/// which names and bytes survive a power cut.
 fn folder_in_memory() -> tempfile::TempDir {
     tempfile::tempdir_in("/dev/shm")
         .or_else(|_| tempfile::tempdir())
@@ -235,7 +234,7 @@ fn a_power_cut_at_any_step_leaves_the_old_or_the_new_checkpoint() {
                 }
                 assert_eq!(checkpoint.manifest().unwrap().metadata.step, found);
             }
-            // All that have a name are whole, and the job can go on.
+            // All checkpoints with a name are complete, and the job can continue.
             for checkpoint in folder.checkpoints().unwrap() {
                 let report = checkpoint.verify(VerifyLevel::Hashes);
                 assert!(report.is_good(), "step {steps}, seed {seed}: {report}");
@@ -249,7 +248,7 @@ fn a_power_cut_at_any_step_leaves_the_old_or_the_new_checkpoint() {
             break;
         }
     }
-    // Four saves have some eighty steps.
+    // Four saves have about eighty steps.
     assert!(ends > 200, "{ends}");
 }
 
@@ -261,7 +260,7 @@ fn a_folder_whose_name_may_be_lost_is_not_left() {
         let made = Folder::create_on(failing_once(failing), path.clone());
         match made {
             Ok(_) => {
-                // Two levels, each made and flushed.
+                // There are two levels, each made and flushed.
                 assert_eq!(failing, 4);
                 break;
             }
@@ -294,7 +293,7 @@ fn the_name_of_a_folder_that_another_process_made_is_flushed() {
 #[test]
 fn the_parent_of_a_lone_name_is_the_working_folder() {
     let name = format!("no-folder-{}", std::process::id());
-    // It fails at the flush, so that nothing is left where the test runs.
+    // The flush fails, so nothing is left where the test runs.
     let vfs = Vfs::hooked(|step| match step {
         Step::SyncFolder(path) => Err(io::Error::other(format!("flush {}", path.display()))),
         _ => Ok(()),

@@ -1,4 +1,4 @@
-//! Manifests that were changed, and by whom.
+//! Changed manifests, with and without a valid seal.
 
 use proptest::prelude::*;
 use serde_json::json;
@@ -35,7 +35,7 @@ fn manifest() -> Manifest {
     }
 }
 
-/// The bytes of a manifest in which something was changed by one who can seal.
+/// Returns the bytes of a manifest that was changed and sealed again.
 fn forged(change: impl FnOnce(&mut serde_json::Value)) -> Vec<u8> {
     let mut value = serde_json::to_value(manifest()).unwrap();
     change(&mut value);
@@ -133,7 +133,7 @@ fn what_cannot_be_is_refused_though_it_is_sealed() {
 fn more_than_can_be_is_refused_before_memory_is_taken() {
     let list = |count: usize| vec![json!(0); count].into();
     let nested = |depth: usize| (0..depth).fold(json!(0), |inner, _| json!([inner]));
-    // The fields besides those that this version knows.
+    // The values and levels that the known fields take.
     let (others, above) = (100, 2);
     for (extra, says) in [
         (list(MOST_VALUES), Some("1048576 values")),
