@@ -1,4 +1,4 @@
-//! The way through the states, without a GPU.
+//! The states of a communicator, without a GPU.
 
 #![expect(unsafe_code, reason = "there is no memory to be careful with")]
 
@@ -10,7 +10,7 @@ use super::*;
 use crate::Library;
 use crate::api::fake::Fake;
 
-/// A group that ends when it is told to, and keeps what it was told.
+/// A group that fails on demand, and records what it was told.
 #[derive(Default)]
 struct Group {
     failure: Mutex<Option<String>>,
@@ -76,10 +76,10 @@ impl Setting {
         self.connect_within(LONG).unwrap()
     }
 
-    /// Returns the calls since connecting, and checks that nothing is left, no thread either.
+    /// Returns the calls since connecting, and asserts that nothing is left, not even a thread.
     fn calls(mut self) -> Vec<String> {
         self.gpu = None;
-        // A thread that watches would keep it.
+        // A watching thread would hold a reference.
         assert_eq!(Arc::strong_count(&self.group), 1);
         self.fake.assert_clean();
         let calls = self.fake.calls();
@@ -94,7 +94,7 @@ fn sum(communicator: &Communicator) -> Result<()> {
     unsafe { communicator.all_reduce(DevicePointer(64), 8, DType::F32, ReduceOp::Sum) }
 }
 
-/// Longer than anything here takes.
+/// A time longer than anything here takes.
 const LONG: Duration = Duration::from_secs(60);
 
 const TIMEOUTS: CommTimeouts = CommTimeouts {
@@ -412,7 +412,7 @@ fn nobody_is_asked_while_there_is_nothing_to_wait_for() {
     let deadline = Instant::now() + LONG;
     let mut before = asked();
     loop {
-        // Five times as long as between two looks, if there were any.
+        // The time is five times the interval between two checks.
         thread::sleep(Duration::from_millis(100));
         let after = asked();
         if after == before {
@@ -421,7 +421,7 @@ fn nobody_is_asked_while_there_is_nothing_to_wait_for() {
         assert!(Instant::now() < deadline, "they are asked still");
         before = after;
     }
-    // And is again, once there is.
+    // The group is checked again once there is work.
     setting.fake.stick();
     sum(&communicator).unwrap();
     setting.group.fails("rank 0 is gone");
@@ -441,7 +441,7 @@ fn memory_is_reduced_as_often_as_asked() {
     assert!(reduce(DType::I16, 1).unwrap_err().is_misuse());
     reduce(DType::F32, 2).unwrap();
     assert_eq!(setting.fake.count("sum of f32, 3"), 2);
-    // What failed may still be used.
+    // The memory can be used after a failure.
     setting.fake.fail("sum");
     assert!(reduce(DType::F32, 2).unwrap_err().is_aborted());
     assert_eq!(setting.fake.count("sum of f32, 3"), 3);
