@@ -28,7 +28,7 @@ impl Fixture {
         self.temporary.path().join(path)
     }
 
-    /// An artifact with one file, `file`.
+    /// Returns an artifact with one file, `file`.
     fn artifact(&self, content: &str) -> Artifact {
         let thread = std::thread::current().id();
         let path = self.at(&format!("in/{content}-{thread:?}"));
@@ -46,7 +46,7 @@ impl Fixture {
     }
 }
 
-/// Files below a folder with their contents.
+/// Returns the files below a folder with their contents.
 fn tree(root: &Path) -> BTreeMap<String, Vec<u8>> {
     let files = objects::files_below(root).unwrap();
     files
@@ -64,7 +64,7 @@ fn write_tree(root: &Path, files: &BTreeMap<String, Vec<u8>>) {
     }
 }
 
-/// Checks that a process that was killed, or failed, has left nothing broken or superfluous.
+/// Asserts that a process that was killed, or failed, has left nothing broken or superfluous.
 fn assert_whole(store: &ArtifactStore) {
     for name in store.names().unwrap() {
         for version in store.versions(&name).unwrap() {
@@ -90,7 +90,7 @@ proptest! {
         0..12,
     )) {
         let mut files = files;
-        // A file cannot be a folder too.
+        // A file cannot also be a folder.
         let names: Vec<_> = files.keys().cloned().collect();
         files.retain(|name, _| !names.iter().any(|other| other.starts_with(&format!("{name}/"))));
         let fixture = Fixture::new();
@@ -101,7 +101,7 @@ proptest! {
         stored.verify().unwrap();
         stored.checkout(fixture.at("out")).unwrap();
 
-        // One by one, in another order.
+        // The files are added one by one, in another order.
         let mut again = Artifact::create("a");
         for name in files.keys().rev() {
             again = again.add_file_as(fixture.at("in").join(name), name).unwrap();
@@ -169,7 +169,7 @@ fn what_is_kept_is_kept() {
         .map(StoredArtifact::version)
         .collect();
     assert_eq!((left, fixture.objects().len()), (vec![1, 3, 5], 3));
-    // What is not known cannot be removed.
+    // Nothing is removed while a version is unreadable.
     fs::write(fixture.store.folder().join("names/a/v3.json"), "{}").unwrap();
     assert!(
         fixture
@@ -189,7 +189,7 @@ fn a_file_that_changes_while_it_is_read_is_not_stored() {
     let path = fixture.at("in/x");
     fs::write(&path, "one").unwrap();
     let read = SourceFile::read(&path).unwrap();
-    // Of the same length, and of the same time.
+    // The new content has the same length and the same time.
     let time = fs::metadata(&path).unwrap().modified().unwrap();
     fs::write(&path, "two").unwrap();
     fs::File::options()
@@ -202,7 +202,7 @@ fn a_file_that_changes_while_it_is_read_is_not_stored() {
     fs::write(&path, "longer").unwrap();
     assert!(read.check_unchanged().unwrap_err().is_conflict());
 
-    // While it is written, it is refused, or stored as it was at some moment.
+    // A file is refused while it is written, or stored as it was at one moment.
     let artifact = Artifact::create("a").add_file(&path).unwrap();
     let is_over = std::sync::atomic::AtomicBool::new(false);
     let is_over = &is_over;
@@ -286,7 +286,7 @@ fn links_to_files_are_followed_and_what_is_no_file_is_refused() {
             .unwrap_err()
             .is_not_found()
     );
-    // It became one after it was added.
+    // It became a pipe after it was added.
     fs::remove_file(&pipe).unwrap();
     fs::write(&pipe, "file").unwrap();
     let artifact = add().unwrap();
@@ -366,7 +366,7 @@ fn a_checkout_spares_what_is_there() {
     let stored = fixture.commit("content");
     let out = fixture.at("out/put");
     fs::create_dir_all(&out).unwrap();
-    // The ranks of a host do it at once.
+    // The ranks of a host check it out at the same time.
     std::thread::scope(|scope| {
         for _ in 0..4 {
             scope.spawn(|| stored.checkout(&out).unwrap());
@@ -413,7 +413,7 @@ fn commits_and_prunes_at_once_lose_nothing() {
     assert!(!numbers.is_empty() && numbers.is_sorted_by(|a, b| a < b));
 }
 
-/// A version may be removed before its maker reads it.
+/// Accepts only the error of a version that was removed before its maker read it.
 fn only_pruned(error: crate::Error) -> Result<()> {
     if error.to_string().contains("is not there") {
         Ok(())
@@ -422,7 +422,7 @@ fn only_pruned(error: crate::Error) -> Result<()> {
     }
 }
 
-/// Not a test of its own: what the processes of the other tests run.
+/// Runs as a process of the other tests, and does nothing by itself.
 #[test]
 fn child() {
     let Ok(root) = std::env::var("TRACK_TEST_ARTIFACTS") else {
@@ -498,7 +498,7 @@ fn a_store_is_whole_whenever_its_writer_is_killed() {
         std::thread::sleep(Duration::from_millis(10 + round * 37 % 90));
         child.kill().unwrap();
         child.wait().unwrap();
-        // Sweeps, and is not the same as anything before.
+        // A commit cleans up, and its content is new.
         let version = fixture.commit(&format!("round {round}")).version();
         assert!(version > last);
         last = version;
@@ -516,7 +516,7 @@ fn a_store_is_whole_whenever_its_writer_is_killed() {
     assert_eq!(fixture.objects().len(), 1);
 }
 
-/// Not a test of its own: fills the disk that the test below has made.
+/// Fills the disk that the test below has made, and does nothing by itself.
 #[test]
 fn full_child() {
     let Ok(disk) = std::env::var("TRACK_TEST_FULL_DISK") else {
@@ -541,7 +541,7 @@ fn full_child() {
     assert_whole(&store);
 }
 
-/// Needs namespaces, and is skipped without.
+/// Needs namespaces, and is skipped without them.
 #[cfg(target_os = "linux")]
 #[test]
 fn a_full_disk_is_told_and_harms_nothing() {

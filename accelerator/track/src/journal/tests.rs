@@ -111,7 +111,7 @@ fn a_resume_supersedes_greater_steps_and_repeated_ones() {
         points(&path, Delivery::Live),
         [(1, 1.0), (2, 1.0), (2, 7.0), (4, 2.0), (3, 2.0)]
     );
-    // Over from the start.
+    // The next attempt starts from the beginning.
     write(&path, [Record::Rewind { to: None }, metrics(1, 3.0)]);
     assert_eq!(points(&path, Delivery::Live), [(1, 3.0)]);
 }
@@ -128,7 +128,7 @@ fn an_attempt_that_logs_nothing_supersedes_nothing() {
         provenance: serde_json::Value::Null,
     };
     write(&path, (1..=4).map(|step| metrics(step, 1.0)));
-    // One program dies before it resumes; one fails after it has resumed.
+    // One program dies before it resumes, and one fails after it has resumed.
     let failed = Record::End {
         status: EndStatus::Failed,
         failure: None,
@@ -204,7 +204,7 @@ fn what_is_no_journal_is_told_from_an_empty_one_and_from_a_newer_one() {
     let error = |bytes: &[u8]| {
         fs::write(&path, bytes).unwrap();
         let error = RunHistory::read(folder.path()).unwrap_err();
-        // Who cannot read it does not write it.
+        // A program that cannot read the journal does not write to it.
         let _ = JournalWriter::open(&path, |_| {});
         error
     };
@@ -216,7 +216,7 @@ fn what_is_no_journal_is_told_from_an_empty_one_and_from_a_newer_one() {
             "{error}"
         );
     }
-    // A head of which nothing but its version is as it was.
+    // Only the version of this head can be understood.
     let text = r#"{"t":"head","n":0,"ms":1,"version":2,"runs":["a"]"#;
     let line = format!(
         "{text},\"c\":\"{:08x}\"}}\n",
@@ -228,14 +228,14 @@ fn what_is_no_journal_is_told_from_an_empty_one_and_from_a_newer_one() {
 }
 
 proptest! {
-    /// A run that is killed and resumed at any steps has, in the end, the points of an undisturbed one.
+    /// A run that is killed and resumed at any steps ends with the points of an undisturbed one.
     #[test]
     fn a_run_with_kills_has_the_points_of_an_undisturbed_one(kills in prop::collection::vec((1u64..12, 0u64..4), 0..6)) {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("j");
         let mut writer = JournalWriter::create(&path).unwrap();
         let mut saved = 0;
-        // Each attempt logs `steps` steps, saves each third, and loses the last entries that were not flushed.
+        // Each attempt logs `steps` steps, saves every third, and loses the last bytes.
         for (attempt, &(steps, torn)) in kills.iter().chain([&(40, 0)]).enumerate() {
             if attempt > 0 {
                 writer.append(0, Record::Rewind { to: Some(saved).filter(|&x| x > 0) });

@@ -21,7 +21,7 @@ struct Asked {
     status: Value,
 }
 
-/// A server that answers each request with a status, until the process ends.
+/// Starts a server that answers each request with a status until the process ends.
 fn server(status: &'static str) -> (String, Receiver<Asked>) {
     let certificate = CertificateDer::from_pem_slice(PEM).unwrap();
     let key = PrivateKeyDer::from_pem_slice(PEM).unwrap();
@@ -33,7 +33,7 @@ fn server(status: &'static str) -> (String, Receiver<Asked>) {
         .with_single_cert(vec![certificate], key)
         .unwrap();
     let config = Arc::new(config);
-    // At all of this host's addresses: the certificate names one of them.
+    // The server listens at all of this host's addresses, of which the certificate names one.
     let listener = TcpListener::bind("0.0.0.0:0").unwrap();
     let port = listener.local_addr().unwrap().port();
     let (asked, asks) = channel();
@@ -44,7 +44,7 @@ fn server(status: &'static str) -> (String, Receiver<Asked>) {
             let (mut authorization, mut length) = (String::new(), 0);
             loop {
                 let mut line = String::new();
-                // A client that does not trust the certificate leaves.
+                // A client that does not trust the certificate disconnects.
                 if stream.read_line(&mut line).is_err() || line.trim().is_empty() {
                     break;
                 }
@@ -82,7 +82,7 @@ fn server(status: &'static str) -> (String, Receiver<Asked>) {
     )
 }
 
-/// The certificate that signs the server's, and a token, in a folder.
+/// Returns a folder with the certificate that signs the server's, and a token.
 fn files() -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     std::fs::write(
@@ -189,7 +189,7 @@ fn a_server_that_refuses_or_is_another_is_an_error() {
         assert!(tell(&url).is_temporary());
     }
 
-    // Its certificate is not for this address, and then of another authority.
+    // The certificate is for another address, and then from another authority.
     let (url, asks) = server("200 OK");
     let error = tell(&url.replace("127.0.0.1", "127.0.0.2")).to_string();
     assert!(error.contains("certificate not valid for name"), "{error}");
@@ -259,7 +259,7 @@ fn a_status_is_within_the_limits_of_the_resource() {
         epoch: Some(0.1 + 0.2),
         points: points.collect(),
     }));
-    // A later test at an earlier step.
+    // A later test reports an earlier step.
     take(metrics(1, Some(0.0)));
     let status = progress.status();
     let metrics = status["trainerStatus"]["metrics"].as_array().unwrap();
@@ -317,7 +317,7 @@ fn the_share_that_is_done_is_that_of_steps_or_epochs() {
         ),
         (Some(50), Some(20))
     );
-    // Hugging Face's word for no such limit.
+    // Hugging Face uses -1 for no limit.
     let epochs = json!({"max_steps": -1, "num_train_epochs": 3.0});
     assert_eq!(told(epochs, &[(1, Some(1.5), 0)]), (Some(50), None));
     assert_eq!(

@@ -46,7 +46,7 @@ impl Delivered {
         self.sink.flush()
     }
 
-    /// Delivers until it succeeds, and says how often it failed.
+    /// Delivers until it succeeds, and returns the number of failures.
     fn deliver_at_last(&mut self, entries: &[Entry]) -> usize {
         for failures in 0..10 {
             match self.deliver(entries) {
@@ -102,7 +102,7 @@ fn set_param(key: &str, value: serde_json::Value) -> Record {
     Record::Param { set }
 }
 
-/// Three points of a series, a parameter, a tag, an end.
+/// Returns three points of a series, a parameter, a tag and an end.
 fn small_run() -> Vec<Entry> {
     entries(vec![
         series(0, "train/loss"),
@@ -208,7 +208,7 @@ fn a_slow_answer_makes_no_ghost_run() {
             "{error}"
         );
         assert!(begun.elapsed() < Duration::from_secs(2));
-        // With the usual limit: on a busy machine, other answers may take half a second.
+        // The timeout is the usual one, since other answers may take half a second on a busy machine.
         let client = MlflowServer::new(&run.server.address).unwrap();
         run.sink = MlflowSink::new(client, "e").live();
         run.deliver(&all).unwrap();
@@ -313,7 +313,7 @@ fn what_was_deleted_is_said_and_not_made_again() {
     );
     run.server.state().runs[0].deleted = false;
 
-    // While it is delivered.
+    // The run is deleted during delivery.
     run.sink.open(&run.info).unwrap();
     run.server.state().runs[0].deleted = true;
     let later = Entry {
@@ -385,7 +385,7 @@ fn a_journal_that_is_shorter_than_what_was_delivered_is_delivered_again() {
     };
     deliver();
     assert_eq!(server.state().runs[0].metrics.len(), 1);
-    // An older copy of it, with which the program went on.
+    // An older copy replaces the journal, and the program continues with it.
     fs::write(&journal, before).unwrap();
     deliver();
     let run = Run::builder("mnist").runs_folder(runs.path()).launch("x");
@@ -422,7 +422,7 @@ fn an_artifact_survives_faults_and_what_is_not_taken() {
         crate::internal::deliver(&folder, &mut MlflowSink::new(client, "e"))
     };
     server.fail("mlflow-artifacts", Fault::LostAnswer);
-    // The connection is down in the middle.
+    // The connection breaks in the middle.
     for _ in 0..4 {
         server.fail(
             "mlflow-artifacts/artifacts/1/r0/artifacts/artifacts/m/v1/b",
@@ -443,7 +443,7 @@ fn an_artifact_survives_faults_and_what_is_not_taken() {
         .filter_map(|path| path.strip_prefix(root))
         .collect();
     assert_eq!(files, ["/v1.json", "/v1/a", "/v1/b"]);
-    // The first file was sent with its lost answer, and once more.
+    // The first file was sent once with a lost answer, and once more.
     assert_eq!(state.count("artifacts/m/v1/a"), 2);
     assert_eq!(state.runs[0].status, "FINISHED");
 }
@@ -528,7 +528,7 @@ fn files_are_sent_once() {
 
 #[test]
 fn a_server_that_is_not_there_is_said() {
-    // Nobody can listen on the near end of a connection, and nobody else gets its port while it is open.
+    // A program cannot listen on the near end of a connection, and no other gets the port while it is open.
     let far = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let near = std::net::TcpStream::connect(far.local_addr().unwrap()).unwrap();
     let address = format!("http://{}", near.local_addr().unwrap());

@@ -1,4 +1,4 @@
-//! Tests against the git that is installed.
+//! Tests with the installed git.
 
 use std::fs;
 use std::path::Path;
@@ -11,7 +11,7 @@ use super::{Capture, Commit, Provenance, Reproduction};
 struct Work(tempfile::TempDir);
 
 impl Work {
-    /// A repository with one commit of two sources.
+    /// Creates a repository with one commit of two sources.
     fn new() -> Self {
         let work = Self(tempfile::tempdir().unwrap());
         work.git(&["init", "-q", "-b", "main"]);
@@ -151,7 +151,7 @@ fn what_is_too_much_is_noted_and_what_is_no_repository_is_absent() {
     assert_eq!(commit_of(&run).branch.as_deref(), Some("main"));
 }
 
-/// The file into which the process of the next test writes what it captured.
+/// The variable with the file into which the process of the next test writes what it captured.
 const CAPTURED: &str = "TRACK_TEST_CAPTURED";
 
 #[test]
@@ -164,7 +164,7 @@ fn captures() {
     fs::write(path, serde_json::to_vec(&provenance).unwrap()).unwrap();
 }
 
-/// Starts a process, and returns what it captured.
+/// Starts a process and returns what it captured.
 fn captured(command: &mut Command, folder: &Path) -> Provenance {
     let path = folder.join("captured.json");
     let command = command.env(CAPTURED, &path).stdout(Stdio::null());

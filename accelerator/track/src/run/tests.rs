@@ -198,7 +198,7 @@ fn a_run_that_learns_of_its_checkpoint_late_goes_on_with_its_sinks() {
         3
     );
 
-    // One that has metrics stays.
+    // A run with metrics stays.
     let run = start(runs.path(), "b");
     run.log("train", [("loss", 1.0)], 1, None);
     let id = run.id();
@@ -227,7 +227,7 @@ fn a_restart_of_the_same_launch_starts_the_run_over() {
     assert_eq!(losses(&folder), [(1, 2.0)]);
     assert_ne!(start("y").id(), id);
 
-    // A run that finished is not started over by the next one of that name, and one that cannot be read stops none.
+    // The next run of that name does not start a finished one over, and an unreadable run blocks no other.
     start("z").finish().unwrap();
     fs::write(runs.path().join("a/journal.jsonl"), "?\n?\n").unwrap();
     assert_eq!(start("z").attempt(), 0);
@@ -318,11 +318,11 @@ fn a_million_points_wait_for_no_one() {
     let history = RunHistory::read(folder).unwrap();
     assert_eq!(ended.is_err(), history.lost_entries > 0);
     let points: usize = history.series.iter().map(|x| x.points.len()).sum();
-    // Metrics that the queue had no room for are counted.
+    // Metrics that did not fit into the queue are counted.
     assert_eq!(points as u64 + 20 * history.lost_entries, 1_000_000);
 }
 
-/// Fails some times, and notes the steps that it got since it was opened last.
+/// A sink that fails some times, and records the steps that it got since it was last opened.
 struct Flaky {
     failures: Arc<AtomicUsize>,
     taken: Arc<Mutex<Vec<u64>>>,
@@ -461,7 +461,7 @@ fn a_run_with_tags_or_artifacts_stays_when_another_one_goes_on() {
     assert_eq!(RunHistory::read(&folder).unwrap().tags["data"], "digits");
 }
 
-/// Not a test of its own: what the process of the next test runs.
+/// Runs as the process of the next test, and does nothing by itself.
 #[test]
 fn child_on_a_full_disk() {
     if let Ok(runs) = std::env::var("TRACK_TEST_FULL") {
@@ -477,7 +477,7 @@ fn child_on_a_full_disk() {
 #[test]
 fn the_end_says_how_many_entries_a_full_disk_has_lost() {
     let runs = tempfile::tempdir().unwrap();
-    // A file cannot grow beyond some blocks, as on a disk that is full.
+    // A file cannot grow beyond some blocks, as on a full disk.
     let ended = std::process::Command::new("sh")
         .args(["-c", "trap '' XFSZ; ulimit -f 8; exec \"$@\"", "sh"])
         .arg(std::env::current_exe().unwrap())
@@ -514,7 +514,7 @@ fn a_run_that_cannot_be_begun_says_why_and_leaves_no_folder() {
     );
 }
 
-/// A path has 4095 bytes at most: that of the run's folder is short enough, and that of its journal is not.
+/// A path has at most 4095 bytes. That of the run's folder fits, and that of its journal does not.
 #[test]
 #[cfg(target_os = "linux")]
 fn a_run_whose_journal_cannot_be_written_leaves_no_folder() {

@@ -15,7 +15,7 @@ fn listed(runs: &Runs, name: &str) -> ListedRun {
     listed.find(|run| run.folder.ends_with(name)).unwrap()
 }
 
-/// A PNG, as far as its header goes.
+/// Returns a PNG that ends after its header.
 fn image(x: u8) -> Vec<u8> {
     [
         &b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"[..],
@@ -33,7 +33,7 @@ fn runs_are_found_by_folder_id_prefix_and_name() {
     let other = start(folder, "模型 é");
     let runs = Runs::open(folder).unwrap();
     assert_eq!(runs.find("a%2Fb-2").unwrap(), second.folder());
-    // The first one's folder is called so.
+    // The name is also that of the first run's folder.
     assert_eq!(runs.find("a/b").unwrap(), first.folder());
     assert_eq!(runs.find("模型 é").unwrap(), other.folder());
     for run in [&first, &second, &other] {
@@ -41,7 +41,7 @@ fn runs_are_found_by_folder_id_prefix_and_name() {
         assert_eq!(runs.find(&id).unwrap(), run.folder());
         assert_eq!(runs.find(&id[..35]).unwrap(), run.folder());
     }
-    // All three were made in this quarter of an hour.
+    // All three ids begin with the same time.
     let error = runs.find(&first.id().to_string()[..4]).unwrap_err();
     assert!(
         error.is_misuse() && error.to_string().contains("a%2Fb-2"),
@@ -133,7 +133,7 @@ fn what_nothing_needs_is_removed_and_nothing_else() {
     run.log("train", [("loss", 1.0)], 2, None);
     run.flush().unwrap();
     fs::write(folder.join("metrics.csv.new"), "cut").unwrap();
-    // Files of somebody else.
+    // These files belong to other programs.
     let foreign = ["notes.new", ".tmpnotes", "poetry.lock", "blobs/readme"];
     for name in foreign {
         fs::write(folder.join(name), "mine").unwrap();
@@ -215,7 +215,7 @@ fn what_earlier_versions_left_is_removed() {
     for name in [".tmpAb3dE9", "blobs/.tmpAb3dE9"] {
         fs::write(folder.join(name), "cut").unwrap();
     }
-    // A process that was killed while it took it.
+    // A process was killed while it took the lock.
     let lock = folder.join("standard output.lock");
     fs::write(&lock, "").unwrap();
     let id = crate::RunId::new();
@@ -287,7 +287,7 @@ fn a_run_is_removed_with_its_own_files_alone() {
     assert_eq!(left, ["checkpoint-000001", "tensorboard", "z.txt"]);
     assert!(runs.list().unwrap().is_empty() && runs.leftovers().unwrap().is_empty());
 
-    // Without files of others the folder goes as well.
+    // Without files of others, the folder goes as well.
     drop(start(temporary.path(), "b"));
     assert!(runs.remove(&listed(&runs, "b")).unwrap().is_empty());
     assert!(!temporary.path().join("b").exists());
@@ -338,7 +338,7 @@ fn artifacts_that_a_run_comes_to_need_after_they_were_found_stay() {
     let left: Vec<_> = left.iter().map(|x| x.version()).collect();
     assert_eq!(left, [2, 4, 5, 6]);
     store.open("model:v2").unwrap().verify().unwrap();
-    // The reference is on disk before anybody may remove the version.
+    // The reference is on disk before the version can be removed.
     let used = RunHistory::read(live.folder()).unwrap().artifacts;
     assert_eq!(used.len(), 4);
 }
