@@ -1,4 +1,4 @@
-//! Properties that a search has with each of the schedulers, however its trials end.
+//! Properties that a search has with every scheduler, however its trials end.
 
 use std::collections::BTreeMap;
 
@@ -103,7 +103,7 @@ fn reports(outcome: &SimulatedSearch) -> BTreeMap<u32, u64> {
     reports
 }
 
-/// Trials that exploit others report their best values with configurations that they have no more.
+/// Trials that exploited others report their best values with configurations that they do not have any more.
 #[test]
 fn a_best_value_is_of_the_configuration_that_reported_it() {
     let space = Space::new([("quality", uniform(0.0, 1000.0))]);
@@ -131,7 +131,7 @@ fn a_best_value_is_of_the_configuration_that_reported_it() {
 }
 
 proptest! {
-    /// None is lost and none counted twice; a trial that fails for good blocks no other, on any rung.
+    /// No trial is lost or counted twice, and one that fails for good blocks no other, on any rung.
     #[test]
     fn every_search_ends_with_all_its_trials(scheduler in schedulers(), chance in chances(), most in 0_u32..3) {
         for order in [SearchOrder::Eager, SearchOrder::Ordered { workers: 3 }] {
@@ -143,7 +143,7 @@ proptest! {
 
     #[test]
     fn no_scheduler_takes_more_iterations_than_random_search(scheduler in schedulers(), seed: u64, slots in 1_usize..6) {
-        // A clone of PBT may go back to where a donor is that reports later.
+        // A clone of PBT may return to the iteration of a donor that reports later.
         prop_assume!(!matches!(scheduler, Scheduler::Pbt(_)));
         let chance = Chance { seed, slots, failures: 0, crashes: 0 };
         let outcome = run(&scheduler, SearchOrder::Eager, None, chance);
@@ -181,7 +181,7 @@ proptest! {
         }
     }
 
-    /// The donor is another trial, which has come as far as the clone goes on from.
+    /// The donor is another trial, which has reached the iteration that the clone continues from.
     #[test]
     fn a_clone_goes_on_from_what_its_donor_has_done(interval in 1_u32..4, chance in chances()) {
         let mutations = Space::new([("quality", uniform(0.0, 1000.0))]);

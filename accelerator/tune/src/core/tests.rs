@@ -14,8 +14,8 @@ use crate::stop::Stop;
 use crate::trial_id::TrialId;
 use crate::view::TrialResult;
 
-/// Pauses each trial after every iteration, and continues the better half of those that are paused; stops those that are
-/// worse than what came before.
+/// Stops trials that are worse than two thirds of the earlier reports. If others wait, pauses those in the worse half,
+/// and resumes the best of them.
 #[derive(Debug, Default)]
 struct OrderSensitive {
     scores: Vec<f64>,
@@ -130,7 +130,7 @@ fn order_matters_to_decisions_in_eager_mode() {
     assert_ne!(run_with(1), run_with(2));
 }
 
-/// Three rates from iteration 4 on, of each two from iteration 2 on, for one rate before.
+/// Returns schedules with one rate at first, two from iteration 2 on, and three for each of them from iteration 4 on.
 fn schedules() -> Vec<Config> {
     let mut configs = Vec::new();
     for second in [0.1, 0.2] {
@@ -146,7 +146,7 @@ fn schedules() -> Vec<Config> {
     configs
 }
 
-/// Returns the score of a trial whose state is all that it has seen: a hash of the rates so far.
+/// Returns the score of a trial whose state is a hash of the rates that it has seen so far.
 fn scheduled_score(config: &Config, iteration: u64) -> f64 {
     let steps: Vec<(u64, f64)> = config.parse("lr/schedule").unwrap();
     let rate = |at: u64| {
@@ -178,7 +178,7 @@ fn trials_that_begin_alike_train_what_they_share_once() {
             .filter(|event| matches!(event, super::Event::Reported { .. }))
             .count()
     };
-    // 2 + 2·2 + 6·2 of 6·6.
+    // The shared search computes 2 + 2·2 + 6·2 of 6·6 iterations.
     assert_eq!((computed(&outcome), computed(&apart)), (18, 36));
     let origins = outcome
         .decisions
@@ -242,7 +242,7 @@ fn a_closure_stops_a_trial_at_what_it_shares_and_readers_of_the_journal_know() {
         .iter()
         .filter(|event| !matches!(event, Event::Shared { .. }));
     assert_ne!(read(&mut others), last(&outcome.core));
-    // The search itself has them, and resumes from a journal of an earlier version.
+    // The search itself has the closures, and resumes from a journal of an earlier version.
     let mut resumed = Core::new(of_closure(), fifo());
     for event in events {
         if !matches!(event, Event::Shared { .. }) {
@@ -306,7 +306,7 @@ impl TrialScheduler for GoOn {
     }
 }
 
-/// Others may go on from what was asked for, however much the trial reports by itself.
+/// Other trials may continue from a requested checkpoint, however many this trial reports by itself.
 #[test]
 fn checkpoints_that_a_trial_reports_take_no_place_of_those_that_were_asked_for() {
     let rules = super::Rules {

@@ -1,4 +1,4 @@
-//! Tests against the decisions of Ray Tune's own schedulers about recorded sequences: `tests/tune/reference.py` writes
+//! Comparison with the decisions of Ray Tune's own schedulers on recorded sequences. `tests/tune/reference.py` writes
 //! the fixture.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -65,7 +65,7 @@ fn number(value: &Value) -> Option<f64> {
     }
 }
 
-/// Scheduler and mode of a sequence.
+/// Returns the scheduler and the mode of a sequence.
 fn settings<T: for<'de> Deserialize<'de>>(sequence: &Sequence, compatibility: &str) -> (T, Mode) {
     let mut settings = sequence.settings.clone();
     let mode = settings.remove("mode").unwrap_or_else(|| "max".into());
@@ -74,7 +74,7 @@ fn settings<T: for<'de> Deserialize<'de>>(sequence: &Sequence, compatibility: &s
     (settings, serde_json::from_value(mode).unwrap())
 }
 
-/// Gives a scheduler a sequence's events; `None` for those that it does not see, else its decision.
+/// Gives a scheduler a sequence's events and returns its decisions, with `None` for events that it does not see.
 fn decide<P: TrialScheduler + ?Sized>(
     scheduler: &mut P,
     sequence: &Sequence,
@@ -86,7 +86,7 @@ fn decide<P: TrialScheduler + ?Sized>(
     for (index, event) in sequence.events.iter().enumerate() {
         let trial = names[&event[0].to_string()];
         if event[1] == "fail" || stopped.contains(&trial) {
-            // That a failed attempt is repeated is no matter of schedulers here.
+            // Schedulers here do not decide whether a failed attempt is repeated.
             decisions.push(None);
             after(scheduler, index);
             continue;
@@ -109,7 +109,7 @@ fn decide<P: TrialScheduler + ?Sized>(
     decisions
 }
 
-/// The trials of a sequence.
+/// Returns the trials of a sequence.
 fn names(sequence: &Sequence) -> BTreeMap<String, TrialId> {
     let names: BTreeSet<_> = sequence
         .events
@@ -194,7 +194,7 @@ fn the_exact_form_of_asha_differs_only_where_ray_has_a_defect() {
             equal += 1;
             continue;
         };
-        // Ray lets these go on.
+        // Ray continues these trials.
         assert_eq!(sequence.decisions[event], "CONTINUE", "{}", sequence.name);
         let reported = &sequence.events[event];
         let has_last = sequence

@@ -73,12 +73,12 @@ fn the_paper_promotes_after_each_report_as_in_its_examples() {
     }
 }
 
-/// Trials with these values on so many workers, each of whose iterations takes as long; the number of iterations, and who
-/// reached each rung.
+/// Runs trials with these values on some workers, with equally long iterations. Returns the number of iterations and
+/// the trials that reached each rung.
 fn run_on(workers: usize, eta: u64, max_t: u64, values: &[f64]) -> (u64, Vec<Vec<u32>>) {
     let mut scheduler = added(promotion(eta, max_t), values.len() as u32);
     let (mut next, mut paused, mut iterations) = (0, Vec::new(), 0);
-    // Trials that run, and how many iterations they have done.
+    // The running trials, and the number of iterations that each has done.
     let mut running: BTreeMap<u32, u64> = BTreeMap::new();
     let mut done: BTreeMap<u32, u64> = BTreeMap::new();
     loop {
@@ -187,7 +187,7 @@ proptest! {
         };
         let times = [1, eta, eta * eta];
         let mut scheduler = added(promotion(eta, eta * eta), values.len() as u32);
-        // What there is in the rungs, kept apart from the scheduler.
+        // The contents of the rungs, kept apart from the scheduler.
         let mut rungs: Vec<Vec<TrialId>> = vec![Vec::new(); times.len()];
         let mut promoted: Vec<Vec<TrialId>> = vec![Vec::new(); times.len()];
         let mut running: Vec<(TrialId, usize)> = (0..values.len()).map(|trial| (TrialId::new(trial as u32), 0)).collect();
@@ -394,12 +394,12 @@ fn brackets_are_drawn_as_often_as_ray_draws_them() {
     for trial in 0..3000 {
         report(&mut *scheduler, trial, 1, f64::from(trial));
     }
-    // Only the first bracket has a rung at 1. A softmax of 4, 3 and 2 rungs.
+    // Only the first bracket has a rung at 1. The brackets have the softmax of 4, 3 and 2 rungs.
     let first = scheduler.rungs()[0].entries.len() as f64 / 3000.0;
     assert!((first - 0.665).abs() < 0.03, "{first}");
 }
 
-/// Ray 2.60 leaves such means out; with earlier versions, one of them stopped every trial.
+/// Ray 2.60 ignores such means. In earlier versions, one of them stopped every trial.
 #[test]
 fn the_median_of_ray_is_of_means_that_are_numbers() {
     for (required, own, stops) in [(1, 0.9, false), (1, 0.1, true), (2, 0.1, false)] {
