@@ -1,4 +1,4 @@
-//! Beside Burn's own optimizers, on random tensors.
+//! Comparison with Burn's own optimizers on random tensors.
 #![cfg(feature = "flex")]
 
 use burn::grad_clipping::GradientClippingConfig;
@@ -11,8 +11,8 @@ use proptest::prelude::*;
 
 use super::InitFused;
 
-/// Steps a parameter with each of the gradients; its bits after each, and the record at the end.
-/// Half way the optimizer is made anew from its record.
+/// Steps a parameter with each of the gradients. Returns its bits after each step, and the final record. Half way, the
+/// optimizer is recreated from its record.
 fn run(
     make: impl Fn() -> ModuleOptimizer,
     start: &[f64],
@@ -79,7 +79,7 @@ fn cases() -> impl Strategy<Value = Case> {
     })
 }
 
-/// Returns the bits, but one NaN is as good as another.
+/// Returns the bits, with one value for all NaNs.
 fn bits(data: &TensorData) -> Vec<u64> {
     let one = |value: f64| {
         if value.is_nan() {
@@ -107,7 +107,7 @@ fn compare(
     for (step, (ours, theirs)) in ours.iter().zip(&theirs).enumerate() {
         prop_assert_eq!(bits(ours), bits(theirs), "step {}", step);
     }
-    // Infinities aside, of which NaN come.
+    // Records are compared unless infinities occur, which lead to NaN.
     if theirs
         .iter()
         .all(|data| data.iter::<f64>().all(f64::is_finite))
@@ -169,7 +169,7 @@ proptest! {
 
 #[test]
 fn settings_are_read_and_not_guessed() {
-    // With Burn's own operations instead, bits would be the same, and this crate's loops unused.
+    // Burn's own operations would give the same bits and leave this crate's loops unused.
     let adam: Option<serde_json::Value> = super::step::settings(&AdamConfig::new());
     assert!(adam.is_some_and(|told| told["beta_1"].is_number()));
     let tensor = Tensor::<1>::zeros([3], &Device::flex());
@@ -182,7 +182,7 @@ fn settings_are_read_and_not_guessed() {
     assert!(super::sgd::FusedSgd::new(&SgdConfig::new()).is_fused());
 }
 
-/// Steps that Burn's operations do in place of the loops.
+/// Steps that Burn's operations do instead of the loops.
 mod beyond_the_loops {
     use burn::nn::{Linear, LinearConfig};
     use burn::optim::Optimizer;
@@ -258,13 +258,13 @@ mod beyond_the_loops {
                 ModuleOptimizer::from(fused)
             };
             for dtype in [DType::F32, DType::F64, DType::F16] {
-                // Half way in `f32`, it goes on from a record.
+                // In `f32`, it is recreated from its record half way.
                 compare(&case(dtype), unread, || config.init()).unwrap();
             }
         }
     }
 
-    /// A line, stepped four times: its bits.
+    /// Steps a linear layer four times and returns its bits.
     fn grouped<O: Optimizer>(optimizer: ModuleOptimizer, biases: O) -> Vec<TensorData> {
         let device = Device::flex().autodiff();
         let mut model: Linear = LinearConfig::new(5, 3).init(&device);
@@ -301,10 +301,10 @@ mod beyond_the_loops {
         for biases in configs() {
             let burn = grouped(all.init(), biases.build());
             assert_eq!(grouped(all.init_fused(), biases.build_fused()), burn);
-            // Beside one of Burn's own, either way round.
+            // Fused optimizers and Burn's can be combined in either order.
             assert_eq!(grouped(all.init_fused(), biases.build()), burn);
             assert_eq!(grouped(all.init(), biases.build_fused()), burn);
-            // One whose settings are not read.
+            // The settings of this one cannot be read.
             assert_eq!(grouped(all.init_fused(), FusedSgd::unread(&biases)), burn);
         }
         let [_, plain, ..] = configs();

@@ -10,7 +10,7 @@ use super::backward::{Calibration, depths};
 use super::{Anchors, Observer, ProbePoint};
 use crate::reduce::overlap;
 
-/// Autodiff devices of each kind and strategy.
+/// Returns autodiff devices of each kind and strategy.
 fn devices() -> Vec<Device> {
     let mut devices = Vec::new();
     #[cfg(feature = "flex")]
@@ -47,7 +47,7 @@ impl Observer for RecordingObserver {
     }
 }
 
-/// A leaf, which a model would hold as a parameter.
+/// Returns a leaf, which a model would hold as a parameter.
 fn leaf(values: [f32; 4], device: &Device) -> Tensor<2> {
     let values = Tensor::from_data(TensorData::new(values.to_vec(), [2, 2]), device);
     Tensor::require_grad(values)
@@ -61,7 +61,7 @@ fn depth_of(loss: Tensor<1>, anchors: &mut Anchors) -> usize {
     seen.depth.unwrap()
 }
 
-/// Returns the depth of the loss, and that at which each leaf's gradient is ready.
+/// Returns the depth of the loss, and the depth at which each leaf's gradient is ready.
 fn calibrate(
     loss: impl Fn() -> Tensor<1>,
     leaves: &[&Tensor<2>],
@@ -112,13 +112,13 @@ fn gradients_are_seen_as_soon_as_they_are_complete_and_not_before() {
             let x = relu(x * 3.0).matmul(shared.clone());
             relu(x).sum()
         };
-        // Twice: anchors and leaves outlive a backward pass.
+        // The second pass shows that anchors and leaves outlive a backward pass.
         for _ in 0..2 {
             let leaves = [&first, &second, &shared, &unused];
             let (depth, ready) = calibrate(loss, &leaves, &mut anchors);
             assert!(depth >= 7, "{depth}");
-            // The first product, of `first` and `shared`, is of depth 1; that of `second` is of
-            // depth 3. Watches are one deeper than their anchors.
+            // The first product, of `first` and `shared`, has depth 1, and that of `second` has depth 3. Observers are
+            // one deeper than their anchors.
             assert_eq!(ready, [None, Some(1), None, None]);
         }
     }
@@ -130,7 +130,7 @@ fn a_partial_sum_is_not_taken_for_a_gradient() {
         let mut anchors = Anchors::default();
         let start = leaf([1.0; 4], &device);
         let shared = leaf([1.5, -0.5, 0.75, 1.0], &device);
-        // Used at depths 3 and 7.
+        // The weight is used at depths 3 and 7.
         let loss = || {
             let x = relu(relu(start.clone())).matmul(shared.clone());
             relu(relu(relu(x))).matmul(shared.clone()).sum()
@@ -205,7 +205,7 @@ fn a_model_is_stepped_and_watched_again() {
         let input = || Tensor::<2>::ones([1, 2], device);
         let loss = || relu(relu(layer.forward(input()))).mean();
         calibrate(loss, &[&layer.weight.val()], &mut anchors);
-        // What an optimizer does: a new leaf under the same id.
+        // An optimizer does the same: a new leaf with the same id.
         let weight = layer.weight.val().inner() * 0.5;
         let weight = Tensor::from_inner(weight).require_grad();
         layer.weight = Param::initialized(layer.weight.id, weight);

@@ -73,12 +73,11 @@ fn a_bucket_is_reduced_before_backward_ends() {
     let results = on_two_ranks(|group| {
         let model_state = model_state();
         let mut reducer = reducer(&model_state, &group);
-        // The second parameter lies in the first bucket.
+        // The second parameter is in the first bucket.
         let (first, second) = (gradient(2.0), gradient(1.0 + group.rank() as f32));
         let seen = second.clone().into_dispatch();
         reducer.complete(0, &mut core::iter::once(Some(seen)));
-        // What follows is still backward, on both ranks: nobody has finished, and nobody will
-        // before the sum is there.
+        // Both ranks are still in backward: neither has finished, and neither will before the sum is there.
         let BucketState::Sent(pending) =
             replace(&mut reducer.bucket_set.states[0], BucketState::Lost)
         else {
@@ -113,7 +112,7 @@ fn a_bucket_waits_for_those_before_it() {
             first.clone().into_dispatch(),
             second.clone().into_dispatch(),
         );
-        // Rank 1 has them in the other order, and sends in the same.
+        // Rank 1 has them in the other order, but sends in the same.
         if group.rank() == 1 {
             reducer.complete(1, &mut core::iter::once(Some(seen_first)));
             assert_eq!(reducer.early, 0);
@@ -153,7 +152,7 @@ fn a_rank_that_stops_in_the_middle_fails_all_by_name() {
         let error = reducer
             .finish(&model_state, gradients, loss(0.0), None)
             .unwrap_err();
-        // Nobody hears of it since a group was dropped.
+        // Both ranks have their errors, so dropping a group cannot be the cause.
         over.wait();
         assert!(group.barrier().is_err());
         error
@@ -198,7 +197,7 @@ fn a_window_that_the_group_refuses_owes_nothing() {
 
 #[test]
 fn models_are_told_apart_by_more_than_a_few_bits() {
-    // Ids that have 16 bits of their hashes in common, the upper or the lower ones.
+    // The ids have 16 bits of their hashes in common, the upper or the lower ones.
     let (upper, lower) = (|hash: u64| hash >> 48, |hash: u64| hash & 0xFFFF);
     for bits in [upper, lower] {
         let of = |id: u64| bits(accelerator_plan::mix(&[id]));

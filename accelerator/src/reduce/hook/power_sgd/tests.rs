@@ -71,7 +71,7 @@ fn on_ranks<T: Send>(count: usize, body: impl Fn(ProcessGroup) -> T + Sync) -> V
     })
 }
 
-/// Values that a rank has in a step.
+/// Returns the values of a rank in a step.
 fn values_of<T: MatrixFloat>(count: usize, seed: u64, rank: usize, step: u64) -> Vec<T> {
     let mut draws = StepRng::new(seed, &format!("rank {rank}"), step);
     (0..count).map(|_| T::narrowed(draws.next())).collect()
@@ -139,7 +139,7 @@ proptest! {
                     *sum += value;
                 }
             }
-            // What is left lies where the parameters do.
+            // The errors are at the places of the parameters.
             let mut left = vec![0.0; COUNT];
             let mut start = 0;
             for parameter in &bench.parameters {
@@ -160,14 +160,14 @@ proptest! {
                 prop_assert_eq!(outcome.0[at].to_bits(), sent.to_bits());
             }
         }
-        // It is an approximation.
+        // The result is an approximation.
         prop_assert!(outcomes[0].2.iter().any(|left| left.abs() > 1e-3));
     }
 }
 
 #[test]
 fn a_gradient_of_that_rank_is_sent_whole() {
-    // Two outer products.
+    // The gradient is the sum of two outer products.
     let (rows, columns) = (12, 20);
     let values: Vec<f64> = (0..rows * columns)
         .map(|at| {
@@ -234,7 +234,7 @@ fn a_product_beyond_the_range_is_sent_as_it_is() {
             }
             (sum, sent, bench.hook.single.tensors["layer.0"].error[7])
         });
-        // Nothing is left of the odd step, nor of those before it.
+        // Nothing is left of the odd step or of those before it.
         let sum: f32 = outcomes.iter().map(|(sum, _, error)| sum - error).sum();
         assert!((sum - outcomes[0].1).abs() < 1e-4, "{outcomes:?}");
     }
@@ -256,7 +256,7 @@ fn a_parameter_without_a_gradient_keeps_its_error() {
 
 #[test]
 fn few_values_travel_in_two_operations() {
-    // The rest of the layers does not pay.
+    // Compressing the other layers does not pay.
     let shapes: [&[usize]; 3] = [&[100, 200], &[200], &[4, 4]];
     let count = 20_000 + 200 + 16;
     for (rank, start_after) in [(1, 0), (4, 0), (1, 2)] {
@@ -283,7 +283,7 @@ fn few_values_travel_in_two_operations() {
                 } else {
                     assert_eq!(taken, (216 + rank * 300, 2));
                 }
-                // What does not pay is exact.
+                // These layers are exact.
                 let other = values_of::<f32>(count, 2, 1 - group.rank(), step);
                 for at in 20_000..count {
                     assert_eq!(found[at], values[at] + other[at]);
