@@ -1,5 +1,4 @@
-//! `accel-launch bench`: what it measures is right, and what it prints can be read. No test says how
-//! fast anything is.
+//! `accel-launch bench` measures correctly and prints readable output. No test depends on the speed of anything.
 
 use std::fs::File;
 
@@ -7,7 +6,7 @@ use serde_json::Value;
 
 use crate::support::{Ended, Folder, Run};
 
-/// How ranks of one host can be connected.
+/// The transports between ranks of one host.
 const TRANSPORTS: [&str; 3] = ["shm", "tcp", "threads"];
 
 fn bench(line: &str) -> Ended {
@@ -71,7 +70,7 @@ fn every_transport_is_measured_on_two_ranks_and_three() {
 #[test]
 fn the_transport_that_was_chosen_is_told() {
     let report = json(&bench("--sizes 4KiB --json").expect(0));
-    // Where the kernel gives no memory to share, ranks fall back.
+    // Ranks fall back if the kernel gives no memory to share.
     let chosen = report["transport"].as_str().unwrap();
     assert!(["shm", "tcp"].contains(&chosen), "{report}");
 }

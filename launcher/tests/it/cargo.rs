@@ -5,7 +5,7 @@ use std::process::Command;
 
 use crate::support::{Ended, Folder, Run, wait_until_dead};
 
-/// A workspace of two packages without dependencies.
+/// Creates a workspace of two packages without dependencies.
 fn workspace() -> Folder {
     let folder = Folder::new();
     folder.write("Cargo.toml", "[workspace]\nresolver = \"3\"\nmembers = [\"alpha\", \"beta\"]\ndefault-members = [\"alpha\"]\n");
@@ -50,7 +50,7 @@ fn offline(command: &mut Command, folder: &Folder) {
     command
         .env("CARGO_NET_OFFLINE", "true")
         .env("CARGO_TARGET_DIR", folder.path().join("target"));
-    // Settings of the build that runs this test are not those of the package in the folder.
+    // Settings of the build that runs this test do not apply to the package in the folder.
     for name in ["RUSTFLAGS", "CARGO_BUILD_TARGET", "CARGO_ENCODED_RUSTFLAGS"] {
         command.env_remove(name);
     }
@@ -87,7 +87,7 @@ fn builds_by_name_and_by_source_file() {
     let ended = launch_in(&folder, ".", &["--bin", "alpha-tool", "--epochs", "1"]).expect(0);
     assert_eq!(ended.text(), release);
     assert!(folder.path().join("target/release/alpha-tool").exists());
-    // From any folder, by a path that is relative to it; a separator is dropped.
+    // A relative path works from any folder, and a separator is dropped.
     let ended = launch_in(
         &folder,
         "beta/src",
@@ -95,7 +95,7 @@ fn builds_by_name_and_by_source_file() {
     )
     .expect(0);
     assert_eq!(ended.text(), release);
-    // A package that plain `cargo build` would leave out here.
+    // Plain `cargo build` would leave this package out here.
     assert!(
         launch_in(&folder, ".", &["--bin", "beta-tool"])
             .expect(0)
@@ -135,8 +135,8 @@ fn builds_by_name_and_by_source_file() {
     );
 }
 
-/// What the launcher builds in this repository, and what cargo does with the package of the examples or of the
-/// library, share all that they depend on: it takes minutes to compile.
+/// The launcher's builds in this repository share all dependencies with cargo's builds of the examples' and the
+/// library's packages, which take minutes to compile.
 #[test]
 fn an_example_of_this_repository_is_compiled_with_the_same_features_either_way() {
     let features = |selection: &[&str]| -> BTreeSet<String> {
@@ -163,7 +163,7 @@ fn an_example_of_this_repository_is_compiled_with_the_same_features_either_way()
     for package in ["burn-accelerate", "accelerator-examples"] {
         let alone = features(&["--package", package]);
         let others = alone.difference(&together);
-        // The library itself has the features that the examples ask for.
+        // The library itself has the features that the examples request.
         let again: Vec<_> = others
             .filter(|x| !x.starts_with("burn-accelerate v"))
             .collect();
@@ -281,7 +281,7 @@ fn a_dry_run_shows_the_build() {
 #[test]
 fn a_signal_during_the_build_ends_cargo() {
     let folder = workspace();
-    // A build script that waits stands for a long build.
+    // A build script that waits acts as a long build.
     folder.write(
         "alpha/build.rs",
         "fn main() {\n    std::fs::write(std::env::var(\"PID_FILE\").unwrap(), format!(\"{}\\n\", std::process::id())).unwrap();\n    \

@@ -47,7 +47,7 @@ fn runs(folder: &Folder) -> Vec<Checkpoint> {
     (1..=3).map(save).collect()
 }
 
-/// A line's words, one blank apart.
+/// Returns the lines of a text with single blanks between words.
 fn lines(text: &str) -> Vec<String> {
     text.lines()
         .map(|line| line.split_whitespace().collect::<Vec<_>>().join(" "))
@@ -118,7 +118,7 @@ fn list_shows_what_is_there_and_what_is_cut_off() {
     assert_eq!(whole, [false, false, true]);
     assert_eq!(list["unfinished"].as_array().unwrap().len(), 1);
 
-    // One checkpoint is a list as well.
+    // A single checkpoint is listed as well.
     let one = folder
         .launch(["checkpoint", "list", "checkpoints/a/checkpoint-000003"])
         .expect(0)
@@ -165,7 +165,7 @@ fn show_tells_what_a_checkpoint_says() {
         assert_eq!(manifest["files"]["ranks/00000.json"]["bytes"], 2);
     }
 
-    // The newest that is whole; and of a broken one, what can still be told.
+    // `show` picks the newest complete checkpoint, and shows what it can of a broken one.
     fs::write(saved[2].path().join("model.safetensors"), "short").unwrap();
     let text = folder
         .launch(["checkpoint", "show", "checkpoints/a"])
@@ -200,7 +200,7 @@ fn verify_names_every_defect() {
     spoil(&saved[1]);
     fs::remove_dir_all(saved[1].path().join("ranks")).unwrap();
     fs::write(saved[0].path().join("notes"), "").unwrap();
-    // What `list` cannot see.
+    // `list` cannot see this damage.
     let listed = folder
         .launch(["checkpoint", "list", "checkpoints/a/checkpoint-000003"])
         .expect(0)
@@ -266,7 +266,7 @@ fn what_cannot_be_read_is_not_called_broken() {
         assert!(text.contains("checkpoint-000003: UNREADABLE"), "{text}");
         assert!(text.contains("Permission denied"), "{text}");
         assert_eq!(text.matches(": good").count(), 2, "{text}");
-        // The one before is not the newest whole one.
+        // The checkpoint before it is not the newest complete one.
         run("show").expect(1).says("Permission denied");
         folder
             .launch(["checkpoint", "show", "checkpoints/a", "3"])
@@ -289,7 +289,7 @@ fn without_privileges(work: impl FnOnce() + Send) {
     std::thread::scope(|scope| scope.spawn(unprivileged).join().unwrap());
 }
 
-/// A failed copy, or one that was put there: the manifest identifies a checkpoint.
+/// The inner checkpoint is a failed copy or was put there. The manifest identifies a checkpoint.
 #[test]
 fn a_checkpoint_in_a_checkpoint_is_not_taken_for_it() {
     let folder = Folder::new();
@@ -331,7 +331,7 @@ fn wrong_places_are_told() {
         .launch(["checkpoint", "show", "empty"])
         .expect(2)
         .says("no checkpoints");
-    // A manifest that is no checkpoint's, and a folder whose name looks like one.
+    // The manifest belongs to no checkpoint, and the folder's name merely looks like a checkpoint's.
     folder.write("odd/manifest.json", "{}");
     folder
         .launch(["checkpoint", "verify", "odd"])
@@ -348,7 +348,7 @@ fn wrong_places_are_told() {
         .expect(0)
         .text();
     assert_eq!(text.matches("sizes ok").count(), 3, "{text}");
-    // Nothing is not everything: a script that asks must not go on.
+    // No checkpoint is not success, since a script that asks must not continue.
     folder.launch(["checkpoint", "verify", "empty"]).expect(1);
     assert!(
         folder

@@ -9,8 +9,8 @@ use rustix::process::Signal;
 use crate::hosts::Hosts;
 use crate::support::{Folder, LONG_SLEEP, Run, wait_until, wait_until_dead};
 
-/// A program whose ranks take steps until there is a file `stop`, and write to `groups` for each group that they join:
-/// process, rank, number of ranks, step. With `$WAY` `save` they end for another start where they are to regroup.
+/// Runs as a rank that takes steps until the file `stop` exists. For each group that it joins, it writes process, rank,
+/// number of ranks and step to `groups`. If `$WAY` is `save`, it ends for another start instead of regrouping.
 #[test]
 #[ignore = "a program that the tests here start"]
 fn rank() {
@@ -43,7 +43,7 @@ fn rank() {
         if group.rank() == 2 && Path::new("crash").exists() {
             exit(9);
         }
-        // The rank that ends, and the number of ranks that know of another group.
+        // The flags count whether rank 0 ends the job, and how many ranks know of another group.
         let regroups = loop {
             let is_over = group.rank() == 0 && Path::new("stop").exists();
             let mut flags =
@@ -79,7 +79,7 @@ fn append(path: &str, line: &str) {
     file.write_all(line.as_bytes()).unwrap();
 }
 
-/// The command line of a rank.
+/// Returns the command line of a rank.
 fn program() -> Vec<String> {
     let tests = std::env::current_exe().unwrap();
     let arguments = ["--exact", "elastic::rank", "--ignored", "--nocapture"];
@@ -90,7 +90,8 @@ fn program() -> Vec<String> {
         .collect()
 }
 
-/// Waits for a group of `ranks` ranks, the last one that has been seen in `folder`: process ids by rank, and the step.
+/// Waits until the last group of this size in `folder` has all its ranks. Returns its process ids by rank, and the
+/// step.
 fn group_of(folder: &Folder, ranks: usize, after: f64) -> (Vec<String>, f64) {
     wait_until(&format!("a group of {ranks}"), || {
         let text = folder.read("groups");
@@ -140,7 +141,7 @@ fn hosts_come_and_leave_while_ranks_run() {
         .end()
         .expect(75)
         .says("this host has left the job, which goes on without it");
-    // It comes again.
+    // The host comes back.
     let again = start(&hosts, 1, &ONE);
     let (last, _) = group_of(folder, 4, step + 2.0);
     assert_eq!(last[..3], three[..]);
@@ -201,7 +202,7 @@ fn a_dropped_slot_is_tried_again() {
         .args(&program);
     let run = Run::start(command);
     let (two, _) = group_of(&folder, 2, 0.0);
-    // It is tried while it is still broken.
+    // The rank is tried while it is still broken.
     run.wait_until_it_says("rank 2 was to join, and it ended with exit code 7");
     std::fs::remove_file(folder.path().join("broken")).unwrap();
     let (three, _) = group_of(&folder, 3, 1.0);
@@ -247,7 +248,7 @@ fn a_host_leaves_while_another_one_does_not_join() {
     let head = start(&hosts, 0, &ONE);
     let second = start(&hosts, 1, &ONE);
     let (two, _) = group_of(folder, 2, 0.0);
-    // Its ranks never meet the others.
+    // The ranks of this host never meet the others.
     folder.script("idle.sh", &format!("echo $RANK >> idle; exec {LONG_SLEEP}"));
     let third = hosts.start(2, &ONE, &["idle.sh"]);
     folder.wait_for_lines("idle", 1);
@@ -314,7 +315,7 @@ fn a_slot_that_fails_again_costs_the_job_no_restarts() {
         ])
         .args(program());
     let run = Run::start(command);
-    // It is dropped twice over.
+    // The slot is dropped twice.
     let crashes = || folder.read("groups").matches(" 2 3 ").count();
     wait_until("four crashes", || (crashes() >= 4).then_some(()));
     std::fs::remove_file(folder.path().join("crash")).unwrap();

@@ -61,7 +61,7 @@ fn the_launcher_that_tells_the_place_is_shown_with_the_others() {
     assert_eq!(report["launcher"], serde_json::json!(null));
     assert_eq!(report["agent"]["node"], 1);
     assert_eq!(report["agent"]["engine"]["name"], "an Indexed Job");
-    // The rank is told by a connection, which nobody opens here.
+    // The rank comes over a connection, which no program serves here.
     let asked = [("PMI_PORT", "127.0.0.1:1"), ("PMI_ID", "0")];
     let text = run(&[], &asked).expect(1).text();
     assert!(text.contains("error: PMI_PORT=127.0.0.1:1"), "{text}");
@@ -116,7 +116,7 @@ fn errors_in_the_environment_are_shown() {
     }
 }
 
-/// What every rank would refuse, one variable after the other.
+/// Variables that every rank would refuse.
 const WRONG: [(&str, &str); 6] = [
     ("ACCEL_OVERLAP", "yes"),
     ("ACCEL_COMPRESSION", "fp16"),

@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use crate::support::Folder;
 use serde_json::{Value, json};
 
-/// A file with these tensors: name, type, shape and bytes. The data behind the header is a hole, which takes
-/// no room on the disk.
+/// Writes a file with these tensors: name, type, shape and bytes. The data after the header is a hole, which takes no
+/// space on the disk.
 fn model(folder: &Path, name: &str, tensors: &[(&str, &str, &[u64], u64)]) -> PathBuf {
     let mut header = serde_json::Map::new();
     header.insert("__metadata__".to_owned(), json!({"format": "pt"}));
@@ -43,7 +43,7 @@ fn estimate(path: &Path, more: &[&str]) -> (i32, String, String) {
 #[test]
 fn parameters_gradients_and_optimizers_are_added_up() {
     let folder = Folder::new();
-    // A million weights as f32, half a million as bf16, and a counter.
+    // The file has a million weights as f32, half a million as bf16, and a counter.
     let path = model(
         folder.path(),
         "model.safetensors",
@@ -114,7 +114,7 @@ fn an_index_is_the_sum_of_its_shards() {
         ),
         (json!({"a": "../m-1-of-2.safetensors"}), "files beside it"),
         (json!({"a": "m-3.safetensors"}), "m-3.safetensors"),
-        // An index of indices, itself among them.
+        // This is an index of indices that includes itself.
         (
             json!({"a": "m.safetensors.index.json"}),
             "is no safetensors file",
@@ -133,7 +133,7 @@ fn a_file_of_another_length_than_its_header_says_is_refused() {
     let path = model(folder.path(), "model.safetensors", tensors);
     let whole = fs::metadata(&path).unwrap().len();
     assert_eq!(estimate(&path, &[]).0, 0);
-    // All data is gone, a byte of it, and a byte is too much.
+    // All data is missing, one byte is missing, or there is one byte too many.
     for (bytes, is_cut) in [(whole - 42, true), (whole - 1, true), (whole + 1, false)] {
         resize(&path, bytes);
         let (code, _, stderr) = estimate(&path, &[]);
@@ -142,7 +142,7 @@ fn a_file_of_another_length_than_its_header_says_is_refused() {
         assert!(stderr.contains(&part), "{part} is not in: {stderr}");
         assert_eq!(stderr.contains("cut off"), is_cut, "{stderr}");
     }
-    // Also where an index names it.
+    // The same holds if an index names the file.
     resize(&path, whole - 1);
     let map = json!({"weight_map": {"a": "model.safetensors"}});
     let index = folder.write("m.safetensors.index.json", &map.to_string());
@@ -192,7 +192,7 @@ fn control_characters_in_a_file_are_escaped() {
 fn an_index_that_is_too_long_is_not_read() {
     let folder = Folder::new();
     let path = folder.path().join("m.safetensors.index.json");
-    // It takes no room on the disk.
+    // The file takes no space on the disk.
     fs::File::create(&path).unwrap().set_len(1 << 40).unwrap();
     let (code, _, stderr) = estimate(&path, &[]);
     assert_eq!(code, 2, "{stderr}");

@@ -1,10 +1,10 @@
-//! What a failing rank does to the others, and to the exit code.
+//! The effect of a failing rank on the others and on the exit code.
 
 use std::time::Duration;
 
 use crate::support::{Folder, LONG_SLEEP, is_alive, wait_until_dead};
 
-/// Far less than the others would sleep.
+/// A time far below the sleep of the others.
 const SOON: Duration = Duration::from_secs(30);
 
 #[test]
@@ -109,7 +109,7 @@ fn a_signal_gives_128_and_its_number() {
 #[test]
 fn a_killed_rank_is_the_culprit_even_when_another_fails_with_it() {
     let folder = Folder::new();
-    // Rank 0 fails as soon as rank 1 is dead, as a peer that loses its connection does.
+    // Rank 0 fails as soon as rank 1 is dead, like a peer that loses its connection.
     folder.script(
         "die.sh",
         "if [ $RANK = 1 ]; then while [ ! -e ready ]; do sleep 0.01; done; echo $$ > pid; kill -KILL $$; fi\n\

@@ -1,8 +1,8 @@
-//! Which GPUs ranks are given, and which there are; none is needed.
+//! The GPUs that ranks get, and the GPUs of a machine. The tests need none.
 
 use crate::support::{Ended, Folder, Run};
 
-/// Runs the launcher in `folder` with `line` and these variables.
+/// Runs the launcher in `folder` with these arguments and variables.
 fn run(folder: &Folder, line: &str, variables: &[(&str, &str)]) -> Run {
     let mut command = folder.launcher();
     command
@@ -11,7 +11,7 @@ fn run(folder: &Folder, line: &str, variables: &[(&str, &str)]) -> Run {
     Run::start(command)
 }
 
-/// The lines of an output, each with single blanks.
+/// Returns the lines of an output with single blanks between words.
 fn lines(ended: &Ended) -> Vec<String> {
     let text = ended.text();
     let words = |line: &str| line.split_whitespace().collect::<Vec<_>>().join(" ");

@@ -1,4 +1,4 @@
-//! What `accel-launch` does, a module for each subject.
+//! Tests of `accel-launch`, one module per subject.
 
 #![allow(
     clippy::expect_used,

@@ -86,7 +86,7 @@ fn odd_bytes_and_long_lines_pass_unharmed() {
             .iter()
             .flat_map(|line| line[4..].iter().copied())
             .collect();
-        // The launcher ends the last, unfinished line, so that the next one stays apart.
+        // The launcher ends the last, unfinished line, so that the next one stays separate.
         assert!(
             own.strip_suffix(b"\n") == Some(&expected[..]),
             "a rank's lines are untouched"
@@ -147,7 +147,7 @@ fn logs_hold_both_streams_of_each_rank() {
     }
 }
 
-/// Each run has a folder of its own, and `latest` leads to the last.
+/// Each run has a folder of its own, and `latest` points to the last one.
 #[test]
 fn logs_of_earlier_runs_stay() {
     let folder = Folder::new();
@@ -242,7 +242,7 @@ fn output_that_is_read_slowly_is_not_cut() {
         .stdin(Stdio::null())
         .stdout(Stdio::piped());
     let mut child = command.spawn().unwrap();
-    // Longer than the launcher waits for a silent stream.
+    // The time is longer than the launcher waits for a silent stream.
     std::thread::sleep(std::time::Duration::from_secs(3));
     let text = std::io::read_to_string(child.stdout.take().unwrap()).unwrap();
     assert_eq!(text.lines().count(), 8002);

@@ -1,4 +1,4 @@
-//! Ranks that were told to leave, have saved, and ask for another start: exit code 75.
+//! Ranks that were told to leave, have saved, and request another start with exit code 75.
 
 use crate::support::{Folder, LONG_SLEEP, Run};
 use rustix::process::Signal;

@@ -1,4 +1,4 @@
-//! What the ranks are given.
+//! The environment and input that ranks get.
 
 use std::io::Write;
 use std::process::Stdio;
@@ -77,7 +77,7 @@ fn ranks_are_told_what_the_launcher_was_called_with() {
         ["-n", "1", "show.sh", "--password", "***", "a b"]
     );
     assert!(words[0].ends_with("accel-launch"), "{text}");
-    // What is too long for a variable is left out, and no hindrance.
+    // A command line that is too long for a variable is left out and does no harm.
     let long = "x".repeat(100_000);
     let text = folder
         .launch(["-n", "1", "show.sh", &long])
@@ -135,11 +135,11 @@ fn a_launcher_in_a_job_of_another_one_has_a_job_of_its_own() {
     command
         .args(["-n", "2", "--no-prefix", "outer.sh"])
         .env("LAUNCHER", env!("CARGO_BIN_EXE_accel-launch"))
-        // Set to nothing, it is not set.
+        // An empty value counts as unset.
         .env("TMPDIR", "");
     let text = Run::start(command).end().expect(0).text();
     let jobs: std::collections::BTreeSet<&str> = text.lines().collect();
-    // Two ranks of the outer job, and two each of two inner ones.
+    // There are two ranks of the outer job, and two of each of two inner jobs.
     assert_eq!((jobs.len(), text.lines().count()), (3, 6), "{text}");
     assert!(jobs.iter().all(|job| job.contains(" /tmp/")), "{text}");
 }
@@ -194,7 +194,7 @@ fn a_launcher_that_another_one_started_several_times_is_refused() {
 #[test]
 fn the_store_listens_while_ranks_run() {
     let folder = Folder::new();
-    // The kernel's table of listening sockets, by port in hexadecimal.
+    // The file is the kernel's table of listening sockets, with ports in hexadecimal.
     folder.script("look.sh", "grep -i \":$(printf %04X $MASTER_PORT) 00000000:0000 0A\" /proc/net/tcp > /dev/null && echo listens");
     assert_eq!(
         folder.launch(["-n", "2", "look.sh"]).expect(0).sorted(),
@@ -312,7 +312,7 @@ fn python_is_told_to_write_at_once_where_the_user_does_not_say_otherwise() {
         Run::start(command).end().expect(0).text()
     };
     assert_eq!(shown(None), "unbuffered: 1\n");
-    // So Python buffers, as it does by default.
+    // Python then buffers, as it does by default.
     assert_eq!(shown(Some("")), "unbuffered: \n");
 }
 

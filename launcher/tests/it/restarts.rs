@@ -1,4 +1,4 @@
-//! Starting a job that failed again, with as many processes or fewer.
+//! Restarts of a failed job, with as many processes or fewer.
 
 use std::time::Duration;
 
@@ -6,10 +6,10 @@ use crate::support::{Folder, LONG_SLEEP, Run, wait_until};
 use rustix::process::Signal;
 use serde_json::Value;
 
-/// What every attempt writes to `seen`: its number, the most, and the world size, once a job.
+/// Appends to `seen`, once per attempt: its number, the maximum number of restarts, and the world size.
 const NOTE: &str = "[ $RANK = 0 ] && echo $ACCEL_RESTART $ACCEL_MAX_RESTARTS $WORLD_SIZE >> seen; ";
 
-/// Lets rank 1 fail when rank 0 has taken its note.
+/// Makes rank 1 wait until rank 0 has written its note.
 const WAIT_FOR_NOTE: &str =
     "while [ $(cat seen 2> /dev/null | wc -l) -le $ACCEL_RESTART ]; do sleep 0.02; done; ";
 
@@ -17,7 +17,7 @@ fn report(folder: &Folder) -> Value {
     serde_json::from_str(&folder.read("logs/latest/failure.json")).unwrap()
 }
 
-/// The log of a rank that failed, with `RUN` for the name of its run's folder.
+/// Returns the log of a rank that failed, with `RUN` instead of the name of its run's folder.
 fn log_of(first: &Value) -> String {
     let log = std::path::Path::new(first["log"].as_str().unwrap());
     let [logs, _run, file] = log.iter().collect::<Vec<_>>()[..] else {
@@ -59,7 +59,7 @@ fn a_job_is_restarted_until_it_ends_well() {
     jobs.sort();
     jobs.dedup();
     assert_eq!(jobs.len(), 3, "every attempt is a job of its own: {jobs:?}");
-    // Each life has logs of its own.
+    // Each attempt has its own logs.
     assert_eq!(folder.read("logs/latest/rank-1.log"), "");
     assert_eq!(folder.read("logs/latest/rank-1.restart-2.log"), "life 2\n");
     let report = report(&folder);
@@ -88,7 +88,7 @@ fn an_error_that_repeats_is_shown_when_it_is_new_and_at_the_end() {
 #[test]
 fn c21_three_restarts_are_enough_for_what_succeeds_the_fourth_time() {
     let folder = Folder::new();
-    // A rank each time, so that no slot fails twice in a row.
+    // Another rank fails each time, so no slot fails twice in a row.
     folder.script(
         "job.sh",
         "[ $RANK = $((ACCEL_RESTART % 2)) ] && [ $ACCEL_RESTART -lt 3 ] && exit 1; echo life $ACCEL_RESTART",
@@ -268,12 +268,12 @@ fn a_fixed_port_is_free_again_for_the_restart() {
     assert_eq!(folder.read("ports"), format!("{port}\n{port}\n{port}\n"));
 }
 
-/// Runs a script that fails and does `harm`, so that it cannot be started again; checks that the
-/// failure is told, and why there was no restart.
+/// Runs a script that fails and does `harm`, so that it cannot be restarted. Asserts that the failure is reported, and
+/// the reason for the missing restart too.
 #[track_caller]
 fn check_that_a_restart_fails(harm: &str, max_restarts: &str, reason: &str) {
     let folder = Folder::new();
-    // When rank 1 does it, both have been started.
+    // Both ranks have been started when rank 1 does harm.
     folder.script(
         "job.sh",
         &format!(
@@ -321,7 +321,7 @@ fn a_restart_of_a_program_that_is_gone_says_so() {
 
 #[test]
 fn a_restart_that_cannot_be_prepared_says_so() {
-    // Where the log of the restart is to be, there is a folder.
+    // A folder is in the way of the restart's log.
     let harm = "mkdir logs/latest/rank-0.restart-1.log";
     check_that_a_restart_fails(harm, "3", "rank-0.restart-1.log");
 }

@@ -1,5 +1,5 @@
-//! The rank that failed first is named, whatever it died of: on the screen, in `failure.json`, by
-//! the exit code, and to the other ranks. The test program is its own rank.
+//! The rank that failed first is named, whatever it died of: on the screen, in `failure.json`, by the exit code, and to
+//! the other ranks. The test program acts as the ranks.
 
 use std::io::Write;
 
@@ -8,13 +8,13 @@ use accelerator_collective::{GroupOptions, Launch, ProcessGroup, ReduceOp};
 use rustix::process::{Signal, getpid, kill_process};
 use serde_json::{Value, json};
 
-/// Set for the ranks, to what becomes of rank 1.
+/// The variable with the failure of rank 1.
 const FAILURE: &str = "LAUNCHER_TEST_FAILURE";
 
-/// How many steps all ranks do before rank 1 fails.
+/// The number of steps that all ranks do before rank 1 fails.
 const STEPS: usize = 3;
 
-/// Works as a rank and ends the process, where this is one.
+/// Works as a rank and ends the process, if this process is a rank.
 fn work_as_rank() {
     let Ok(failure) = std::env::var(FAILURE) else {
         return;
@@ -53,7 +53,7 @@ fn fail(failure: &str) {
         "crashed" => std::process::abort(),
         "stopped" => {
             kill_process(getpid(), Signal::STOP).unwrap();
-            // The signal may reach another thread first, and this one would take its last steps meanwhile.
+            // The signal may reach another thread first, and this one would do its last steps in the meantime.
             std::thread::sleep(DEADLINE);
         }
         "exited" => {
@@ -74,7 +74,7 @@ fn complaint() -> String {
     format!("no such file: {}; pass --data", "x".repeat(3000))
 }
 
-/// Launches three ranks that run only the test `name`, and gives the end and the report.
+/// Launches three ranks that run only the test `name`, and returns the end and the report.
 fn launch(folder: &Folder, name: &str, failure: &str) -> (Ended, Value) {
     let mut command = folder.launcher();
     command
@@ -95,7 +95,7 @@ fn launch(folder: &Folder, name: &str, failure: &str) -> (Ended, Value) {
     (ended, report)
 }
 
-/// Rank 1 was found out, and both others knew it.
+/// Asserts that rank 1 was found to be the cause, and that both others knew it.
 #[track_caller]
 fn check(folder: &Folder, ended: &Ended, report: &Value, words: &str) {
     assert_eq!(report["first"]["rank"], 1, "{ended:?} {report:#}");
@@ -193,7 +193,7 @@ fn a_rank_that_leaves_with_success() {
     let folder = Folder::new();
     let (ended, report) = launch(&folder, "a_rank_that_leaves_with_success", "left");
     check(&folder, &ended, &report, "exit code 0");
-    // The root cause has no failing code; a rank that lost it has.
+    // The root cause has no failing code, but a rank that lost it has.
     assert_eq!(ended.code(), 4);
     assert_eq!(report["first"]["exit_code"], 0);
 }
@@ -205,7 +205,7 @@ fn a_rank_that_never_joins() {
     let (ended, report) = launch(&folder, "a_rank_that_never_joins", "absent");
     assert_eq!(report["first"]["rank"], 1, "{ended:?} {report:#}");
     assert_eq!(report["first"]["exit_code"], 0);
-    // Of the others at least one had come to the rendezvous, and learnt why it is over.
+    // At least one of the others had reached the rendezvous and learnt why it failed.
     assert_eq!(ended.code(), 4);
     ended.says(
         "rank 1 ended with exit code 0 before it joined: does its program call Accelerator::new?",

@@ -1,4 +1,4 @@
-//! What `SECURITY.md` says of the launcher, and that the tests which it names exist.
+//! Checks what `SECURITY.md` says of the launcher, and that the tests that it names exist.
 
 use std::fs;
 use std::path::Path;
@@ -14,7 +14,7 @@ fn a_token_is_in_no_environment_command_line_log_or_output() {
     fs::set_permissions(&token, private).unwrap();
     let script = folder.script(
         "show",
-        // The first to fail ends the other.
+        // The first rank to fail ends the other.
         "cat /proc/$$/environ /proc/$$/cmdline /proc/$PPID/environ /proc/$PPID/cmdline; echo x >> shown\n\
          while [ $(wc -l < shown) -lt 2 ]; do sleep 0.02; done; exit 3",
     );
@@ -56,7 +56,7 @@ fn every_test_that_the_security_notes_name_exists() {
     let notes = fs::read_to_string(root.join("SECURITY.md")).unwrap();
     let mut file = String::new();
     let mut found = 0;
-    // In the tables, tests stand as `file.rs`: `name`, `name`.
+    // In the tables, tests are written as `file.rs`: `name`, `name`.
     for row in notes.lines().filter(|line| line.starts_with("| ")) {
         for word in row.split('`').skip(1).step_by(2) {
             if word.ends_with(".rs") {

@@ -1,4 +1,4 @@
-//! `accel-launch test`: it passes here, and ends in time with all of its processes.
+//! `accel-launch test` passes here, and ends in time with all of its processes.
 
 use std::net::TcpListener;
 use std::time::Duration;
@@ -45,7 +45,7 @@ fn three_processes_can_be_tested_too() {
 #[cfg(target_os = "linux")]
 fn memory_that_cannot_be_shared_is_no_failure() {
     let folder = Folder::new();
-    // Room for the job's token alone.
+    // The limit leaves room for the job's token alone.
     let line = "ulimit -f 1; exec \"$0\" test --json --stage shm";
     let command = folder.launcher_by("sh", &["-c", line]);
     let ended = Run::start(command).end().expect(0);
@@ -96,7 +96,7 @@ fn a_signal_ends_it_and_its_processes() {
     let mut command = folder.launcher();
     command.args(["test", "--stage", "tcp", "--timing"]);
     let run = Run::start(command);
-    // The shim of a job's launcher, the launcher proper, and two ranks.
+    // The processes are the shim of a job's launcher, the launcher proper, and two ranks.
     let processes = wait_until("a job", || {
         let found = descendants(run.pid().as_raw_pid());
         (found.len() == 4).then_some(found)
@@ -149,7 +149,7 @@ fn plans_of_faults_are_carried_out() {
 
 #[test]
 fn a_plan_of_faults_is_refused_by_a_program_without_injection() {
-    // Built with the whole workspace, whose tests inject, so does the launcher.
+    // If the whole workspace is built, its tests inject faults, and so does the launcher.
     let probe = std::process::Command::new(std::env::current_exe().unwrap())
         .args([
             "--exact",
@@ -171,7 +171,7 @@ fn a_plan_of_faults_is_refused_by_a_program_without_injection() {
     ended.says("built without fault injection");
 }
 
-/// Returns the processes that this one has started, and those that they have started.
+/// Returns the children of a process and their descendants.
 fn descendants(parent: i32) -> Vec<i32> {
     let tasks = std::fs::read_to_string(format!("/proc/{parent}/task/{parent}/children"));
     let children = tasks.unwrap_or_default();

@@ -1,4 +1,4 @@
-//! No process outlives its job, whoever of the launcher's two processes is killed, and how.
+//! No process outlives its job, whichever of the launcher's two processes is killed.
 
 use std::fs::{File, OpenOptions};
 use std::io::{BufRead, BufReader, Read, Write};
@@ -11,15 +11,15 @@ use crate::support::{DEADLINE, Folder, LONG_SLEEP, Run, is_alive, wait_until, wa
 use rustix::process::{Pid, Signal, kill_process};
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 
-/// A rank with a child, a daemon in a session of its own, and a daemon that ignores SIGTERM; all
-/// write their numbers to `pids`, a rank its own last.
+/// A rank with a child, a daemon in a session of its own, and a daemon that ignores SIGTERM. All write their process
+/// ids to `pids`, the rank itself last.
 const FAMILY: &str = "sh -c 'echo $$ >> pids; exec sleep 300' &\n\
     setsid sh -c 'echo $$ >> pids; exec sleep 300' &\n\
     setsid sh -c \"trap '' TERM; echo \\$\\$ >> pids; for i in \\$(seq 1500); do sleep 0.2; done\" &\n\
     while [ $(wc -l < pids) -lt $((3 * WORLD_SIZE)) ]; do sleep 0.02; done; echo $$ >> pids\n\
     while [ $(wc -l < pids) -lt $((4 * WORLD_SIZE)) ]; do sleep 0.02; done\n";
 
-/// Starts two such ranks, and gives the numbers of all their processes.
+/// Starts two such ranks, and returns the ids of all their processes.
 fn start(folder: &Folder, options: &[&str], rest: &str) -> (Run, Vec<String>) {
     folder.write("pids", "");
     folder.script("job.sh", &format!("{FAMILY}{rest}"));
@@ -30,17 +30,17 @@ fn start(folder: &Folder, options: &[&str], rest: &str) -> (Run, Vec<String>) {
     (run, pids)
 }
 
-/// They would sleep, and the launcher would wait for them, for much longer than this does.
+/// Waits until the processes are dead, for much less than they would sleep and the launcher would wait.
 fn all_dead(pids: &[String]) {
     pids.iter().for_each(|pid| wait_until_dead(pid));
 }
 
-/// The process that the shim of `run` started: the launcher proper.
+/// Returns the launcher proper, which the shim of `run` started.
 fn proper(run: &Run) -> Pid {
     child_of(run.pid())
 }
 
-/// The only child of that process.
+/// Returns the only child of that process.
 fn child_of(parent: Pid) -> Pid {
     let parent = parent.as_raw_nonzero();
     let path = format!("/proc/{parent}/task/{parent}/children");
@@ -93,7 +93,7 @@ fn ranks_die_where_both_are_killed_at_once() {
     command.args(["-n", "2", "job.sh"]);
     let run = Run::start(command);
     let pids = folder.wait_for_lines("pids", 2);
-    // Stopped, neither can act on the other's death.
+    // Stopped, neither can react to the other's death.
     let proper = proper(&run);
     kill_process(proper, Signal::STOP).unwrap();
     run.signal(Signal::KILL);
@@ -101,7 +101,7 @@ fn ranks_die_where_both_are_killed_at_once() {
     all_dead(&pids);
 }
 
-/// What the README says of process namespaces: the kernel ends all that is in one with its first process.
+/// Checks the README: the kernel ends everything in a process namespace with its first process.
 #[test]
 fn nothing_outlives_both_in_a_namespace_of_processes() {
     const NAMESPACE: [&str; 6] = [
@@ -118,7 +118,7 @@ fn nothing_outlives_both_in_a_namespace_of_processes() {
         return;
     }
     let folder = Folder::new();
-    // Numbers of processes mean others in there, so daemons hold a pipe, which ends with the last of them.
+    // Process ids differ in the namespace, so daemons hold a pipe instead, which closes with the last of them.
     folder.script(
         "job.sh",
         "setsid sh -c 'exec 9> held; echo up >&9; exec sleep 300' &\n exec sleep 300",
@@ -139,7 +139,7 @@ fn nothing_outlives_both_in_a_namespace_of_processes() {
     }
     let shim = child_of(run.pid());
     let proper = child_of(shim);
-    // Stopped, neither can act on the other's death.
+    // Stopped, neither can react to the other's death.
     kill_process(proper, Signal::STOP).unwrap();
     kill_process(shim, Signal::KILL).unwrap();
     assert_eq!(
@@ -162,7 +162,7 @@ fn nothing_is_restarted_once_the_shim_is_killed() {
     let (run, pids) = start(&folder, &options, LONG_SLEEP);
     run.signal(Signal::KILL);
     all_dead(&pids);
-    // The launcher proper holds the ends of these streams, until it ends too.
+    // The launcher proper holds the ends of these streams until it ends too.
     let ended = run.close();
     assert!(!ended.contains("restart"), "{ended}");
     assert!(ended.contains("the launcher was killed"), "{ended}");
@@ -178,7 +178,7 @@ fn daemons_that_ignore_sigterm_end_with_a_failure_after_the_grace() {
         "[ $RANK = 1 ] && exit 3; sleep 300",
     );
     run.end().expect(3);
-    // The launcher waited for it.
+    // The launcher waited for the daemons.
     pids.iter().for_each(|pid| assert!(!is_alive(pid), "{pid}"));
 }
 
@@ -214,7 +214,7 @@ fn stopped_ranks_end_too() {
     let pids = folder.wait_for_lines("pids", 2);
     run.signal(Signal::TERM);
     let ended = run.end().expect(143);
-    // Continued, they received the signal: the grace did not have to pass.
+    // The ranks were continued and received the signal, so the grace period did not have to pass.
     assert!(ended.took < Duration::from_secs(50), "{ended:?}");
     pids.iter().for_each(|pid| wait_until_dead(pid));
 }
@@ -262,7 +262,7 @@ fn one_rank_that_is_stopped_is_left_to_the_others() {
 #[test]
 fn orphans_are_cleared_away_while_the_job_runs() {
     let folder = Folder::new();
-    // An orphan that ends stays a zombie as long as its new parent does not ask for it.
+    // An orphan that ends stays a zombie until its new parent reaps it.
     folder.script(
         "job.sh",
         "(sh -c 'echo $$ > orphan; sleep 0.1' &)\n\
@@ -308,7 +308,7 @@ fn the_job_has_the_shims_exit_code_and_streams() {
 #[test]
 fn control_c_on_a_terminal_counts_once() {
     let folder = Folder::new();
-    // Counted twice it would kill the ranks before they are done.
+    // A signal that counted twice would kill the ranks before they are done.
     folder.script(
         "job.sh",
         "trap 'echo caught >> got; sleep 1; echo done >> got; exit 0' INT\n\
@@ -323,7 +323,7 @@ fn control_c_on_a_terminal_counts_once() {
         .write(true)
         .open(std::ffi::OsStr::from_bytes(name.as_bytes()))
         .unwrap();
-    // It gives the launcher the terminal, whose foreground it then is.
+    // `setsid` gives the launcher the terminal, whose foreground group it then is.
     let mut command = folder.launcher_by("setsid", &["--ctty", "--wait"]);
     command
         .args(["-n", "2", "--grace", "100", "job.sh"])

@@ -1,4 +1,4 @@
-//! Signals to the launcher, and its own death.
+//! Signals to the launcher, and the launcher's own death.
 
 use std::fs::File;
 use std::io::Write;
@@ -11,10 +11,10 @@ use rustix::process::{Signal, kill_process_group};
 
 use crate::support::{DEADLINE, Folder, LONG_SLEEP, Run, wait_until, wait_until_dead};
 
-/// Set for the ranks that run this program: the phase in which the job is stopped.
+/// The variable with the phase in which the job is stopped, set for the ranks.
 const STOPPED: &str = "LAUNCHER_TEST_STOPPED";
 
-/// Works as a rank until the file `go` exists, and then exits, if this process is one.
+/// Works as a rank until the file `go` exists, and then exits, if this process is a rank.
 fn work_as_rank() {
     let Ok(phase) = std::env::var(STOPPED) else {
         return;
@@ -23,7 +23,7 @@ fn work_as_rank() {
     let has_pid = || {
         let line = format!("{}\n", std::process::id());
         let pids = File::options().create(true).append(true).open("pids");
-        // In one piece, since other ranks write there, too.
+        // The line is written in one piece, since other ranks write there too.
         pids.unwrap().write_all(line.as_bytes()).unwrap();
     };
     let may_go = || std::path::Path::new("go").exists();
@@ -48,7 +48,7 @@ fn work_as_rank() {
     std::process::exit(0);
 }
 
-/// Stops the job by SIGTSTP for longer than ranks may be silent, and then continues it. It ends well.
+/// Stops the job by SIGTSTP for longer than ranks may be silent, continues it, and expects success.
 fn stop_and_continue(name: &str, phase: &str, signal: impl Fn(&Run, Signal)) {
     let folder = Folder::new();
     let mut command = folder.launcher();
@@ -112,7 +112,7 @@ fn a_job_stopped_while_its_ranks_meet_continues() {
     stop_and_continue(name, "meeting", Run::signal);
 }
 
-/// Ranks that append a line to `got` for each SIGUSR1, and end when it has four.
+/// A rank that appends a line to `got` for each SIGUSR1 and ends when the file has four.
 const COUNT_SIGNALS: &str = "trap 'echo usr >> got' USR1; echo $$ >> pids; \
     while [ ! -e got ] || [ $(wc -l < got) -lt 4 ]; do sleep 0.02; done; exit 0";
 
@@ -129,7 +129,7 @@ fn ranks_that_start_while_the_job_is_stopped_are_stopped_too() {
     wait_until_dead(&first[0]);
     run.signal(Signal::TSTP);
     let path = folder.path().canonicalize().unwrap();
-    // It is stopped before it tells its number.
+    // The rank is stopped before it writes its process id.
     wait_until("the second rank to be stopped", || {
         let mut pids = std::fs::read_dir("/proc").unwrap().filter_map(|entry| {
             let process = entry.ok()?.path();
@@ -159,7 +159,7 @@ fn a_job_that_nobody_would_continue_does_not_stop() {
         let run = Run::start(command);
         folder.wait_for_lines("pids", 2);
         run.signal(Signal::TSTP);
-        // The first may overtake it, the second does not.
+        // The first signal may overtake it, but the second does not.
         run.signal(Signal::USR1);
         folder.wait_for_lines("got", 2);
         run.signal(Signal::USR1);
@@ -221,7 +221,7 @@ fn grandchildren_are_signalled_too() {
         "trap '' TERM; (trap - TERM; touch ready.$RANK; exec {LONG_SLEEP}) &\n\
          while [ ! -e ready.$RANK ]; do sleep 0.02; done; echo $! >> pids; wait"
     );
-    // The shell ignores the signal; it ends because its child does.
+    // The shell ignores the signal, and ends because its child does.
     let (run, pids) = start(&folder, &body, &["--grace", "60"]);
     run.signal(Signal::TERM);
     run.end().expect(143);
@@ -235,7 +235,7 @@ fn a_second_signal_kills() {
     let (run, pids) = start(&folder, body, &["--grace", "1000"]);
     run.signal(Signal::INT);
     folder.wait_for_lines("got", 2);
-    // The same one so soon would be taken for one that came twice.
+    // The same signal so soon would count as a duplicate.
     run.signal(Signal::TERM);
     run.end().expect(130);
     pids.iter().for_each(|pid| wait_until_dead(pid));

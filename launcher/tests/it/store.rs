@@ -1,4 +1,4 @@
-//! Ranks that really meet at the launcher's store. The test program is its own rank.
+//! Ranks that meet at the launcher's store. The test program acts as the ranks.
 
 use std::path::Path;
 use std::process::Command;
@@ -9,14 +9,14 @@ use accelerator_collective::launcher::Token;
 use accelerator_collective::{GroupOptions, Launch, ProcessGroup, ReduceOp};
 use accelerator_manifest::internal::StagedFolder;
 
-/// Set for the ranks, to the name of the file that each of them adds its sum to.
+/// The variable with the name of the file to which each rank adds its sum.
 const RANK_OUTPUT: &str = "LAUNCHER_TEST_OUTPUT";
 
 fn is_rank() -> bool {
     std::env::var_os(RANK_OUTPUT).is_some()
 }
 
-/// What a rank does: adds up all ranks' numbers and writes the sum to a file of its own.
+/// Works as a rank: adds up all ranks' numbers and writes the sum to a file of its own.
 fn work() -> accelerator_collective::Result<()> {
     let launch = Launch::from_env()?;
     let options = GroupOptions::new().with_connect_timeout(DEADLINE / 2);
@@ -94,7 +94,7 @@ fn a_token_is_asked_for_and_proved() -> accelerator_collective::Result<()> {
     Ok(())
 }
 
-/// The launcher of `folder` whose descriptor 3 is the file of a token, or a pipe from it.
+/// Returns the launcher of `folder`, whose descriptor 3 is the file of a token or a pipe from it.
 fn with_descriptor(folder: &Folder, token: &Path, redirection: &str, path: &str) -> Command {
     let mut command = folder.launcher_by("sh", &["-c", redirection]);
     command.env("TOKEN", token).env("ACCEL_TOKEN_FILE", path);
@@ -113,7 +113,7 @@ fn a_token_may_come_by_a_descriptor() -> accelerator_collective::Result<()> {
     let token = folder.path().join("token");
     Token::generate()?.write_file(&token)?;
     let secret = folder.read("token");
-    // Each attempt of a job asks for it.
+    // Each attempt of the job reads the token.
     folder.script(
         "show.sh",
         "cat $ACCEL_TOKEN_FILE >> $RANK.shown; echo >> $RANK.shown; [ $ACCEL_RESTART = 1 ]",
@@ -200,7 +200,7 @@ fn a_local_job_has_a_token_of_its_own() -> accelerator_collective::Result<()> {
     let name = "a_local_job_has_a_token_of_its_own";
     let temporary = folder.path().join("temporary");
     std::fs::create_dir(&temporary).unwrap();
-    // As a launcher leaves it that was killed.
+    // A launcher that was killed leaves this folder.
     let staged = format!("accel-token-{}", rustix::process::getuid().as_raw());
     let staged = StagedFolder::create(&temporary, &staged, |_| false).unwrap();
     let left = staged.path().to_owned();
@@ -211,7 +211,7 @@ fn a_local_job_has_a_token_of_its_own() -> accelerator_collective::Result<()> {
     assert_eq!(folder.read("sum.1"), "[2.0, 1.0]");
     let left = temporary.read_dir().unwrap().count();
     assert_eq!(left, 0, "tokens go with their jobs");
-    // Whoever may not join a job with a token may join one that waives it.
+    // A process that may not join a job with a token may join one that waives it.
     folder.script("show.sh", "echo ${ACCEL_TOKEN_FILE:-none}");
     let shown = |options: &[&str], insecure: &str| {
         let mut command = folder.launcher();

@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 use crate::support::{Folder, wait_until};
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 
-/// Opens a terminal: the side that shows and types, and the side of a program.
+/// Opens a terminal: the side that displays and types, and the side of a program.
 pub(crate) fn open_terminal() -> (File, File) {
     let controller = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).unwrap();
     grantpt(&controller).unwrap();
@@ -35,7 +35,7 @@ fn on_terminal(mut command: Command) -> String {
     drop(command);
     let reader = std::thread::spawn(move || {
         let (mut shown, mut chunk) = (Vec::new(), [0; 4096]);
-        // It ends with an error when no process has the terminal open any more.
+        // Reading ends with an error when no process has the terminal open any more.
         while let Ok(count @ 1..) = controller.read(&mut chunk) {
             shown.extend_from_slice(&chunk[..count]);
         }
@@ -63,7 +63,7 @@ fn prefixes_are_coloured_on_a_terminal_only_and_if_wanted() {
 #[test]
 fn a_line_takes_the_place_of_another_ranks_progress() {
     let folder = Folder::new();
-    // What stands in a log is on its way to the terminal.
+    // Text in a log is on its way to the terminal.
     folder.script(
         "talk.sh",
         "seen() { while ! grep -q \"$1\" logs/latest/rank-$2.log; do sleep 0.02; done; sleep 0.5; }\n\

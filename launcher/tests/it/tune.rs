@@ -23,7 +23,7 @@ max_t = 8
 reduction_factor = 2
 "#;
 
-/// Descends a parabola, and prints the loss after each step.
+/// A program that descends a parabola and prints the loss after each step.
 const PROGRAM: &str = "BEGIN { x = 5; for (i = 0; i < steps; i++) { x -= lr * 2 * x; print \"step\", i; printf \"{\\\"loss\\\": %.9f}\\n\", x * x } }";
 
 #[test]
@@ -77,7 +77,7 @@ fn any_program_that_prints_json_lines_is_tuned() {
     let said = String::from_utf8_lossy(&again.stdout).into_owned();
     assert!(said.contains("This search ended at 20"), "{said}");
     assert!(said.contains("nothing was run"), "{said}");
-    // More slots than workers change nothing.
+    // Slots beyond the number of workers change nothing.
     assert!(tune("four", &["--slots", "4"]).status.success());
     let decisions =
         |name: &str| fs::read(folder.path().join(name).join("decisions.jsonl")).unwrap();
@@ -108,14 +108,14 @@ fn any_program_that_prints_json_lines_is_tuned() {
             "no rank of the job: {log}"
         );
     }
-    // Programs do not wait for one another.
+    // Programs cannot take turns on a slot.
     let output = tune("one", &["--slots", "1"]);
     assert_eq!(output.status.code(), Some(2));
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(said.contains("each of the workers needs a slot"), "{said}");
 }
 
-/// The files of that name in the folders of a folder.
+/// Returns the files of that name in the folders of a folder.
 fn glob(folder: &Path, name: &str) -> Vec<PathBuf> {
     let entries = fs::read_dir(folder).unwrap();
     let paths = entries.map(|entry| entry.unwrap().path().join(name));
@@ -129,7 +129,7 @@ fn a_search_without_its_agent_ends_with_the_name_of_the_host_and_goes_on_when_it
 {
     let folder = Folder::new();
     fs::write(folder.path().join("spec.toml"), SPEC).unwrap();
-    // Without the file, the trial on the second slot ends its agent, which is its parent.
+    // Without the file `calm`, the trial on the second slot ends its agent, which is its parent.
     let program = "[ -e calm ] || {{ [ {trial} != 00001 ] || kill -9 $PPID; sleep 600; }}
                    for step in 1 2 3 4 5 6 7 8; do echo '{{\"loss\": 0.5}}'; done";
     let job = || {
@@ -209,7 +209,7 @@ fn a_search_whose_launcher_is_killed_goes_on_where_it_was() {
         "name = \"s\"\nmetric = \"loss\"\nmode = \"min\"\nslots = 2\nnum_samples = 2\n[space]\nx = 1\n[stop]\ntraining_iteration = 3\n",
     )
     .unwrap();
-    // It goes on once there is a file.
+    // The trial continues once the file `go` exists.
     folder.script(
         "trial.sh",
         "for i in 1 2 3; do echo '{\"loss\": 1}'; while [ $i = 2 -a ! -e go ]; do sleep 0.05; done; done",
@@ -232,7 +232,7 @@ fn a_search_whose_launcher_is_killed_goes_on_where_it_was() {
     assert!(!journal().contains("finished"), "{}", journal());
     folder.write("go", "");
     let mut command = folder.launcher();
-    // From anywhere.
+    // The search resumes from any folder.
     command
         .args(["tune", "resume"])
         .arg(folder.path().join("s"))
@@ -256,11 +256,11 @@ fn a_silent_program_ends_with_its_search_and_launcher_that_are_both_killed() {
     wait_until("a trial", || {
         folder.path().join("begun").exists().then_some(())
     });
-    // Such as `process 7 on host`.
+    // The lock contains text such as `process 7 on host`.
     let lock = folder.read("s/search.lock");
     let search = lock.split_whitespace().nth(1).unwrap().parse().unwrap();
     let search = Pid::from_raw(search).unwrap();
-    // The launcher's shim ends the trials of a search that it sees end.
+    // The launcher's shim would end the trials of a search whose end it sees.
     run.signal(Signal::STOP);
     rustix::process::kill_process(search, Signal::KILL).unwrap();
     run.signal(Signal::KILL);
@@ -292,7 +292,7 @@ fn a_search_without_a_report_says_what_one_is() {
     );
 }
 
-/// The output goes through a pipe, to which Python writes in blocks by default: the report would arrive at the end.
+/// The output goes through a pipe, to which Python writes in blocks by default, so the report would arrive at the end.
 #[test]
 fn a_program_of_python_is_read_while_it_runs() {
     if std::process::Command::new("python3")
@@ -300,7 +300,7 @@ fn a_program_of_python_is_read_while_it_runs() {
         .output()
         .is_err()
     {
-        // Not `eprintln`, of which nothing is seen where a test passes.
+        // The test harness captures `eprintln`, and shows nothing if a test passes.
         let _ = writeln!(std::io::stderr(), "SKIPPED: there is no python3");
         return;
     }
@@ -325,7 +325,7 @@ fn a_program_of_python_is_read_while_it_runs() {
         let journal = fs::read_to_string(folder.path().join("s/journal.jsonl")).ok()?;
         journal.contains("reported").then_some(())
     });
-    // The search stops it, or this file ends it.
+    // The search stops the program, or this file ends it.
     folder.write("late", "");
     run.end().expect(0);
 }
@@ -338,7 +338,7 @@ fn a_misspelt_metric_ends_the_search_at_the_first_object_without_it() {
         fs::write(folder.path().join("spec.toml"), spec).unwrap();
         let mut command = folder.launcher();
         command.args(["tune", "spec.toml", "--folder", "s", "--slots", "2", "--"]);
-        // Words are no metrics.
+        // Objects without numbers are not metrics.
         command.args([
             "printf",
             "{{\"event\": \"begin\"}}\n{{\"loss\": 1, \"acc\": 2}}\n",
@@ -353,7 +353,7 @@ fn a_misspelt_metric_ends_the_search_at_the_first_object_without_it() {
         said.contains("without it: acc, loss; did you mean `loss`?"),
         "{said}"
     );
-    // Programs may print other objects first, where that is allowed.
+    // If the specification allows it, programs may print other objects first.
     let lenient = format!("disable_strict_metric_checking = true\n{misspelt}");
     assert_eq!(tune(&lenient).status.code(), Some(1));
 }

@@ -1,4 +1,4 @@
-//! What bad input gets: a message and exit code 2, before anything is started.
+//! Bad input gets a message and exit code 2 before anything is started.
 
 use std::os::unix::fs::PermissionsExt;
 
@@ -83,7 +83,7 @@ fn an_address_of_another_machine() {
     let folder = Folder::new();
     folder.script("ran.sh", "echo ran >> ran");
     let mut command = folder.launcher();
-    // An address for documentation, which no machine has.
+    // The address is reserved for documentation, so no machine has it.
     command
         .args(["-n", "2", "--master-addr", "203.0.113.77", "ran.sh"])
         .env("ACCEL_INSECURE", "1");
@@ -109,7 +109,7 @@ fn an_option_that_would_have_no_effect_is_refused() {
         folder.launch(line).expect(2).says(says);
     }
     assert!(!folder.path().join("ran").exists());
-    // What belongs to them may say that they are off.
+    // Options that depend on a feature may accompany one that turns it off.
     let one = ["--nnodes", "1", "--node-rank", "0", "--rdzv-endpoint", "h"];
     let none = ["--max-restarts", "0", "--restart-delay", "1", "ran.sh"];
     folder.launch(one.into_iter().chain(none)).expect(0);

@@ -1,7 +1,7 @@
-//! A small training program for schedules of faults: it saves checkpoints, and continues from the last good one when it
-//! is started again.
+//! A small training program for schedules of faults. It saves checkpoints, and continues from the last good one when it
+//! is restarted.
 //!
-//! `tests/it/chaos` runs it on this host, `tests/hosts/schedules` on several.
+//! `tests/it/chaos` runs it on this host, and `tests/hosts/schedules` on several.
 
 use std::fs;
 use std::num::NonZeroUsize;
@@ -25,15 +25,15 @@ struct Arguments {
     /// The folder of its checkpoints and its final weights.
     folder: PathBuf,
 
-    /// How many seconds it waits for other ranks.
+    /// Seconds for which it waits for other ranks.
     #[arg(long, default_value_t = 60)]
     limit: u64,
 
-    /// How many milliseconds it pauses before each step, so that faults from outside strike while it runs.
+    /// Milliseconds for which it pauses before each step, so that faults from outside strike while it runs.
     #[arg(long, default_value_t = 0)]
     pause: u64,
 
-    /// How it breaks the training on purpose.
+    /// The way in which it breaks the training on purpose.
     #[arg(long)]
     sabotage: Option<Sabotage>,
 }
@@ -95,7 +95,7 @@ fn train(arguments: &Arguments) -> Result<()> {
         println!("begins with step {}", run.step);
     }
     if launch.restart() > 0 && arguments.sabotage == Some(Sabotage::Wrong) {
-        // The smallest change that a comparison of all bits must notice.
+        // This is the smallest change that a comparison of all bits must notice.
         run.weights[0] = f64::from_bits(run.weights[0].to_bits() ^ 1);
     }
     let pause = Duration::from_millis(arguments.pause);
@@ -121,7 +121,7 @@ struct Run {
     weights: Vec<f64>,
     step: u64,
     epoch: u64,
-    /// The samples of the epoch that are used already.
+    /// The number of samples of the epoch that have been used.
     consumed: u64,
 }
 
@@ -146,7 +146,7 @@ impl Run {
                 && group.rank() == 0
                 && let Err(error) = self.save(group, checkpoints)
             {
-                // The checkpoint before is still there.
+                // The previous checkpoint is still there.
                 eprintln!("step {}: not saved: {error}", self.step);
             }
         }
@@ -190,14 +190,14 @@ impl Run {
             .extra
             .insert("consumed".into(), self.consumed.into());
         draft.commit(metadata)?;
-        // Evaluated when this is compiled: two is not zero.
+        // The compiler evaluates this: two is not zero.
         let keep = const { NonZeroUsize::new(2).unwrap() };
         checkpoints.prune(keep, VerifyLevel::Sizes, &[])?;
         Ok(())
     }
 }
 
-/// Returns the state from which all ranks continue: rank 0 finds the checkpoint, and broadcasts it.
+/// Returns the state from which all ranks continue. Rank 0 finds the checkpoint and broadcasts it.
 fn resume(group: &ProcessGroup, checkpoints: &Folder) -> Result<Run> {
     let run = match group.rank() {
         0 => Some(match checkpoints.latest_good()?.found {
@@ -235,14 +235,14 @@ fn bytes(weights: &[f64]) -> Vec<u8> {
     weights.iter().flat_map(|x| x.to_le_bytes()).collect()
 }
 
-// A network with one hidden layer.
+// The model is a network with one hidden layer.
 const INPUTS: usize = 4;
 const HIDDEN: usize = 8;
 /// The weights and offsets of the hidden layer.
 const INNER: usize = HIDDEN * (INPUTS + 1);
 const SIZE: usize = INNER + HIDDEN + 1;
 
-/// Adds the gradient of one sample; returns its loss.
+/// Adds the gradient of one sample and returns its loss.
 fn learn(weights: &[f64], sample: u64, gradient: &mut [f64]) -> f64 {
     let input: [f64; INPUTS] = std::array::from_fn(|x| noise(sample * 64 + x as u64));
     let target = input[0] * input[1] - input[2] + input[3] * 0.5;
@@ -270,7 +270,7 @@ fn learn(weights: &[f64], sample: u64, gradient: &mut [f64]) -> f64 {
     error * error / 2.0
 }
 
-/// Returns a number between -1 and 1 that looks random.
+/// Returns a pseudorandom number between -1 and 1.
 fn noise(index: u64) -> f64 {
     accelerator_plan::mix(&[SEED, index]) as f64 / u64::MAX as f64 * 2.0 - 1.0
 }

@@ -13,7 +13,7 @@ pub(super) const STEPS: u64 = 24;
 /// The collectives of a step.
 pub(super) const OPERATIONS: u64 = 3;
 
-/// Rank 0 prints this before the step that it begins with.
+/// Rank 0 prints this before the number of its first step.
 const BEGINS: &str = "begins with step";
 
 /// Rank 0 prints this before the number of each checkpoint that it writes.
@@ -29,7 +29,7 @@ pub(super) struct Attempts {
     last: LastAttempt,
 }
 
-/// The part of the launcher's report that is read.
+/// The part of the launcher's report that the tests read.
 #[derive(Debug, Deserialize)]
 struct ReportedAttempt {
     first: ReportedFirst,
@@ -55,7 +55,7 @@ struct LastAttempt {
 }
 
 impl Attempts {
-    /// Reads what a job left in the folder of its logs; fails if the report misses a restart.
+    /// Reads what a job left in the folder of its logs. Fails if the report misses a restart.
     pub(super) fn read(logs: &Path) -> Result<Self, String> {
         let path = logs.join(REPORT);
         let shown = path.display();
@@ -91,7 +91,7 @@ impl Attempts {
         self.failed.len()
     }
 
-    /// Checks that the only attempt did all that this module expects of the program.
+    /// Asserts that the only attempt did all that this module expects of the program.
     pub(super) fn expect_whole(&self, saves: u64) {
         let end = format!("after step {STEPS} of {STEPS}");
         let whole = LastAttempt {
@@ -102,8 +102,8 @@ impl Attempts {
         assert_eq!(self.last, whole);
     }
 
-    /// Compares a job of `ranks` ranks with its fault `plan`: every failed attempt must name the rank with the fault, and
-    /// the last must not have reached a fatal fault.
+    /// Compares a job of `ranks` ranks with its fault `plan`. Every failed attempt must name the rank with the fault,
+    /// and the last attempt must not have reached a fatal fault.
     pub(super) fn compare(&self, plan: &FaultPlan, ranks: usize) -> Result<(), String> {
         let fatal_fault = |attempt: usize| {
             let mut faults = plan.faults.iter();
@@ -135,7 +135,7 @@ impl Attempts {
 }
 
 impl LastAttempt {
-    /// Reads what rank 0 printed.
+    /// Parses the output of rank 0.
     fn parse(log: &str) -> Option<Self> {
         let numbers = |word| {
             let lines = log.lines();
@@ -151,14 +151,14 @@ impl LastAttempt {
         })
     }
 
-    /// Returns whether a job that trained to its end has come to `point`.
+    /// Returns whether a job that trained to its end has reached `point`.
     fn has_reached(&self, point: Point, ranks: usize) -> bool {
         let operations = 1 + OPERATIONS * (STEPS - self.from);
         match point {
             Point::Rendezvous | Point::Connect => ranks > 1,
             Point::Step(step) => (self.from..STEPS).contains(&step),
             Point::Operation(operation) => ranks > 1 && operation < operations,
-            // A short collective has no such place.
+            // A short collective has no such point.
             Point::Within(_) => false,
             Point::Save(number, _) => self.saves.contains(&number),
         }

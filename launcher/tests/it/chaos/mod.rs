@@ -1,8 +1,8 @@
 //! Schedules of faults against a small training program (`tests/programs/chaos_rank.rs`), under the launcher's own
 //! restarts.
 //!
-//! After every schedule this holds: the job ends in time; every failed attempt names the rank with the fault; no attempt
-//! succeeds that reached a fatal fault; the final weights are, bit for bit, those of a run without faults; no process,
+//! After every schedule, the job has ended in time. Every failed attempt names the rank with the fault, and no attempt
+//! that reached a fatal fault succeeded. The final weights are, bit for bit, those of a run without faults. No process,
 //! temporary file or broken checkpoint is left.
 
 mod attempts;
@@ -26,10 +26,10 @@ const RANKS: usize = 2;
 /// The number of checkpoints of a run without faults.
 const SAVES: u64 = 6;
 
-/// How many attempts of a job have a fault at most.
+/// The maximum number of attempts of a job with a fault.
 const FAULTY_ATTEMPTS: u64 = 3;
 
-/// In parts, so that each ends in time on a loaded machine.
+/// The schedules are divided, so that each test ends in time on a busy machine.
 #[test]
 fn schedules_1_to_5_pass() {
     schedules_pass(1, 5);
@@ -87,7 +87,7 @@ fn schedules_pass(first: u64, count: u64) {
     let (mut restarts, mut failures) = (0, Vec::new());
     for seed in first..first + count {
         let faults = drawn(seed);
-        // Shown if the job does not end, too.
+        // The line is also shown if the job does not end.
         println!("seed {seed}: {faults}");
         let outcome = run(&faults, &[]);
         match outcome.and_then(|outcome| same_bits(outcome, &undisturbed)) {
@@ -124,7 +124,7 @@ fn drawn(seed: u64) -> FaultPlan {
     };
     let mut plan = FaultPlan::random(seed, bounds);
     for fault in &mut plan.faults {
-        // Faults of connections need an operation: the first one of that step.
+        // Faults of connections need an operation, so they strike the first one of that step.
         if let (Point::Step(step), Action::DropConnection | Action::CorruptFrame) =
             (fault.point, fault.action)
         {
@@ -141,7 +141,7 @@ fn same_bits(outcome: (Attempts, Vec<u8>), undisturbed: &[u8]) -> Result<Attempt
     }
 }
 
-/// Runs a job to its end; returns its attempts, which are as planned, and its final weights.
+/// Runs a job to its end, and returns its attempts, which are as planned, and its final weights.
 fn run(faults: &FaultPlan, sabotage: &[&str]) -> Result<(Attempts, Vec<u8>), String> {
     let folder = Folder::new();
     let root = folder.path();
@@ -179,7 +179,7 @@ fn run(faults: &FaultPlan, sabotage: &[&str]) -> Result<(Attempts, Vec<u8>), Str
     Ok((attempts, weights))
 }
 
-/// Gives what ends by itself a moment to do so.
+/// Checks that nothing is left, after a moment for what ends by itself.
 fn nothing_is_left(what: &str, left: impl Fn() -> Vec<PathBuf>) -> Result<(), String> {
     let until = Instant::now() + Duration::from_secs(1);
     loop {
@@ -194,7 +194,7 @@ fn nothing_is_left(what: &str, left: impl Fn() -> Vec<PathBuf>) -> Result<(), St
     }
 }
 
-/// Checks that every checkpoint verifies, and that none is unfinished.
+/// Checks that every checkpoint verifies and none is unfinished.
 fn check_checkpoints(path: &Path) -> Result<(), String> {
     let folder = accelerator_manifest::Folder::open(path).map_err(|error| error.to_string())?;
     for checkpoint in folder.checkpoints().map_err(|error| error.to_string())? {

@@ -1,4 +1,4 @@
-//! How a job on several hosts ends: on all of them in the same way.
+//! Ends of jobs on several hosts, which are the same on all of them.
 
 use std::fs::File;
 use std::process::Stdio;
@@ -66,13 +66,13 @@ fn a_signal_to_any_launcher_ends_the_job_on_all_hosts() {
         );
         let runs = hosts.start_all(&["--nproc-per-node", "2"], &["job.sh"]);
         let pids = hosts.folder.wait_for_lines("pids", 4);
-        // A signal while ranks are being started kills them. Host 0 may not know yet that all run.
+        // A signal while ranks are being started kills them, and host 0 may not know yet that all run.
         std::thread::sleep(Duration::from_millis(500));
         runs[asked].signal(Signal::INT);
         let ended = end(runs);
         assert_eq!(codes(&ended), [130, 130], "{ended:?}");
         assert!(ended[0].stderr.contains("ended by SIGINT"), "{ended:?}");
-        // Each rank gets it once.
+        // Each rank gets the signal once.
         assert_eq!(hosts.folder.read("got"), "INT\n".repeat(4));
         pids.iter().for_each(|pid| wait_until_dead(pid));
     }
@@ -81,7 +81,7 @@ fn a_signal_to_any_launcher_ends_the_job_on_all_hosts() {
 #[test]
 fn a_signal_to_all_launchers_is_one_request() {
     let hosts = Hosts::new(3);
-    // Counted twice it would kill the ranks before they are done.
+    // A signal that counted twice would kill the ranks before they are done.
     hosts.folder.script(
         "job.sh",
         "trap 'sleep 1; echo done >> got; exit 0' TERM; echo $$ >> pids; while :; do sleep 0.1; done",
@@ -162,7 +162,7 @@ fn output_that_nobody_reads_stops_ranks_and_no_heartbeat() {
     let head = hosts.command(0, &[], &["flood.sh"]);
     let head = Run::start_into(head, Stdio::from(writer));
     let other = hosts.start(1, &[], &["flood.sh"]);
-    // Three times as long as a host may be silent.
+    // The time is three times as long as a host may be silent.
     std::thread::sleep(Duration::from_secs(6));
     assert!(!hosts.folder.path().join("done").exists(), "the rank waits");
     let mut reader = File::from(std::os::fd::OwnedFd::from(reader));

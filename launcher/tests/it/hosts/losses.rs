@@ -1,4 +1,4 @@
-//! Hosts that are lost: named, with nothing left behind.
+//! Lost hosts are named, and nothing is left of the job.
 
 use std::time::{Duration, Instant};
 
@@ -7,10 +7,10 @@ use crate::support::{DEADLINE, Ended, LONG_SLEEP, Run, wait_until, wait_until_de
 use accelerator_collective::{GroupOptions, Launch, ProcessGroup, ReduceOp};
 use rustix::process::{Pid, Signal, kill_process};
 
-/// Set for the ranks, to the folder in which each writes its process id.
+/// The variable with the folder into which each rank writes its process id.
 const RANK_FOLDER: &str = "LAUNCHER_TEST_LOSSES";
 
-/// Works as a rank until another one is lost, where this is one.
+/// Works as a rank until another one is lost, if this process is a rank.
 fn work_as_rank() {
     let Some(folder) = std::env::var_os(RANK_FOLDER) else {
         return;
@@ -32,7 +32,8 @@ fn work_as_rank() {
     std::process::exit(4);
 }
 
-/// Starts two hosts with two ranks each, which run only the test `name`; gives them when all ranks work together.
+/// Starts two hosts with two ranks each, which run only the test `name`. Returns the launchers and the process ids once
+/// all ranks work together.
 fn start(hosts: &Hosts, name: &str, options: &[&str]) -> (Vec<Run>, Vec<String>) {
     let program = std::env::current_exe().unwrap();
     let test = format!("hosts::losses::{name}");
@@ -51,7 +52,7 @@ fn start(hosts: &Hosts, name: &str, options: &[&str]) -> (Vec<Run>, Vec<String>)
     (runs, pids)
 }
 
-/// The launcher proper, which is the child of the shim.
+/// Returns the launcher proper, which is the child of the shim.
 fn proper(run: &Run) -> Pid {
     let path = format!("/proc/{0}/task/{0}/children", run.pid().as_raw_pid());
     wait_until("the launcher proper", || {
@@ -60,7 +61,7 @@ fn proper(run: &Run) -> Pid {
     })
 }
 
-/// Host 1 was found out, with its ranks.
+/// Asserts that the report blames host 1 and one of its ranks.
 #[track_caller]
 fn check_host_1(hosts: &Hosts, head: &Ended, why: &str) {
     assert_eq!(head.code(), 75, "{head:?}");
@@ -110,7 +111,7 @@ fn a_launcher_that_is_stopped_is_a_lost_host_after_the_timeout() {
     kill_process(victim, Signal::STOP).unwrap();
     let stopped = Instant::now();
     let head = runs.remove(0).end();
-    // The timeout is 2 s, and the grace of ranks that cannot end is over soon.
+    // The timeout is 2 s, and the grace period of ranks that cannot end is short.
     assert!(stopped.elapsed() < Duration::from_secs(15), "{head:?}");
     check_host_1(&hosts, &head, "nothing came from it for ");
     kill_process(victim, Signal::CONT).unwrap();
@@ -125,7 +126,7 @@ fn a_host_whose_processes_are_all_stopped_is_named_and_not_its_ranks() {
     let hosts = Hosts::new(2);
     let name = "a_host_whose_processes_are_all_stopped_is_named_and_not_its_ranks";
     let (mut runs, pids) = start(&hosts, name, &["--grace", "1"]);
-    // As where the host is switched off: ranks and launchers find out by silence, whoever is first.
+    // The host behaves as if it were switched off. Ranks and launchers detect it by silence, in any order.
     let launcher = proper(&runs[1]);
     let ranks = pids[2..]
         .iter()
@@ -209,7 +210,7 @@ fn a_host_that_is_lost_before_the_job_begins_is_waited_for() {
     assert_eq!(ended[0].sorted(), ["[0] 0", "[1] 1", "[2] 2"]);
 }
 
-/// Waits until the head listens, and the host has had the time to join.
+/// Waits until the head listens and the host has had time to join.
 fn joined(run: Run) -> (Run, ()) {
     std::thread::sleep(Duration::from_secs(1));
     (run, ())

@@ -1,4 +1,4 @@
-//! Hosts that find one another, and those that do not.
+//! Hosts that find each other, and hosts that do not.
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -10,7 +10,7 @@ use crate::support::{DEADLINE, Folder, LONG_SLEEP, Run, wait_until};
 use accelerator_collective::launcher::Token;
 use accelerator_collective::{GroupOptions, Launch, ProcessGroup, ReduceOp};
 
-/// Set for the ranks, to the name of the file that each of them adds its sum to.
+/// The variable with the name of the file to which each rank adds its sum.
 const RANK_OUTPUT: &str = "LAUNCHER_TEST_HOSTS";
 
 #[test]
@@ -25,11 +25,11 @@ fn ranks_of_three_hosts_meet() -> accelerator_collective::Result<()> {
         std::fs::write(path, format!("{values:?} {}", group.topology())).ok();
         return group.close();
     }
-    // An address of host 0's own, and a name, for which it listens at all addresses.
+    // The first is an address of host 0 itself. For the second, a name, it listens at all addresses.
     for address in ["127.0.0.2", "localhost"] {
         check_that_ranks_meet(address);
     }
-    // Without IPv6 there is nothing to test.
+    // The test needs IPv6.
     if TcpListener::bind("[::1]:0").is_ok() {
         check_that_ranks_meet("[::1]");
     }
@@ -271,7 +271,7 @@ fn restarts_that_another_host_asks_for_do_not_count() {
     ended.says("--max-restarts 7; what counts is the 2 of host 0");
 }
 
-/// More idle connections than host 0 admits at once.
+/// There are more idle connections than host 0 admits at once.
 #[test]
 fn idle_connections_keep_no_host_out() {
     let hosts = Hosts::new(2);
@@ -289,7 +289,7 @@ fn idle_connections_keep_no_host_out() {
     drop((first, idle));
 }
 
-/// Here, IPv6 sockets accept no IPv4 connection, and sockets can be bound to addresses of other hosts.
+/// Here, IPv6 sockets accept no IPv4 connection, and sockets can bind addresses of other hosts.
 #[test]
 fn hosts_meet_whatever_the_defaults_of_the_system_for_sockets_are() {
     let folder = Folder::new();
@@ -336,7 +336,7 @@ fn a_host_that_does_not_come_is_named() {
     let hosts = Hosts::new(3);
     hosts.folder.script("ran.sh", "echo ran >> ran");
     let other = hosts.start(2, &[], &["ran.sh"]);
-    // Host 2 has as long to join, on a busy machine too.
+    // Host 2 has the same time to join, on a busy machine too.
     let head = hosts.start(0, &["--join-timeout", "6.5"], &["ran.sh"]);
     let says = format!(
         "host 1 did not join within 6.5 s: start accel-launch there with `--nnodes 3 --node-rank 1 --rdzv-endpoint \
@@ -358,7 +358,7 @@ fn a_head_that_is_not_there_is_waited_for_and_then_named() {
     let ended = hosts.start(1, &["--join-timeout", "1"], &["show.sh"]).end();
     let ended = ended.expect(1).says("was not reached at 127.0.0.1:");
     assert!(ended.took < Duration::from_secs(20), "{ended:?}");
-    // It comes later than the other.
+    // The head starts later than the other.
     let other = hosts.start(1, &[], &["show.sh"]);
     std::thread::sleep(Duration::from_millis(700));
     let head = hosts.start(0, &[], &["show.sh"]);
@@ -371,11 +371,11 @@ fn what_listens_in_the_place_of_the_head_is_recognised() {
     let hosts = Hosts::new(2);
     hosts.folder.script("show.sh", "echo $RANK");
     let listener = TcpListener::bind(("127.0.0.1", hosts.port)).unwrap();
-    // It takes the connection and says nothing.
+    // The listener accepts the connection and sends nothing.
     let ended = hosts.start(1, &["--join-timeout", "1"], &["show.sh"]).end();
     ended.expect(1).says("it did not answer in time");
     let server = std::thread::spawn(move || {
-        // Connections of before are left in the queue.
+        // Earlier connections are still in the queue.
         for connection in listener.incoming() {
             let mut connection = connection.unwrap();
             let _ = connection.write_all(b"HTTP/1.1 400 Bad Request\r\n\r\n");
@@ -418,7 +418,7 @@ fn strangers_do_not_disturb_the_head() {
     let mut answer = Vec::new();
     newer.read_to_end(&mut answer).unwrap();
     let answer = String::from_utf8_lossy(&answer).into_owned();
-    // The field by which the other side sees that they do not fit.
+    // This field shows the other side that the versions do not match.
     let own = format!("\"version\":\"{}\"", env!("CARGO_PKG_VERSION"));
     assert!(answer.contains(&own), "{answer}");
     hosts.start(1, &[], &["show.sh"]).end().expect(0);

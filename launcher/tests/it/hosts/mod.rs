@@ -1,4 +1,4 @@
-//! Jobs on several hosts: launchers on this machine that know one another by the loopback interface.
+//! Jobs on several hosts: launchers on this machine that reach each other over loopback.
 
 mod ends;
 mod losses;
@@ -17,10 +17,10 @@ use serde_json::Value;
 pub(crate) struct Hosts {
     pub(crate) folder: Folder,
     count: usize,
-    /// The fewest that the job runs on, where that is less.
+    /// The minimum number of hosts, if it is smaller.
     pub(crate) least: Option<usize>,
     token: PathBuf,
-    /// Where host 0 is reached.
+    /// The address of host 0.
     address: &'static str,
     port: u16,
 }
@@ -40,7 +40,7 @@ impl Hosts {
         }
     }
 
-    /// The launcher of a host, with `options` before the program.
+    /// Returns the launcher of a host, with `options` before the program.
     pub(crate) fn command(
         &self,
         host: usize,
@@ -80,7 +80,7 @@ impl Hosts {
         hosts.collect()
     }
 
-    /// The report in a folder of logs.
+    /// Reads the report in a folder of logs.
     fn report(&self, logs: &str) -> Value {
         let text = self.folder.read(&format!("{logs}/latest/failure.json"));
         serde_json::from_str(&text).unwrap_or_else(|_| panic!("{logs}: {text}"))

@@ -66,7 +66,7 @@ fn a_job_goes_on_when_a_lost_host_has_come_again() {
     for pid in &pids {
         wait_until_dead(pid.split(' ').next().unwrap());
     }
-    // It comes with another number of ranks.
+    // The host comes back with another number of ranks.
     let again = hosts.start(1, &["--nproc-per-node", "2"], &["job.sh"]);
     let ended = end(vec![runs.remove(0), again]);
     assert_eq!(codes(&ended), [0, 0], "{ended:?}");

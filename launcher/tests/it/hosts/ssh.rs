@@ -1,4 +1,4 @@
-//! Launchers that are started over SSH, by a program in its place that runs the command on this machine.
+//! Launchers started over SSH, with a program instead of `ssh` that runs the command on this machine.
 
 use std::os::unix::process::CommandExt;
 use std::process::Command;
@@ -11,8 +11,8 @@ use rustix::process::Signal;
 use crate::signals::is_stopped;
 use crate::support::{Folder, LONG_SLEEP, Run, wait_until, wait_until_dead};
 
-/// A folder with a program `ssh`, and the launcher that finds it. Its host `down` is not reached, and the launcher does
-/// not run on `old`, and on `stuck` a start-up file waits. `poor` lacks a folder of libraries that the others have.
+/// Returns the launcher in a folder with a program `ssh`. The host `down` is unreachable, the launcher does not run on
+/// `old`, a start-up file hangs on `stuck`, and `poor` lacks a folder of libraries that the others have.
 fn launcher(folder: &Folder, hosts: &str) -> Command {
     folder.script(
         "bin/ssh",
@@ -63,7 +63,7 @@ fn one_command_runs_a_job_on_every_host_of_a_list() {
     assert_eq!(temporary_files(&folder), 0);
 }
 
-/// The list has this machine's address in one network; other hosts reach it in another one.
+/// The list has this machine's address in one network, and other hosts reach it in another one.
 #[test]
 fn a_host_0_that_is_this_one_is_reached_in_every_network() {
     for hosts in [
@@ -129,7 +129,7 @@ fn a_host_that_never_starts_the_launcher_is_named_and_nothing_is_left() {
     let folder = Folder::new();
     let script = folder.script("train.sh", "echo up >> up");
     let mut command = launcher(&folder, "u@a,stuck");
-    // The other host has as long to start its launcher, on a busy machine too.
+    // The other host has the same time to start its launcher, on a busy machine too.
     command.args(["--join-timeout", "6.5"]).arg(script);
     let ended = Run::start(command).end().expect(1);
     ended.says("host stuck was not started: `ssh` did not start accel-launch there within 6.5 s");
@@ -139,7 +139,7 @@ fn a_host_that_never_starts_the_launcher_is_named_and_nothing_is_left() {
     );
 }
 
-/// A program that needs `libx.so.6`.
+/// Returns a program that needs `libx.so.6`.
 fn needs_library(folder: &Folder) -> std::path::PathBuf {
     let (known, missing) = (b"libc.so.6", b"libx.so.6");
     let mut program = std::fs::read("/bin/cat").unwrap();
@@ -165,7 +165,7 @@ fn a_program_that_does_not_run_on_a_host_is_refused_before_ranks_start() {
     folder.write("lib/of", "hosts");
     let library = folder.path().join("lib/libx.so.6");
     std::os::unix::fs::symlink(libc.unwrap(), library).unwrap();
-    // Of host 1 it is told by itself or by host 0, whoever is heard first; both name the host.
+    // Either host 1 itself or host 0 reports it first, and both name the host.
     for hosts in ["poor,u@a", "u@a,poor"] {
         let mut command = launcher(&folder, hosts);
         command.arg(&program);

@@ -1,4 +1,4 @@
-//! `gc`.
+//! Tests of `gc`.
 
 use std::io::{Read, Write};
 
@@ -29,7 +29,7 @@ fn gc_removes_what_was_selected_and_nothing_else() {
     folder.write("runs/a/metrics.csv.new", "12345");
     let all = left(&folder);
 
-    // No selection: only what is left over.
+    // Without a selection, only leftovers are removed.
     let text = folder.launch(["runs", "gc", "--dry-run"]).expect(0).text();
     assert_eq!(
         lines(&text),
@@ -56,7 +56,7 @@ fn gc_removes_what_was_selected_and_nothing_else() {
         "{text}"
     );
     assert_eq!(left(&folder), ["a", "b", "damaged", "kept", "running"]);
-    // Neither is older than that.
+    // Neither run is that old.
     folder
         .launch(["runs", "gc", "--older-than", "30d", "--yes"])
         .expect(0);
@@ -84,7 +84,7 @@ fn gc_removes_what_a_start_or_an_upload_left_where_it_is_old() {
     folder.write(&format!("{upload}/journal.jsonl"), "12345");
     std::fs::create_dir(folder.path().join("runs/empty")).unwrap();
     let all = left(&folder);
-    // Without an age, or younger: they are named.
+    // Without an age, or if they are younger, the folders are only named.
     for arguments in [&[][..], &["--older-than", "1h"]] {
         let line = [&["runs", "gc", "--yes"], arguments].concat();
         let ended = folder.launch(line).expect(0);
@@ -129,7 +129,7 @@ fn gc_removes_artifacts_that_nothing_needs() {
         versions.iter().map(|x| x.version()).collect::<Vec<_>>()
     };
 
-    // The run is there: all of them are needed.
+    // The run exists, so all versions are needed.
     let line = ["runs", "gc", "--artifacts", "--yes"];
     assert_eq!(folder.launch(line).expect(0).text(), "nothing to remove\n");
     let line = ["runs", "gc", "--older-than", "0s", "--yes"];
@@ -167,7 +167,7 @@ fn gc_keeps_and_names_what_the_run_did_not_write() {
     assert_eq!(list, "no runs in runs\n");
 }
 
-/// The test answers like a user, after other things have happened.
+/// The test answers like a user, after other events.
 #[test]
 fn gc_removes_what_it_has_shown_and_nothing_that_came_to_be_needed() {
     let folder = Folder::new();
@@ -197,7 +197,7 @@ fn gc_removes_what_it_has_shown_and_nothing_that_came_to_be_needed() {
     let mut gc = command.spawn().unwrap();
     drop(command);
     let (mut shown, mut chunk) = (String::new(), [0; 4096]);
-    // At its end nobody has the terminal open any more, which is an error.
+    // Reading ends with an error when no process has the terminal open any more.
     while let Ok(count @ 1..) = user.read(&mut chunk) {
         shown.push_str(std::str::from_utf8(&chunk[..count]).unwrap());
         if shown.ends_with("[y/N] ") {

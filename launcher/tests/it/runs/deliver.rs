@@ -1,4 +1,4 @@
-//! `export`, `report`, `upload` and `sync`.
+//! Tests of `export`, `report`, `upload` and `sync`.
 
 use std::fs;
 use std::os::unix::fs::{FileTypeExt, PermissionsExt};
@@ -102,7 +102,7 @@ fn sync_delivers_what_is_missing() {
         .expect(0);
     assert!(has_events(&folder, "runs/b/tensorboard") && has_events(&folder, "logs/a"));
 
-    // One that cannot be delivered does not keep the others from it.
+    // A run that cannot be delivered does not block the others.
     folder.write("runs/empty/journal.jsonl", "");
     fs::remove_file(folder.path().join("runs/b/metrics.csv")).unwrap();
     folder
@@ -132,7 +132,7 @@ fn a_folder_that_cannot_be_written_can_be_read() {
     folder.launch(["runs", "list"]).expect(0);
     folder.launch(["runs", "show", "a"]).expect(0);
     let synced = folder.launch(["runs", "sync", "a", "--to", "csv"]);
-    // For root nothing is read-only.
+    // Nothing is read-only for root.
     if !is_root {
         synced.expect(1).says("runs/a");
     }
@@ -165,7 +165,7 @@ fn a_report_that_cannot_be_written_leaves_what_was_there() {
     finished(&folder, "a", 0.1);
     folder.write("old.html", "old");
     for file in ["old.html", "new.html"] {
-        // No file may be longer than a block.
+        // A file cannot be longer than a block.
         let line = "trap '' XFSZ; ulimit -f 1; exec \"$0\" \"$@\"";
         let mut command = folder.launcher_by("sh", &["-c", line]);
         command.args(["runs", "report", "a", "-o", file]);

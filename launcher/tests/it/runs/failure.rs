@@ -1,14 +1,14 @@
-//! What a run knows of the failure of its job.
+//! A run's record of the failure of its job.
 
 use accelerator_track::Run;
 use serde_json::Value;
 
 use crate::support::Folder;
 
-/// The arguments by which this file of tests is the program below.
+/// The arguments that make this test executable run as the program below.
 const PROGRAM: [&str; 3] = ["runs::failure::a_rank", "--exact", "--ignored"];
 
-/// The program of the other test: rank 0 writes a run, and rank 1 ends when it is there.
+/// Runs as the program of the other test: rank 0 writes a run, and rank 1 ends when it exists.
 #[test]
 #[ignore = "the program of another test"]
 fn a_rank() {

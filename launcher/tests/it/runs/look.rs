@@ -1,4 +1,4 @@
-//! `list`, `show`, `compare` and `diff`.
+//! Tests of `list`, `show`, `compare` and `diff`.
 
 use std::fs;
 
@@ -21,7 +21,7 @@ fn list_shows_runs_and_what_is_wrong_with_others() {
     folder.write("runs/edited/journal.jsonl", &text);
 
     let text = folder.launch(["runs", "list"]).expect(0).text();
-    // Age and duration are a second or two.
+    // Age and duration may be a second or two.
     let times = |line: &String| line.replace(" 1 s", " 0 s").replace(" 2 s", " 0 s");
     let shown: Vec<_> = lines(&text).iter().map(times).collect();
     assert_eq!(
@@ -93,7 +93,7 @@ fn show_tells_everything_about_a_run() {
         assert!(shown.iter().any(|x| x == line), "{line} is not in {text}");
     }
 
-    // By a path, and by the beginning of its id.
+    // The run is named by a path, and by the beginning of its id.
     let id = accelerator_track::RunHistory::read(&path)
         .unwrap()
         .id
@@ -117,7 +117,7 @@ fn show_tells_everything_about_a_run() {
             "{text}"
         );
     }
-    // What the resume superseded is not there.
+    // The points that the resume superseded are not shown.
     let points = folder
         .launch(["runs", "show", "second", "--metric", "train/loss"])
         .expect(0)
@@ -270,7 +270,7 @@ fn wrong_places_are_told() {
         .says("no run \"x\" in runs")
         .says("accel-launch runs list");
 
-    // A journal that was cut is read as far as it goes; one that was changed in the middle is not.
+    // A truncated journal is read as far as possible, but one that was changed in the middle is not.
     let journal = folder.path().join("runs/a/journal.jsonl");
     let good = fs::read_to_string(&journal).unwrap();
     fs::write(&journal, &good[..good.len() - 20]).unwrap();
@@ -285,7 +285,7 @@ fn wrong_places_are_told() {
         .expect(1)
         .says("at byte");
 
-    // The head of a later version, with a good checksum.
+    // The head is of a later version and has a good checksum.
     let head = good.lines().next().unwrap();
     let covered =
         head[..head.rfind(",\"c\"").unwrap()].replacen("\"version\":1", "\"version\":2", 1);
@@ -304,7 +304,7 @@ fn wrong_places_are_told() {
     assert_eq!(list["damaged"], json!([]));
 }
 
-/// CRC-32C, bit by bit.
+/// Computes CRC-32C, bit by bit.
 fn crc32c(bytes: &[u8]) -> u32 {
     let mut sum = !0_u32;
     for byte in bytes {

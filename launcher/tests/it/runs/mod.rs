@@ -13,12 +13,12 @@ use serde_json::json;
 
 use crate::support::Folder;
 
-/// A run of this name below `runs`, before it starts.
+/// Returns the builder of a run of this name below `runs`.
 fn builder(folder: &Folder, name: &str) -> RunBuilder {
     Run::builder(name).runs_folder(folder.path().join("runs"))
 }
 
-/// A finished run with three steps of two metrics, of which the last is no number, and a table of one value.
+/// Writes a finished run with three steps of two metrics, the last of which is NaN, and a table of one value.
 fn finished(folder: &Folder, name: &str, lr: f64) -> PathBuf {
     let run = builder(folder, name)
         .hyperparameters(&json!({ "lr": lr, "model": { "layers": [32, 64] } }))
@@ -43,7 +43,7 @@ fn finished(folder: &Folder, name: &str, lr: f64) -> PathBuf {
     path
 }
 
-/// A run that goes on from the checkpoint at step 2, after step 3 was logged.
+/// Writes a run that resumes from the checkpoint at step 2 after step 3 was logged.
 fn resumed(folder: &Folder, name: &str) -> PathBuf {
     let run = builder(folder, name).start().unwrap();
     run.log("train", [("loss", 1.0)], 1, None);
@@ -60,7 +60,7 @@ fn resumed(folder: &Folder, name: &str) -> PathBuf {
     path
 }
 
-/// A line's words, one blank apart.
+/// Returns the lines of a text with single blanks between words.
 fn lines(text: &str) -> Vec<String> {
     text.lines()
         .map(|line| line.split_whitespace().collect::<Vec<_>>().join(" "))

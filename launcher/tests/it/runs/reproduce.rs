@@ -1,4 +1,4 @@
-//! `reproduce`.
+//! Tests of `reproduce`.
 
 use std::fs;
 use std::io::Write;
@@ -11,14 +11,14 @@ use serde_json::json;
 use super::lines;
 use crate::support::Folder;
 
-/// The arguments by which this file of tests is the program below.
+/// The arguments that make this test executable run as the program below.
 const PROGRAM: [&str; 3] = [
     "runs::reproduce::a_program_that_trains",
     "--exact",
     "--ignored",
 ];
 
-/// The program that the other tests start: it trains by what the file `rate` says.
+/// Runs as the program of the other tests, which trains with the rate in the file `rate`.
 #[test]
 #[ignore = "the program of other tests"]
 fn a_program_that_trains() {
@@ -32,7 +32,7 @@ fn a_program_that_trains() {
         .unwrap();
     let mut weight = 1.0_f64;
     for step in 1..=20 {
-        // From step 11 on the rate counts.
+        // The rate matters from step 11 on.
         weight -= weight.sin() * if step > 10 { rate } else { 0.1 };
         run.log(
             "train",
@@ -93,7 +93,7 @@ fn the_same_bits_by_another_binary_are_told() {
     let program = folder.path().join("program");
     fs::copy(std::env::current_exe().unwrap(), &program).unwrap();
     trained_by(&folder, &program);
-    // What follows an executable's end does not change what it does.
+    // Bytes after an executable's end do not change what it does.
     let mut file = fs::OpenOptions::new().append(true).open(&program).unwrap();
     file.write_all(b"rebuilt").unwrap();
     drop(file);

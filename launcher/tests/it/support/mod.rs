@@ -1,4 +1,4 @@
-//! What the tests of the launcher share: a folder of scripts, and runs with a deadline.
+//! Helpers of the launcher's tests: a folder of scripts, and runs with a deadline.
 
 use std::fs;
 use std::io::Read;
@@ -11,10 +11,10 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal};
 
-/// No run takes longer, or the test fails; far above what any needs, for loaded machines.
+/// The time after which a run fails its test, far above what any run needs even on a busy machine.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(60);
 
-/// Long enough that a test which waits for it has failed.
+/// A sleep so long that a test that waits for its end has failed.
 pub(crate) const LONG_SLEEP: &str = "sleep 300";
 
 const LAUNCHER: &str = env!("CARGO_BIN_EXE_accel-launch");
@@ -65,8 +65,8 @@ impl Folder {
         self.prepared(command)
     }
 
-    /// The same, and it receives SIGHUP, which a process ignores for good that inherits it ignored: as where
-    /// the tests run under `nohup`.
+    /// Returns the launcher, which receives SIGHUP even if this process ignores it, as under `nohup`. A process that
+    /// inherits an ignored SIGHUP never receives it.
     pub(crate) fn launcher_that_hears_hangups(&self) -> Command {
         match hangup_is_ignored() {
             true => self.launcher_by("env", &["--default-signal=HUP"]),
@@ -76,7 +76,7 @@ impl Folder {
 
     /// Prepares `command` to start in this folder, with the variables that programs need and none of a launch.
     pub(crate) fn prepared(&self, mut command: Command) -> Command {
-        // Programs and libraries are found by these, and cargo by the last ones.
+        // Programs and libraries are found through the first of these, and cargo through the last.
         let kept = [
             "PATH",
             "LD_LIBRARY_PATH",
@@ -105,7 +105,7 @@ impl Folder {
         Run::start(command).end()
     }
 
-    /// Waits until `name` has `lines` lines, and gives them.
+    /// Waits until `name` has `lines` lines, and returns them.
     pub(crate) fn wait_for_lines(&self, name: &str, lines: usize) -> Vec<String> {
         wait_until(&format!("{lines} lines in {name}"), || {
             let text = self.read(name);
@@ -141,7 +141,7 @@ impl Run {
         Self::start_into(command, Stdio::piped())
     }
 
-    /// The same, with another standard output, of which [`end`](Self::end) then gives nothing.
+    /// Starts the launcher with another standard output, of which [`end`](Self::end) then returns nothing.
     pub(crate) fn start_into(mut command: Command, stdout: Stdio) -> Self {
         let mut child = command
             .stdin(Stdio::null())
@@ -167,7 +167,7 @@ impl Run {
         rustix::process::kill_process(self.pid(), signal).unwrap();
     }
 
-    /// Waits until the launcher has said `text`.
+    /// Waits until the launcher has printed `text` to standard error.
     #[track_caller]
     pub(crate) fn wait_until_it_says(&self, text: &str) {
         let said = &self.stderr.as_ref().unwrap().so_far;
@@ -207,7 +207,7 @@ impl Run {
 }
 
 impl Run {
-    /// Waits until nobody holds the launcher's standard error any more, and gives what was said.
+    /// Waits until no process holds the launcher's standard error any more, and returns its text.
     pub(crate) fn close(mut self) -> String {
         let stderr = self.stderr.take().unwrap().whole();
         String::from_utf8_lossy(&stderr).into_owned()
@@ -217,7 +217,7 @@ impl Run {
 impl Drop for Run {
     fn drop(&mut self) {
         if let Ok(None) = self.child.try_wait() {
-            // Asked first, it ends its ranks too.
+            // A launcher that is asked first also ends its ranks.
             let _ = rustix::process::kill_process(self.pid(), Signal::TERM);
             let until = Instant::now() + Duration::from_secs(8);
             while matches!(self.child.try_wait(), Ok(None)) && Instant::now() < until {
@@ -246,7 +246,7 @@ impl Ended {
         String::from_utf8(self.stdout.clone()).unwrap()
     }
 
-    /// The lines of standard output in alphabetical order.
+    /// Returns the lines of standard output in alphabetical order.
     pub(crate) fn sorted(&self) -> Vec<String> {
         let mut lines: Vec<String> = self.text().lines().map(str::to_owned).collect();
         lines.sort();
@@ -260,7 +260,7 @@ impl Ended {
     }
 }
 
-/// Asks `question` until it has an answer.
+/// Repeats `question` until it has an answer.
 #[track_caller]
 pub(crate) fn wait_until<T>(what: &str, mut question: impl FnMut() -> Option<T>) -> T {
     let until = Instant::now() + DEADLINE;
@@ -284,7 +284,7 @@ pub(crate) fn wait_until_dead(pid: &str) {
 pub(crate) fn is_alive(pid: &str) -> bool {
     let pid: i32 = pid.parse().unwrap();
     if let Ok(stat) = fs::read_to_string(format!("/proc/{pid}/stat")) {
-        // The state follows the name, which stands in parentheses.
+        // The state follows the name, which is in parentheses.
         let state = stat
             .rsplit(')')
             .next()
@@ -301,7 +301,7 @@ fn hangup_is_ignored() -> bool {
     mask.is_some_and(|mask| u64::from_str_radix(mask.trim(), 16).unwrap() & 1 != 0)
 }
 
-/// What a launcher writes to a pipe, read as it comes.
+/// The output of a launcher to a pipe, read as it arrives.
 struct Output {
     so_far: Arc<Mutex<Vec<u8>>>,
     reader: JoinHandle<()>,
