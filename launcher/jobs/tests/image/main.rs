@@ -1,5 +1,5 @@
-//! Images of programs, on a real registry: Debian's `docker-registry`. Where it is missing, tests say so and pass, and fail
-//! with `ENGINE_TESTS_REQUIRE=1`.
+//! Images of programs, on a real registry: Debian's `docker-registry`. If it is missing, tests print a line and pass,
+//! or fail with `ENGINE_TESTS_REQUIRE=1`.
 
 #![cfg(feature = "image")]
 #![allow(clippy::unwrap_used, clippy::expect_used, missing_docs)]
@@ -33,7 +33,7 @@ impl Site {
         self.folder.path().join(name)
     }
 
-    /// `accel-jobs image build`. The launcher is this crate's own program, an ELF file like any other.
+    /// Runs `accel-jobs image build`. The launcher is this crate's own program, an ELF file like any other.
     fn build(&self, arguments: &[&str]) -> Output {
         let launcher = env!("CARGO_BIN_EXE_accel-jobs");
         let mut command = Command::new(launcher);
@@ -46,7 +46,7 @@ impl Site {
         command.output().unwrap()
     }
 
-    /// The same, whose report is read.
+    /// Builds, and returns the report.
     fn report(&self, arguments: &[&str]) -> Value {
         let output = self.build(&[arguments, &["--json"]].concat());
         let stderr = String::from_utf8_lossy(&output.stderr);
@@ -54,7 +54,7 @@ impl Site {
         serde_json::from_slice(&output.stdout).unwrap()
     }
 
-    /// The same, which fails: its exit code and what it says.
+    /// Builds, which must fail, and returns the exit code and standard error.
     fn failure(&self, arguments: &[&str]) -> (i32, String) {
         let output = self.build(arguments);
         let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
@@ -74,7 +74,7 @@ fn text<'a>(report: &'a Value, key: &str) -> &'a str {
     report[key].as_str().unwrap()
 }
 
-/// A program of 20 MB, half of which cannot be compressed.
+/// Writes a program of 20 MB, half of which cannot be compressed.
 fn program_of_20_mb(path: &Path) {
     let mut contents = fs::read(env!("CARGO_BIN_EXE_accel-jobs")).unwrap();
     let mut state = 1_u64;
@@ -143,7 +143,7 @@ fn an_image_is_pushed_once_and_pulled_by_its_digest() {
         registry.log()
     );
 
-    // The same again has nothing to send.
+    // A repetition has nothing to send.
     let second = site.report(&arguments);
     assert_eq!(
         (text(&second, "digest"), &second["sent_bytes"]),
@@ -201,7 +201,7 @@ fn layers_of_the_base_are_copied_to_another_registry() {
         assert_eq!(layer["size"], size);
     }
 
-    // An archive has them, too, and is a base itself.
+    // An archive has the layers too, and can be a base itself.
     site.report(&[program, "--base", &base, "--archive", "image.tar"]);
     let image = second.reference("above:1");
     let above = [
@@ -311,7 +311,7 @@ fn what_is_wrong_is_said() {
         "--push",
     ];
     let failure = |last: &str| site.failure(&[&script[..], &[last]].concat());
-    // Nothing listens there.
+    // No program listens there.
     let (code, said) = failure("127.0.0.1:1/mnist:1");
     assert!(
         code == 75 && said.contains("registry 127.0.0.1:1 does not answer"),
@@ -376,7 +376,7 @@ fn a_registry_is_told_who_asks() {
         "{said}"
     );
     fs::create_dir(site.path("docker")).unwrap();
-    // `ann:wrong` and `ann:secret`.
+    // Arguments are the encodings of `ann:wrong` and `ann:secret`.
     let login = |auth: &str| {
         let config = serde_json::json!({ "auths": { registry.address(): { "auth": auth } } });
         fs::write(site.path("docker/config.json"), config.to_string()).unwrap();

@@ -1,4 +1,4 @@
-//! A registry on this machine, and what is asked of it besides what `accel-jobs` asks.
+//! A registry on this machine, and the requests that tests send to it themselves.
 
 use std::fs::{self, File};
 use std::io::{Read, Write};
@@ -26,8 +26,8 @@ pub(crate) struct Containerd {
 const START: Duration = Duration::from_secs(30);
 
 impl Registry {
-    /// Starts one on a free port; with `users`, lines of htpasswd, it wants their passwords. `None` where this machine has
-    /// no registry.
+    /// Starts a registry on a free port. If `users` has lines of htpasswd, it requires their passwords. Returns `None`
+    /// if this machine has no registry.
     pub(crate) fn start(users: &str) -> Option<Self> {
         if !is_there("docker-registry", "docker-registry") {
             return None;
@@ -88,7 +88,7 @@ impl Registry {
         http(&self.address, &format!("GET {path}"), &[], b"")
     }
 
-    /// Puts an image, which is there, into an index of its own.
+    /// Puts an image that the registry has into an index of its own.
     pub(crate) fn push_index(&self, name: &str, tag: &str, architecture: &str, manifest: &[u8]) {
         let digits: String = <sha2::Sha256 as sha2::Digest>::digest(manifest)
             .iter()
@@ -110,7 +110,7 @@ impl Registry {
         http(&self.address, &put, &[&kind], index.to_string().as_bytes());
     }
 
-    /// What it has logged.
+    /// Returns the registry's log.
     pub(crate) fn log(&self) -> String {
         fs::read_to_string(self.folder.path().join("log")).unwrap()
     }
@@ -138,7 +138,7 @@ impl Drop for Containerd {
     }
 }
 
-/// Starts a containerd; `None` where this machine has none, or where this user may not.
+/// Starts a containerd. Returns `None` if this machine has none, or if this user may not start it.
 pub(crate) fn containerd() -> Option<Containerd> {
     if !is_there("containerd", "containerd") {
         return None;
@@ -168,7 +168,8 @@ pub(crate) fn containerd() -> Option<Containerd> {
     Some(containerd)
 }
 
-/// A server that lets everyone in, has no blob, and answers all else so; it ends with the tests.
+/// Starts a server that admits everyone, has no blob, and gives this answer to all other requests. It ends with the
+/// tests.
 pub(crate) fn answer_with(status: &'static str, body: &'static str) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap().to_string();
@@ -192,11 +193,11 @@ pub(crate) fn answer_with(status: &'static str, body: &'static str) -> String {
     address
 }
 
-/// The body of an answer, which has to be of success.
+/// Returns the body of an answer, which must report success.
 fn http(address: &str, request: &str, headers: &[&str], body: &[u8]) -> Vec<u8> {
     let mut stream = TcpStream::connect(address).unwrap();
     stream.set_read_timeout(Some(START)).unwrap();
-    // No chunks in the answer.
+    // With HTTP 1.0, the answer has no chunks.
     let mut head = format!("{request} HTTP/1.0\r\nHost: {address}\r\n");
     for header in headers {
         head.push_str(&format!("{header}\r\n"));

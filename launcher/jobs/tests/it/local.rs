@@ -1,4 +1,4 @@
-//! Jobs of the local engine, from their submission to their end.
+//! Jobs of the local engine, from submission to end.
 
 use std::process::Command;
 
@@ -207,7 +207,7 @@ fn a_job_ends_at_its_time_limit() {
     assert!(shown.contains("REASON: its time limit is over"), "{shown}");
 }
 
-/// The lock says who supervises it.
+/// The lock names the supervisor.
 #[test]
 fn a_job_whose_state_cannot_be_read_is_stopped() {
     let jobs = Jobs::new();
@@ -242,7 +242,7 @@ fn a_name_without_a_record_can_be_freed() {
     }
 }
 
-/// A word that begins with `-` before the program is no program, so that `--dry-run` behind it counts.
+/// A word before the program that begins with `-` is not the program, so a `--dry-run` after it counts as an option.
 #[test]
 fn a_misspelt_option_is_refused() {
     let jobs = Jobs::new();

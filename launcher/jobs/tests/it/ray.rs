@@ -1,4 +1,4 @@
-//! The engine Ray, with a server in place of its dashboard.
+//! The engine Ray, with a server instead of its dashboard.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -27,7 +27,7 @@ impl Dashboard {
             asked: Arc::default(),
         };
         let (jobs, asked) = (Arc::clone(&dashboard.jobs), Arc::clone(&dashboard.asked));
-        // It ends with the process.
+        // The thread ends with the process.
         thread::spawn(move || {
             for connection in listener.incoming() {
                 answer(connection.unwrap(), &jobs, &asked);
@@ -42,7 +42,7 @@ impl Dashboard {
         self.jobs.lock().unwrap().insert(name.to_owned(), other);
     }
 
-    /// Puts the entry in its place that Ray makes of a job which it does not find any more.
+    /// Replaces a job with the entry that Ray makes for a job that it cannot find.
     fn lose(&self, name: &str) {
         let made =
             json!({"status": "FAILED", "entrypoint": "Entrypoint not found.", "metadata": null});
@@ -123,7 +123,7 @@ fn answer(
     .unwrap();
 }
 
-/// Submits a job, and clears the requests that it took.
+/// Submits a job, and clears the requests for that.
 fn submitted(name: &str) -> (Jobs, Dashboard) {
     launcher();
     let (jobs, dashboard) = (Jobs::new(), Dashboard::new());
@@ -178,7 +178,7 @@ fn a_job_that_was_stopped_asks_ray_nothing_more() {
     }
 }
 
-/// Its entry is removed, and nobody else's.
+/// The job's own entry is removed, and no other.
 #[test]
 fn a_job_that_has_ended_by_itself_is_removed_from_ray() {
     for other in [false, true] {
@@ -202,7 +202,7 @@ fn what_an_interrupted_stop_has_left_is_removed_by_the_next() {
     assert!(dashboard.jobs.lock().unwrap().is_empty());
 }
 
-/// The command that submitted it was killed before Ray had answered.
+/// The command that submitted the job was killed before Ray had answered.
 #[test]
 fn a_job_that_was_half_submitted_is_ended_when_it_is_forgotten() {
     for other in [false, true] {

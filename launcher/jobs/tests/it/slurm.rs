@@ -1,4 +1,4 @@
-//! The engine Slurm, with commands that stand for Slurm's.
+//! The engine Slurm, with stand-ins for its commands.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -8,7 +8,7 @@ use tempfile::TempDir;
 
 use crate::support::{Jobs, launcher};
 
-/// A folder with commands of Slurm's, each a script that writes down its call first.
+/// A folder with Slurm commands, each a script that first records its call.
 pub(crate) struct Commands {
     folder: TempDir,
 }
@@ -39,7 +39,7 @@ impl Commands {
         )
     }
 
-    /// The calls since the last time.
+    /// Returns the calls since the last time.
     fn calls(&self) -> Vec<String> {
         let path = self.folder.path().join("calls");
         let calls = fs::read_to_string(&path).unwrap_or_default();
@@ -147,7 +147,7 @@ fn options_that_the_engine_ignores_are_named() {
     assert_eq!(jobs.run(&words).stderr, warning);
 }
 
-/// A controller that lost its state counts from the same number again.
+/// A controller that lost its state reuses the same numbers.
 #[test]
 fn a_number_that_slurm_gave_to_another_job_is_not_touched() {
     let jobs = Jobs::new();
@@ -190,8 +190,8 @@ fn sbatch_has_to_give_a_number() {
     );
 }
 
-/// Folders are compared as paths, which may have blanks. What users write may look like a field. Of a folder with a `%`
-/// `scontrol` shows another one.
+/// Folders are compared as paths, which may have blanks. Users' text may look like a field. `scontrol` shows a `%` in a
+/// folder differently.
 #[test]
 fn a_job_is_known_by_the_folder_of_its_output() {
     for (folder, name, of, shown) in [
@@ -315,7 +315,7 @@ struct SlowQuestion {
 }
 
 impl SlowQuestion {
-    /// Submits job `a`, asks Slurm about it, runs `meanwhile`, and then lets Slurm say that the job runs.
+    /// Submits job `a`, asks Slurm about it, runs `meanwhile`, and then lets Slurm answer that the job runs.
     fn ask(question: &[&str], meanwhile: impl FnOnce(&Self)) -> Self {
         let jobs = Jobs::new();
         let folder = jobs.folder().display();

@@ -11,7 +11,7 @@ pub(crate) struct Jobs {
     folder: TempDir,
 }
 
-/// What a command printed.
+/// The exit code and output of a command.
 #[derive(Debug)]
 pub(crate) struct Printed {
     pub(crate) code: Option<i32>,
@@ -21,7 +21,7 @@ pub(crate) struct Printed {
 
 pub(crate) const JOBS: &str = env!("CARGO_BIN_EXE_accel-jobs");
 
-/// How long anything may take.
+/// The time that anything may take.
 const LIMIT: Duration = Duration::from_secs(60);
 
 impl Jobs {
@@ -29,7 +29,7 @@ impl Jobs {
         Self::in_folder_named("jobs")
     }
 
-    /// With a folder whose name begins so.
+    /// Creates records in a folder whose name has this prefix.
     pub(crate) fn in_folder_named(prefix: &str) -> Self {
         let folder = tempfile::Builder::new().prefix(prefix).tempdir();
         Self {
@@ -46,17 +46,17 @@ impl Jobs {
         self.run_with_path(words, &std::env::var("PATH").unwrap())
     }
 
-    /// The same, with another PATH.
+    /// Runs `accel-jobs` with another PATH.
     pub(crate) fn run_with_path(&self, words: &[&str], path: &str) -> Printed {
         self.run_with(words, &[("PATH", path)])
     }
 
-    /// Runs it with these variables.
+    /// Runs `accel-jobs` with these variables.
     pub(crate) fn run_with(&self, words: &[&str], variables: &[(&str, &str)]) -> Printed {
         self.run_by(Command::new(JOBS).envs(variables.iter().copied()), words)
     }
 
-    /// Runs it by this command.
+    /// Runs `accel-jobs` through this command.
     pub(crate) fn run_by(&self, command: &mut Command, words: &[&str]) -> Printed {
         command.arg("--jobs-dir").arg(self.folder()).args(words);
         let output = command.output().unwrap();
@@ -67,26 +67,26 @@ impl Jobs {
         }
     }
 
-    /// The same, which has to succeed.
+    /// Runs `accel-jobs`, which must succeed.
     pub(crate) fn ok(&self, words: &[&str]) -> String {
         let printed = self.run(words);
         assert_eq!(printed.code, Some(0), "{words:?}: {printed:?}");
         printed.stdout
     }
 
-    /// The same, which has to fail with this code and show this text.
+    /// Runs `accel-jobs`, which must fail with this code and show this text.
     pub(crate) fn refused(&self, words: &[&str], code: i32, text: &str) {
         let printed = self.run(words);
         assert_eq!(printed.code, Some(code), "{words:?}: {printed:?}");
         assert!(printed.stderr.contains(text), "{words:?}: {printed:?}");
     }
 
-    /// The state that the supervisor of a job has written.
+    /// Returns the state that the supervisor of a job has written.
     pub(crate) fn state(&self, job: &str) -> serde_json::Value {
         self.json(job, "state.json")
     }
 
-    /// The process that supervises a job.
+    /// Returns the process that supervises a job.
     pub(crate) fn supervisor(&self, job: &str) -> serde_json::Value {
         self.json(job, "supervisor.lock")
     }
@@ -125,7 +125,7 @@ impl Drop for Jobs {
     }
 }
 
-/// The launcher, which `cargo build -p accel-launch` makes beside `accel-jobs`.
+/// Returns the launcher, which `cargo build -p accel-launch` makes beside `accel-jobs`.
 pub(crate) fn launcher() -> PathBuf {
     let launcher = Path::new(env!("CARGO_BIN_EXE_accel-jobs")).with_file_name("accel-launch");
     assert!(

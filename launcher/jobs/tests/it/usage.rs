@@ -1,4 +1,4 @@
-//! Command lines that are refused, and those that change nothing.
+//! Command lines that are refused, and command lines that change nothing.
 
 use crate::support::{Jobs, launcher};
 

@@ -1,4 +1,4 @@
-//! Arguments and variables of a program arrive byte for byte, whatever an engine and its shells would do with them.
+//! A program's arguments and variables arrive byte for byte, whatever an engine and its shells do with them.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -149,7 +149,7 @@ fn by_the_script_of_slurm() {
     let dump = Dump::new();
     let script = dump.jobs.folder().join("_script");
     let sbatch = format!("cat >{}; echo 7", script.display());
-    // Runs the task here.
+    // This runs the task here.
     let srun = "while [ \"${1#--}\" != \"$1\" ]; do shift; done\nSLURM_NODEID=0 exec \"$@\"";
     let commands = Commands::new(&[("sbatch", &sbatch), ("scontrol", "echo n1"), ("srun", srun)]);
     let path = commands.path();
@@ -303,7 +303,7 @@ fn by_the_driver_of_ray() {
     let text = dump.run(&["--engine", "ray", "--no-upload", "--dry-run"], &[]);
     let (_, request) = text.split_once("/api/jobs/\n").unwrap();
     let request: Value = serde_json::from_str(request).unwrap();
-    // Every user of the driver's host can read it.
+    // Every user of the driver's host can read the entrypoint.
     let entrypoint = request["entrypoint"].as_str().unwrap();
     for (name, value) in &dump.variables {
         let is_word = dump.words.contains(value);
