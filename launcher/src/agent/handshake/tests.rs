@@ -1,4 +1,4 @@
-//! Tests of the handshake, over connections of this machine.
+//! Tests of the handshake, over connections on this machine.
 
 use std::net::TcpListener;
 use std::thread;

@@ -64,7 +64,7 @@ fn a_death_by_signal_just_after_a_failing_exit_is_the_root_cause() {
     let (mut job, now) = job(2);
     job.step(ended(0, End::Code(1)), now);
     let actions = job.step(ended(1, End::Signal(signal::SIGSEGV)), now + DIAGNOSE / 2);
-    // All have ended, and no rank is left to signal.
+    // All ranks have ended, so none is left to signal.
     assert_eq!(actions, []);
     assert!(job.is_over());
     assert_eq!(
@@ -83,7 +83,7 @@ fn another_code_just_after_an_error_is_the_root_cause() {
         job.step(ended(1, End::Code(101)), now + DIAGNOSE),
         [send(signal::SIGTERM, &[0, 1, 2])]
     );
-    // Its own exit code identifies the root cause: no more evidence is awaited.
+    // The rank's own exit code identifies the root cause, so no more evidence is awaited.
     assert_eq!(
         job.deadline(),
         Some(now + DIAGNOSE + GRACE.min(WAITING_NOTICE_AFTER))
@@ -279,7 +279,7 @@ fn a_rank_that_ends_well_without_joining_keeps_the_others_waiting() {
     assert_eq!(job.cause(), None);
     job.step(Event::Joined(0), now);
     assert_eq!(job.cause(), Some(Cause::Failure(1)));
-    // It had joined, and the news was late.
+    // The rank had joined, and the news was late.
     job.step(Event::Joined(1), now);
     assert_eq!((job.cause(), job.deadline()), (None, None));
     job.step(ended(0, End::Code(0)), now);
@@ -339,7 +339,7 @@ fn preempted_ranks_end_as_they_like_and_the_job_with_their_code() {
     (0..2).for_each(|rank| drop(job.step(Event::Joined(rank), now)));
     assert_eq!(job.step(ended(1, End::PREEMPTED), now), []);
     let later = now + Duration::from_secs(1);
-    // It gets the grace period, as the survivor of a failure does.
+    // The rank gets the grace period, as the survivor of a failure does.
     assert_eq!(job.step(Event::Tick, later), [send(signal::SIGTERM, &[1])]);
     job.step(ended(0, End::PREEMPTED), later);
     assert!(job.is_over(), "no report is awaited");
@@ -392,7 +392,7 @@ fn a_host_that_is_lost_is_the_cause_of_what_its_ranks_were_blamed_for() {
     job.step(Event::Joined(0), now);
     job.step(Event::Joined(1), now);
     job.step(Event::Joined(2), now);
-    // Ranks notice the silence of a host first, and the one that is blamed does not end.
+    // Ranks notice the silence of a host first, and the blamed one does not end.
     job.step(blamed(0, &[1]), now);
     let later = now + Duration::from_millis(500);
     job.step(Event::Tick, later);
