@@ -1,4 +1,4 @@
-//! What a peer sends over an open connection.
+//! Feeds bytes to the reader of a peer's frames.
 
 #![no_main]
 

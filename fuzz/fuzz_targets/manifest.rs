@@ -1,4 +1,4 @@
-//! What a checkpoint says of itself.
+//! Feeds bytes to the reader of a checkpoint's manifest.
 
 #![no_main]
 

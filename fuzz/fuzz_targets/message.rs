@@ -1,4 +1,4 @@
-//! What strangers and the store say before ranks are connected.
+//! Feeds bytes to the readers of messages from strangers and from the store, before ranks are connected.
 
 #![no_main]
 
