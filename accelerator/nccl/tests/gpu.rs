@@ -381,7 +381,7 @@ fn two_ranks_on_one_gpu_are_refused_by_nccl_and_end() {
         let error = communicator.unwrap_err();
         println!("{error}");
         assert!(error.is_aborted(), "{error:?}");
-        // The group knows this in advance, and is not ended by it.
+        // The locations of the GPUs show the conflict in advance, and it does not end the group.
         let places = group
             .all_gather_object(&GpuLocation::of(gpu, group))
             .unwrap();

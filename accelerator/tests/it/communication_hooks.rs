@@ -788,7 +788,7 @@ thread_local! {
     static ASKED: RefCell<Option<(Accelerator, Linear)>> = const { RefCell::new(None) };
 }
 
-/// A hook that asks the accelerator for everything it tells of a model, and for a save of it.
+/// A hook that queries all reports of a model from the accelerator, and saves the model.
 struct Asking(PathBuf);
 
 impl CommunicationHook for Asking {

@@ -350,7 +350,7 @@ fn a_loss_over_tokens_leaves_the_accuracy_to_samples() {
             Ok((trainer.train(None)?, trainer.validate()?))
         });
         for (train, val) in metrics {
-            // Class 1 or 2 have 7 of 22 samples in training, and 2 of 7 in validation.
+            // Seven of 22 samples for training, and two of 7 for validation, have class 1 or 2.
             for (found, name, expected) in [
                 (
                     &train,

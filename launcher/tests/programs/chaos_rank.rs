@@ -38,7 +38,7 @@ struct Arguments {
     sabotage: Option<Sabotage>,
 }
 
-/// A defect that whoever judges a schedule has to notice.
+/// A defect that a judge of schedules must notice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Sabotage {
     /// Every attempt aborts.

@@ -286,7 +286,7 @@ fn the_same_batches_in_a_window_and_weights_without_a_batch_are_no_mistake() {
         );
         Ok(samples.iter().sum::<f64>())
     });
-    // Two epochs of 20 samples and four times the 6 others, in two micro-steps each, and 6 more.
+    // Each of two epochs has 20 samples, and 6 of the other loader in four steps. Six more follow.
     assert_eq!(samples.unwrap(), [2.0 * (20.0 + 4.0 * 6.0) + 6.0; 3]);
 }
 

@@ -15,8 +15,8 @@ use burn::optim::SgdConfig;
 
 type Load = fn() -> Loader<Column>;
 
-/// Returns the loss and its number of samples over one epoch. Stops after `until` steps and saves; resumes if there is
-/// a checkpoint.
+/// Returns the loss and its number of samples over one epoch. Stops after `until` steps and saves, and resumes if there
+/// is a checkpoint.
 fn epoch(ranks: usize, folder: &Path, until: Option<usize>) -> Vec<(Mean, Mean)> {
     let run = |accelerator: Accelerator| {
         let model = line(&accelerator.device());

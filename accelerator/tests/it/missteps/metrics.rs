@@ -114,7 +114,7 @@ fn padding_of_which_nothing_is_counted_is_not_warned_of() {
             }
             Ok(())
         },
-        // It leaves the loop before the end.
+        // It returns from within the loop, as an error does.
         |valid, model| {
             for batch in valid.epoch(0) {
                 let batch = batch?;

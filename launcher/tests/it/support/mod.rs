@@ -119,7 +119,7 @@ impl Folder {
     }
 }
 
-/// A running launcher; killed when dropped.
+/// A running launcher, which is killed when dropped.
 pub(crate) struct Run {
     child: Child,
     started: Instant,

@@ -93,7 +93,7 @@ fn a_rank_sends_no_more_ahead_than_the_other_has_shown_to_have_taken() {
     let mut buffer = Buffer::zeroed(DType::U8, len);
     let parts = vec![Vec::new(), vec![0..CHUNK - 1, 2 * CHUNK - 1..len]];
     let shards = Arc::new(ShardLayout::new(len, parts).unwrap());
-    // The gap is as long as a chunk, and the first chunk spans both of its ends.
+    // The gap is as long as a chunk, and the first chunk has elements on both sides of it.
     let rounds = rounds - 1;
     let fingerprint =
         CollectiveFingerprint::new(OpKind::ReduceScatterBuffer, CallSite::new("here.rs", 1))
