@@ -276,51 +276,6 @@ fn scheduled(
     ))
 }
 
-#[cfg(all(test, feature = "flex"))]
-mod tests {
-    use burn::nn::{Linear, LinearConfig};
-    use burn::optim::SgdConfig;
-
-    use super::*;
-
-    #[test]
-    fn another_order_is_named_on_every_rank_and_the_group_lives() {
-        let errors = crate::launch(3, |accelerator| {
-            let model = || -> Linear { LinearConfig::new(1, 1).init(&accelerator.device()) };
-            let optimizer = || SgdConfig::new().init();
-            let error = if accelerator.rank() == 1 {
-                accelerator.prepare((optimizer(), model())).map(drop)
-            } else {
-                accelerator.prepare((model(), optimizer())).map(drop)
-            };
-            let alone = if accelerator.rank() == 1 {
-                accelerator.prepare(model()).map(drop)
-            } else {
-                accelerator.prepare(Sharded(optimizer())).map(drop)
-            };
-            accelerator.wait_for_everyone()?;
-            Ok([error.unwrap_err(), alone.unwrap_err()])
-        })
-        .unwrap();
-        for [error, alone] in errors {
-            assert!(
-                error.is_misuse() && alone.is_misuse(),
-                "{error:?} {alone:?}"
-            );
-            let text = error.to_string();
-            assert!(
-                text.contains("ranks 0, 2: a model, an optimizer; rank 1: an optimizer, a model"),
-                "{text}"
-            );
-            let text = alone.to_string();
-            assert!(
-                text.contains("ranks 0, 2: a sharded optimizer; rank 1: a model"),
-                "{text}"
-            );
-        }
-    }
-}
-
 /// The plan of a training.
 impl Accelerator {
     /// Plans a training of that many epochs on `loader`.
@@ -391,6 +346,51 @@ impl Accelerator {
         match scaling {
             RateScaling::Linear => rate * ranks,
             RateScaling::Sqrt => rate * ranks.sqrt(),
+        }
+    }
+}
+
+#[cfg(all(test, feature = "flex"))]
+mod tests {
+    use burn::nn::{Linear, LinearConfig};
+    use burn::optim::SgdConfig;
+
+    use super::*;
+
+    #[test]
+    fn another_order_is_named_on_every_rank_and_the_group_lives() {
+        let errors = crate::launch(3, |accelerator| {
+            let model = || -> Linear { LinearConfig::new(1, 1).init(&accelerator.device()) };
+            let optimizer = || SgdConfig::new().init();
+            let error = if accelerator.rank() == 1 {
+                accelerator.prepare((optimizer(), model())).map(drop)
+            } else {
+                accelerator.prepare((model(), optimizer())).map(drop)
+            };
+            let alone = if accelerator.rank() == 1 {
+                accelerator.prepare(model()).map(drop)
+            } else {
+                accelerator.prepare(Sharded(optimizer())).map(drop)
+            };
+            accelerator.wait_for_everyone()?;
+            Ok([error.unwrap_err(), alone.unwrap_err()])
+        })
+        .unwrap();
+        for [error, alone] in errors {
+            assert!(
+                error.is_misuse() && alone.is_misuse(),
+                "{error:?} {alone:?}"
+            );
+            let text = error.to_string();
+            assert!(
+                text.contains("ranks 0, 2: a model, an optimizer; rank 1: an optimizer, a model"),
+                "{text}"
+            );
+            let text = alone.to_string();
+            assert!(
+                text.contains("ranks 0, 2: a sharded optimizer; rank 1: a model"),
+                "{text}"
+            );
         }
     }
 }

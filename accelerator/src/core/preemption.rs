@@ -306,11 +306,6 @@ mod tests {
         assert_eq!(end("end_a_child").signal(), Some(SIGUSR2));
         assert_eq!(end("do_not_end_a_child").code(), Some(0));
     }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
 
     fn notice(preemption: Preemption) -> PreemptionNotice {
         let mut notice = PreemptionNotice::default();

@@ -99,100 +99,6 @@ fn unreadable(error: ciborium::value::Error) -> Error {
     Error::new(Kind::Data, message).with_source(error)
 }
 
-#[cfg(all(test, feature = "flex"))]
-mod tests {
-    use super::*;
-
-    const POSITION: ReadPosition = ReadPosition {
-        epoch: 1,
-        loader: 0,
-        step: 7,
-    };
-
-    #[test]
-    fn another_place_is_named_on_every_rank_also_beside_a_failure() {
-        let errors = crate::launch(3, |accelerator| {
-            let rank = accelerator.rank();
-            let position = [
-                POSITION,
-                ReadPosition {
-                    loader: 2,
-                    ..POSITION
-                },
-                POSITION,
-            ][rank];
-            let failed = Error::new(Kind::Data, "no disk");
-            let mine = if rank == 2 { Err(&failed) } else { Ok(rank) };
-            let error = exchange_step(
-                accelerator.group(),
-                position,
-                mine,
-                "read",
-                Location::caller(),
-            );
-            let error = error.unwrap_err();
-            // The group lives.
-            accelerator.wait_for_everyone()?;
-            Ok(error)
-        })
-        .unwrap();
-        for error in errors {
-            assert!(error.is_misuse(), "{error:?}");
-            let text = error.to_string();
-            for side in [
-                "ranks 0, 2: step 7 of epoch 1 of loader 0",
-                "rank 1: step 7 of epoch 1 of loader 2",
-            ] {
-                assert!(text.contains(side), "{text}");
-            }
-        }
-    }
-
-    /// Words of different kinds are not read before it is known that they are of one place.
-    #[test]
-    fn words_of_another_kind_are_of_another_place() {
-        let errors = crate::launch(2, |accelerator| {
-            let group = accelerator.group();
-            let error = match accelerator.rank() {
-                0 => exchange_step(
-                    group,
-                    POSITION,
-                    Ok("aaa".to_owned()),
-                    "read",
-                    Location::caller(),
-                )
-                .unwrap_err(),
-                _ => {
-                    let position = ReadPosition {
-                        epoch: 2,
-                        ..POSITION
-                    };
-                    exchange_step(group, position, Ok(5_u8), "read", Location::caller())
-                        .unwrap_err()
-                }
-            };
-            Ok(error)
-        });
-        for error in errors.unwrap() {
-            assert!(error.is_misuse() && !error.is_collective(), "{error:?}");
-        }
-    }
-
-    #[test]
-    fn what_failed_here_is_told_before_the_loss_of_another_rank() {
-        let errors = crate::launch(2, |accelerator| {
-            let group = accelerator.group();
-            group.abort("this rank gives up".to_owned());
-            let failed = Error::new(Kind::Data, "no disk");
-            let caller = Location::caller();
-            Ok(exchange_step::<u8>(group, POSITION, Err(&failed), "read", caller).unwrap_err())
-        });
-        for error in errors.unwrap() {
-            assert!(error.is_data(), "{error:?}");
-        }
-    }
-}
-
 /// The models that step with the batches of a loader, and how often: between the steps of two models with one batch,
 /// there is no place in the data from which both continue.
 ///
@@ -292,9 +198,98 @@ impl Stepper {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, feature = "flex"))]
 mod tests {
     use super::*;
+
+    const POSITION: ReadPosition = ReadPosition {
+        epoch: 1,
+        loader: 0,
+        step: 7,
+    };
+
+    #[test]
+    fn another_place_is_named_on_every_rank_also_beside_a_failure() {
+        let errors = crate::launch(3, |accelerator| {
+            let rank = accelerator.rank();
+            let position = [
+                POSITION,
+                ReadPosition {
+                    loader: 2,
+                    ..POSITION
+                },
+                POSITION,
+            ][rank];
+            let failed = Error::new(Kind::Data, "no disk");
+            let mine = if rank == 2 { Err(&failed) } else { Ok(rank) };
+            let error = exchange_step(
+                accelerator.group(),
+                position,
+                mine,
+                "read",
+                Location::caller(),
+            );
+            let error = error.unwrap_err();
+            // The group lives.
+            accelerator.wait_for_everyone()?;
+            Ok(error)
+        })
+        .unwrap();
+        for error in errors {
+            assert!(error.is_misuse(), "{error:?}");
+            let text = error.to_string();
+            for side in [
+                "ranks 0, 2: step 7 of epoch 1 of loader 0",
+                "rank 1: step 7 of epoch 1 of loader 2",
+            ] {
+                assert!(text.contains(side), "{text}");
+            }
+        }
+    }
+
+    /// Words of different kinds are not read before it is known that they are of one place.
+    #[test]
+    fn words_of_another_kind_are_of_another_place() {
+        let errors = crate::launch(2, |accelerator| {
+            let group = accelerator.group();
+            let error = match accelerator.rank() {
+                0 => exchange_step(
+                    group,
+                    POSITION,
+                    Ok("aaa".to_owned()),
+                    "read",
+                    Location::caller(),
+                )
+                .unwrap_err(),
+                _ => {
+                    let position = ReadPosition {
+                        epoch: 2,
+                        ..POSITION
+                    };
+                    exchange_step(group, position, Ok(5_u8), "read", Location::caller())
+                        .unwrap_err()
+                }
+            };
+            Ok(error)
+        });
+        for error in errors.unwrap() {
+            assert!(error.is_misuse() && !error.is_collective(), "{error:?}");
+        }
+    }
+
+    #[test]
+    fn what_failed_here_is_told_before_the_loss_of_another_rank() {
+        let errors = crate::launch(2, |accelerator| {
+            let group = accelerator.group();
+            group.abort("this rank gives up".to_owned());
+            let failed = Error::new(Kind::Data, "no disk");
+            let caller = Location::caller();
+            Ok(exchange_step::<u8>(group, POSITION, Err(&failed), "read", caller).unwrap_err())
+        });
+        for error in errors.unwrap() {
+            assert!(error.is_data(), "{error:?}");
+        }
+    }
 
     const FIRST: u64 = 11;
     const SECOND: u64 = 22;

@@ -69,26 +69,6 @@ impl Metric for Accuracy {
     }
 }
 
-#[cfg(all(test, feature = "flex"))]
-mod tests {
-    use burn::tensor::Device;
-
-    use super::*;
-
-    #[test]
-    fn accuracy_leaves_padding_out() {
-        let device = Device::flex();
-        let logits = Tensor::from_floats([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0]], &device);
-        let targets = Tensor::<1, Int>::from_ints([0, 0, 1], &device);
-        let mut accuracy = Accuracy::new();
-        accuracy.update(logits.clone(), targets.clone(), 2);
-        assert_eq!(accuracy.value(), 0.5);
-        accuracy.update(logits, targets, 0);
-        assert_eq!(accuracy.value(), 0.5);
-        assert_eq!(accuracy.to_string(), "50.00 %");
-    }
-}
-
 /// The share of samples whose target is among the `k` highest logits. Its value over no samples is
 /// NaN.
 ///
@@ -189,6 +169,19 @@ mod tests {
 
     use super::*;
     use crate::metric::Accuracy;
+
+    #[test]
+    fn accuracy_leaves_padding_out() {
+        let device = Device::flex();
+        let logits = Tensor::from_floats([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0]], &device);
+        let targets = Tensor::<1, Int>::from_ints([0, 0, 1], &device);
+        let mut accuracy = Accuracy::new();
+        accuracy.update(logits.clone(), targets.clone(), 2);
+        assert_eq!(accuracy.value(), 0.5);
+        accuracy.update(logits, targets, 0);
+        assert_eq!(accuracy.value(), 0.5);
+        assert_eq!(accuracy.to_string(), "50.00 %");
+    }
 
     fn tops(logits: &[[f32; 3]], targets: &[i64]) -> [f64; 4] {
         let device = Device::flex();

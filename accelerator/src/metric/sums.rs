@@ -224,92 +224,6 @@ fn short(name: &str) -> String {
     short
 }
 
-#[cfg(all(test, feature = "flex"))]
-mod tests {
-    use crate::metric::{Accuracy, Confusion, Mean, TopK};
-
-    #[test]
-    fn collections_of_any_size_are_reduced_together() {
-        let reduced = crate::launch(3, |accelerator| {
-            let means = vec![Mean::of(accelerator.rank() as f64, 2); 4];
-            let mut confusion = Confusion::new(2);
-            confusion.count(&[1], &[0])?;
-            accelerator.reduce_metric((means, confusion))
-        })
-        .unwrap();
-        for (means, confusion) in reduced {
-            assert_eq!(means, vec![Mean::of(1.0, 6); 4]);
-            assert_eq!(confusion.of(1, 0), 3);
-        }
-    }
-
-    /// Both orders have the same number of sums in all.
-    #[test]
-    fn sums_in_another_order_are_refused_on_every_rank() {
-        let errors = crate::launch(3, |accelerator| {
-            let (two, three) = (Confusion::new(2), Confusion::new(3));
-            let outcome = if accelerator.rank() == 2 {
-                accelerator.reduce_metric((two, three)).map(drop)
-            } else {
-                accelerator.reduce_metric((three, two)).map(drop)
-            };
-            let error = outcome.unwrap_err();
-            accelerator.wait_for_everyone()?;
-            Ok(error)
-        })
-        .unwrap();
-        for error in errors {
-            assert!(error.is_misuse(), "{error:?}");
-            let text = error.to_string();
-            assert!(
-                text.contains("ranks 0, 1: (Confusion, Confusion) with sums in pieces of [9, 4]")
-                    && text
-                        .contains("rank 2: (Confusion, Confusion) with sums in pieces of [4, 9]"),
-                "{text}"
-            );
-        }
-    }
-
-    /// The metrics have the same size, and pieces of the same lengths.
-    #[test]
-    fn another_kind_of_metric_is_refused_on_every_rank() {
-        let errors = crate::launch(2, |accelerator| {
-            let mean = Mean::of(1.0, 2);
-            let error = if accelerator.is_main_process() {
-                accelerator
-                    .reduce_metric((mean, vec![mean; 2]))
-                    .unwrap_err()
-            } else {
-                let others = (Accuracy::new(), vec![mean; 2]);
-                accelerator.reduce_metric(others).unwrap_err()
-            };
-            let other_k = accelerator.reduce_metric(TopK::new(accelerator.rank()));
-            assert!(other_k.unwrap_err().is_misuse());
-            Ok(error)
-        })
-        .unwrap();
-        for error in errors {
-            assert!(error.is_misuse(), "{error:?}");
-            let text = error.to_string();
-            assert!(
-                text.contains("rank 0: (Mean, [Mean; 2]) with")
-                    && text.contains("rank 1: (Accuracy, [Mean; 2]) with"),
-                "{text}"
-            );
-        }
-    }
-
-    #[test]
-    fn another_number_of_sums_is_refused_on_every_rank() {
-        let errors = crate::launch(2, |accelerator| {
-            let confusion = Confusion::new(2 + accelerator.rank());
-            Ok(accelerator.reduce_metric(confusion).unwrap_err())
-        })
-        .unwrap();
-        assert!(errors.iter().all(crate::Error::is_collective), "{errors:?}");
-    }
-}
-
 /// A weighted mean, of a loss for example. Its value over no samples is NaN.
 ///
 /// The means of all ranks, each over its own values, as in an evaluation, are combined by
@@ -432,9 +346,91 @@ impl Metric for Sum {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, feature = "flex"))]
 mod tests {
     use super::*;
+    use crate::metric::{Accuracy, Confusion, TopK};
+
+    #[test]
+    fn collections_of_any_size_are_reduced_together() {
+        let reduced = crate::launch(3, |accelerator| {
+            let means = vec![Mean::of(accelerator.rank() as f64, 2); 4];
+            let mut confusion = Confusion::new(2);
+            confusion.count(&[1], &[0])?;
+            accelerator.reduce_metric((means, confusion))
+        })
+        .unwrap();
+        for (means, confusion) in reduced {
+            assert_eq!(means, vec![Mean::of(1.0, 6); 4]);
+            assert_eq!(confusion.of(1, 0), 3);
+        }
+    }
+
+    /// Both orders have the same number of sums in all.
+    #[test]
+    fn sums_in_another_order_are_refused_on_every_rank() {
+        let errors = crate::launch(3, |accelerator| {
+            let (two, three) = (Confusion::new(2), Confusion::new(3));
+            let outcome = if accelerator.rank() == 2 {
+                accelerator.reduce_metric((two, three)).map(drop)
+            } else {
+                accelerator.reduce_metric((three, two)).map(drop)
+            };
+            let error = outcome.unwrap_err();
+            accelerator.wait_for_everyone()?;
+            Ok(error)
+        })
+        .unwrap();
+        for error in errors {
+            assert!(error.is_misuse(), "{error:?}");
+            let text = error.to_string();
+            assert!(
+                text.contains("ranks 0, 1: (Confusion, Confusion) with sums in pieces of [9, 4]")
+                    && text
+                        .contains("rank 2: (Confusion, Confusion) with sums in pieces of [4, 9]"),
+                "{text}"
+            );
+        }
+    }
+
+    /// The metrics have the same size, and pieces of the same lengths.
+    #[test]
+    fn another_kind_of_metric_is_refused_on_every_rank() {
+        let errors = crate::launch(2, |accelerator| {
+            let mean = Mean::of(1.0, 2);
+            let error = if accelerator.is_main_process() {
+                accelerator
+                    .reduce_metric((mean, vec![mean; 2]))
+                    .unwrap_err()
+            } else {
+                let others = (Accuracy::new(), vec![mean; 2]);
+                accelerator.reduce_metric(others).unwrap_err()
+            };
+            let other_k = accelerator.reduce_metric(TopK::new(accelerator.rank()));
+            assert!(other_k.unwrap_err().is_misuse());
+            Ok(error)
+        })
+        .unwrap();
+        for error in errors {
+            assert!(error.is_misuse(), "{error:?}");
+            let text = error.to_string();
+            assert!(
+                text.contains("rank 0: (Mean, [Mean; 2]) with")
+                    && text.contains("rank 1: (Accuracy, [Mean; 2]) with"),
+                "{text}"
+            );
+        }
+    }
+
+    #[test]
+    fn another_number_of_sums_is_refused_on_every_rank() {
+        let errors = crate::launch(2, |accelerator| {
+            let confusion = Confusion::new(2 + accelerator.rank());
+            Ok(accelerator.reduce_metric(confusion).unwrap_err())
+        })
+        .unwrap();
+        assert!(errors.iter().all(crate::Error::is_collective), "{errors:?}");
+    }
 
     #[test]
     fn a_mean_of_nothing_ignores_the_value() {

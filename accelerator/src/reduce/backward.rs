@@ -1,3 +1,4 @@
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use accelerator_fault::{Point, fail_point};
@@ -210,8 +211,7 @@ fn run_backward<M: Module>(
         ReduceScope::Local => sum_locally(context, &model_state, window, step, model, &weight)?,
     };
     warn_same_losses(context, &model_state, reduced.same_losses);
-    if reduced.total <= 0.0 {
-        model_state.take_back(reduced.bucket_set);
+    if reduced.sums.total <= 0.0 {
         if scope == ReduceScope::Local {
             model_state.count_step();
             let model = model_state.first_id();
@@ -227,15 +227,10 @@ fn run_backward<M: Module>(
         ));
     }
     // All ranks see the same, but for steps of their own.
-    let some_trained = check_some_trained(&model_state, reduced.bucket_set.present.contains(&true));
-    if let Err(error) = some_trained {
-        model_state.take_back(reduced.bucket_set);
-        return Err(error);
-    }
+    check_some_trained(&model_state, reduced.sums.some_present())?;
     let device = context.device.clone();
     let wants_norm = reduced.wants_norm;
-    let mut gradients =
-        AveragedGradients::reduced(model_state.clone(), device, reduced, weight.epoch);
+    let mut gradients = AveragedGradients::reduced(device, reduced, weight.epoch);
     // It takes all ranks, of which some may ask for it later, and others not.
     if wants_norm && (gradients.is_sharded() || scale.is_some()) {
         let (part, bytes) = (EventSubject::Control, model_state.parameters().len() * 8);
@@ -271,7 +266,7 @@ fn run_backward<M: Module>(
 #[track_caller]
 fn reduce_window<M: Module>(
     context: &ReduceContext,
-    model_state: &ModelState,
+    model_state: &Arc<ModelState>,
     window: Window,
     step: MicroStep,
     (model, copy): (&M, WorkingCopy),
@@ -329,7 +324,7 @@ fn reduce_window<M: Module>(
 /// Runs the backward pass of the last micro-step, and adds the window up on this rank alone.
 fn sum_locally<M: Module>(
     context: &ReduceContext,
-    model_state: &ModelState,
+    model_state: &Arc<ModelState>,
     window: Window,
     step: MicroStep,
     model: &M,

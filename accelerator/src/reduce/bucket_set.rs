@@ -1,3 +1,5 @@
+use core::iter::repeat_with;
+use core::mem::replace;
 use std::sync::Arc;
 
 use accelerator_collective::{Buffer, DType, Pending, ProcessGroup};
@@ -10,36 +12,48 @@ use super::device_reduce::{PendingRead, PendingReduce};
 use super::{control_vector, overlap};
 use crate::precision::Cast;
 
-/// The buckets of a window, with a record of each bucket and parameter. The next window of the model uses the same set, so
-/// that steps allocate nothing and pages stay warm.
+/// The buckets of a window, with a record of each parameter. The next window of the model uses the same set, so that steps
+/// allocate nothing and pages stay warm.
 #[derive(Debug)]
 pub(super) struct BucketSet {
     /// The place of the sums.
     pub(super) placement: Placement,
     pub(super) layout: Arc<Buckets>,
-    /// The state of each bucket.
-    pub(super) states: Vec<BucketState>,
-    /// The sums of each bucket before the last micro-step, so that it can be filled again.
-    pub(super) undo: Vec<Option<BucketStorage>>,
-    /// Set for a bucket if this rank asks all ranks to reduce it again. It has sent it too early; or, for a hook, its
-    /// values are not finite.
-    pub(super) needs_retry: Vec<bool>,
-    /// The buffer of each bucket that is sent, if the bucket is compressed or lies on a device.
-    pub(super) wires: Vec<Option<Buffer>>,
-    /// Set for a parameter if an earlier micro-step of the window has added a gradient.
-    pub(super) written: Vec<bool>,
-    /// Set for a parameter if this micro-step has a gradient.
-    pub(super) has_gradient: Vec<bool>,
-    /// The gradient of each parameter that is about to be added to its bucket.
-    pub(super) gradients: Vec<Option<DispatchTensor>>,
-    /// The gradient of each parameter that was added before backward ended.
-    pub(super) flushed: Vec<FlushedGradient>,
-    /// Set for a parameter if any rank has a gradient; known once the control vector was received.
-    pub(super) present: Vec<bool>,
+    pub(super) buckets: Vec<Bucket>,
+    pub(super) parameters: Vec<ParameterRecord>,
     /// The control vector; `None` while it is reduced.
     pub(super) control: Option<Buffer>,
     /// The buffer in which the weight of the window is reduced ahead of the buckets; `None` while it is reduced.
     pub(super) weight_buffer: Option<Buffer>,
+}
+
+/// A bucket of gradients: its sums, from the first micro-step of a window to the sums of all ranks.
+#[derive(Debug)]
+pub(super) struct Bucket {
+    /// The sums, and their progress.
+    pub(super) state: BucketState,
+    /// The sums before the last micro-step, so that it can be filled again.
+    undo: Option<BucketStorage>,
+    /// Set if this rank asks all ranks to reduce it again. It has sent it too early; or, for a hook, its values are not
+    /// finite.
+    pub(super) needs_retry: bool,
+    /// The buffer that is sent, if the bucket is compressed or lies on a device.
+    pub(super) wire: Option<Buffer>,
+}
+
+/// A parameter in the micro-steps of a window.
+#[derive(Debug, Default)]
+pub(super) struct ParameterRecord {
+    /// Set if an earlier micro-step has added a gradient.
+    pub(super) written: bool,
+    /// Set if this micro-step has a gradient.
+    pub(super) has_gradient: bool,
+    /// The gradient that is about to be added to its bucket.
+    pub(super) gradient: Option<DispatchTensor>,
+    /// The gradient that was added before backward ended.
+    pub(super) flushed: FlushedGradient,
+    /// Set if any rank has a gradient; known once the control vector was received.
+    pub(super) present: bool,
 }
 
 /// The progress of a bucket within its window.
@@ -107,6 +121,151 @@ impl FlushedGradient {
     }
 }
 
+impl BucketState {
+    /// Takes the state, to put the next one in its place. The bucket is lost if what leads there fails.
+    pub(super) fn take(&mut self) -> Self {
+        replace(self, Self::Lost)
+    }
+}
+
+impl Bucket {
+    fn new(store: BucketStorage) -> Self {
+        Self {
+            state: BucketState::Open(store),
+            undo: None,
+            needs_retry: false,
+            wire: None,
+        }
+    }
+
+    /// Returns `true` if gradients may still be added.
+    pub(super) fn is_open(&self) -> bool {
+        matches!(self.state, BucketState::Open(_))
+    }
+
+    /// Returns `true` if it is ready to be sent.
+    pub(super) fn is_complete(&self) -> bool {
+        matches!(self.state, BucketState::Complete(_))
+    }
+
+    /// Returns `true` if there is a copy of earlier sums.
+    pub(super) fn has_undo(&self) -> bool {
+        self.undo.is_some()
+    }
+
+    /// Frees the copy of earlier sums.
+    pub(super) fn drop_undo(&mut self) {
+        self.undo = None;
+    }
+
+    /// Returns the sums of this rank alone, before they are sent.
+    pub(super) fn own_mut(&mut self) -> Option<&mut BucketStorage> {
+        match &mut self.state {
+            BucketState::Open(store) | BucketState::Complete(store) => Some(store),
+            _ => None,
+        }
+    }
+
+    /// Marks an open bucket as one with all gradients of this rank.
+    pub(super) fn complete(&mut self) {
+        self.state = match self.state.take() {
+            BucketState::Open(store) => BucketState::Complete(store),
+            other => other,
+        };
+    }
+
+    /// Opens a bucket again that was sent too early. Its sums are those of this rank only once earlier ones are restored.
+    pub(super) fn reopen_summed(&mut self) {
+        self.state = match self.state.take() {
+            BucketState::Summed(store) => BucketState::Open(store),
+            BucketState::Rounded(buffer, _) => BucketState::Open(BucketStorage::Host(buffer)),
+            other => other,
+        };
+    }
+
+    /// Takes the sums of a complete bucket out of memory, to send them. The bucket is lost until its next state is set.
+    pub(super) fn take_host(&mut self) -> Option<Buffer> {
+        match self.state.take() {
+            BucketState::Complete(BucketStorage::Host(buffer)) => Some(buffer),
+            other => {
+                self.state = other;
+                None
+            }
+        }
+    }
+
+    /// Does the same for sums on a device.
+    pub(super) fn take_device(&mut self) -> Option<DeviceBucket> {
+        match self.state.take() {
+            BucketState::Complete(BucketStorage::Device(flat)) => Some(flat),
+            other => {
+                self.state = other;
+                None
+            }
+        }
+    }
+
+    /// Marks a complete bucket as one with the sums of all ranks.
+    pub(super) fn mark_summed(&mut self) {
+        self.state = match self.state.take() {
+            BucketState::Complete(store) => BucketState::Summed(store),
+            other => other,
+        };
+    }
+
+    /// Returns the sums over all ranks; `None` before they were reduced.
+    pub(super) fn sums(&self) -> Option<&BucketStorage> {
+        match &self.state {
+            BucketState::Summed(store) => Some(store),
+            _ => None,
+        }
+    }
+
+    /// The same, mutable.
+    pub(super) fn sums_mut(&mut self) -> Option<&mut BucketStorage> {
+        match &mut self.state {
+            BucketState::Summed(store) => Some(store),
+            _ => None,
+        }
+    }
+
+    /// Returns the reduced sums, if they lie in host memory.
+    pub(super) fn host_sums_mut(&mut self) -> Option<&mut Buffer> {
+        match self.sums_mut() {
+            Some(BucketStorage::Host(buffer)) => Some(buffer),
+            _ => None,
+        }
+    }
+
+    /// Returns the reduced sums, if they lie on a device.
+    pub(super) fn device_sums_mut(&mut self) -> Option<&mut DeviceBucket> {
+        match self.sums_mut() {
+            Some(BucketStorage::Device(flat)) => Some(flat),
+            _ => None,
+        }
+    }
+
+    /// Clears it for the next window; `false` if its sums were lost.
+    fn reopen(&mut self) -> bool {
+        self.needs_retry = false;
+        // Host memory is kept for the next window.
+        self.undo
+            .take_if(|undo| matches!(undo, BucketStorage::Device(_)));
+        self.state = match self.state.take() {
+            BucketState::Open(store)
+            | BucketState::Complete(store)
+            | BucketState::Summed(store) => BucketState::Open(store.reopen()),
+            BucketState::Read(_)
+            | BucketState::Sent(_)
+            | BucketState::SentOnDevice(_)
+            | BucketState::SentRounded(..)
+            | BucketState::Rounded(..)
+            | BucketState::Lost => return false,
+        };
+        true
+    }
+}
+
 impl BucketSet {
     pub(super) fn new(
         group: &ProcessGroup,
@@ -115,20 +274,13 @@ impl BucketSet {
         parameters: usize,
     ) -> Self {
         let buckets = layout.len();
-        let store = |bucket| BucketState::Open(layout.store(group, placement, bucket));
+        let bucket = |bucket| Bucket::new(layout.store(group, placement, bucket));
         Self {
             placement: placement.clone(),
-            states: (0..buckets).map(store).collect(),
-            undo: none(buckets),
-            needs_retry: vec![false; buckets],
-            wires: none(buckets),
-            written: vec![false; parameters],
-            has_gradient: vec![false; parameters],
-            gradients: none(parameters),
-            flushed: core::iter::repeat_with(FlushedGradient::default)
+            buckets: (0..buckets).map(bucket).collect(),
+            parameters: repeat_with(ParameterRecord::default)
                 .take(parameters)
                 .collect(),
-            present: vec![false; parameters],
             control: Some(group.buffer(DType::F64, control_vector::length(parameters, buckets))),
             weight_buffer: None,
             layout,
@@ -142,28 +294,12 @@ impl BucketSet {
 
     /// Clears the records for the next window; `false` where a buffer was lost.
     pub(super) fn reopen(&mut self) -> bool {
-        self.written.fill(false);
-        self.has_gradient.fill(false);
-        self.needs_retry.fill(false);
+        for record in &mut self.parameters {
+            record.written = false;
+            record.has_gradient = false;
+        }
         self.release_flushed();
-        // Host memory is kept for the next window.
-        for undo in &mut self.undo {
-            undo.take_if(|undo| matches!(undo, BucketStorage::Device(_)));
-        }
-        for state in &mut self.states {
-            *state = match core::mem::replace(state, BucketState::Lost) {
-                BucketState::Open(store)
-                | BucketState::Complete(store)
-                | BucketState::Summed(store) => BucketState::Open(store.reopen()),
-                BucketState::Read(_)
-                | BucketState::Sent(_)
-                | BucketState::SentOnDevice(_)
-                | BucketState::SentRounded(..)
-                | BucketState::Rounded(..)
-                | BucketState::Lost => return false,
-            };
-        }
-        self.control.is_some()
+        self.buckets.iter_mut().all(Bucket::reopen) && self.control.is_some()
     }
 
     /// Moves the sums of open buckets to the placement of their model.
@@ -171,23 +307,27 @@ impl BucketSet {
         if self.is_at(placement) {
             return;
         }
-        for bucket in 0..self.states.len() {
-            let state = core::mem::replace(&mut self.states[bucket], BucketState::Lost);
-            self.states[bucket] = match (state, placement) {
+        for number in 0..self.buckets.len() {
+            // In host memory an unwritten range holds sums of an earlier window; on the device it must be 0.
+            if let Placement::Device(_) = placement
+                && self.buckets[number].is_open()
+            {
+                self.clear_unwritten(number, |_| false);
+            }
+            let bucket = &mut self.buckets[number];
+            bucket.state = match (bucket.state.take(), placement) {
                 (BucketState::Open(store), Placement::Host) => {
                     BucketState::Open(store.into_host(group))
                 }
-                (BucketState::Open(mut store), Placement::Device(device)) => {
-                    // In host memory an unwritten range holds sums of an earlier window; on the device it must be 0.
-                    self.clear_unwritten(bucket, &mut store, |_| false);
+                (BucketState::Open(store), Placement::Device(device)) => {
                     BucketState::Open(store.into_device(device))
                 }
                 (other, _) => other,
             };
+            bucket.undo = None;
+            bucket.wire = None;
         }
         self.placement = placement.clone();
-        self.undo.fill_with(|| None);
-        self.wires.fill_with(|| None);
     }
 
     /// Returns `true` if the sums lie in this placement.
@@ -200,44 +340,40 @@ impl BucketSet {
 
     /// Frees the gradients that were kept for comparison.
     pub(super) fn release_flushed(&mut self) {
-        self.flushed.fill_with(FlushedGradient::default);
-    }
-
-    /// Takes a bucket out to which gradients may still be added.
-    pub(super) fn take_open(&mut self, bucket: usize) -> Option<BucketStorage> {
-        match core::mem::replace(&mut self.states[bucket], BucketState::Lost) {
-            BucketState::Open(store) => Some(store),
-            other => {
-                self.states[bucket] = other;
-                None
-            }
+        for record in &mut self.parameters {
+            record.flushed = FlushedGradient::None;
         }
     }
 
-    /// Takes a bucket out that is ready to be sent.
-    pub(super) fn take_complete(&mut self, bucket: usize) -> Option<BucketStorage> {
-        match core::mem::replace(&mut self.states[bucket], BucketState::Lost) {
-            BucketState::Complete(store) => Some(store),
-            other => {
-                self.states[bucket] = other;
-                None
-            }
+    /// Adds `weight` times the gradients that were seen in the middle of backward.
+    pub(super) fn add_flushed(&mut self, bucket: usize, weight: f64) {
+        self.add(bucket, |record| record.flushed.gradient(), weight);
+    }
+
+    /// Adds `weight` times the gradients of the records, and frees them.
+    pub(super) fn add_gradients(&mut self, bucket: usize, weight: f64) {
+        self.add(bucket, |record| record.gradient.as_ref(), weight);
+        for &parameter in self.layout.members(bucket) {
+            self.parameters[parameter].gradient = None;
         }
     }
 
     /// Adds `weight · gradient` of each parameter of a bucket to it. A parameter without a gradient is left as it is.
-    pub(super) fn add<'a>(
-        &'a self,
+    fn add(
+        &mut self,
         bucket: usize,
-        store: &mut BucketStorage,
-        gradient: impl Fn(usize) -> Option<&'a DispatchTensor> + Copy,
+        gradient: impl Fn(&ParameterRecord) -> Option<&DispatchTensor> + Copy,
         weight: f64,
     ) {
-        let members = self.layout.members(bucket).iter();
+        let (layout, records) = (&self.layout, &self.parameters);
+        let Some(store) = self.buckets[bucket].own_mut() else {
+            return;
+        };
+        let members = layout.members(bucket).iter();
         let gradients = members.map(move |&parameter| MemberGradient {
-            range: &self.layout.place(parameter).range,
-            gradient: gradient(parameter),
-            mode: match self.written[parameter] {
+            range: &layout.place(parameter).range,
+            gradient: gradient(&records[parameter]),
+            mode: match records[parameter].written {
                 true => WriteMode::Add,
                 false => WriteMode::Replace,
             },
@@ -245,25 +381,18 @@ impl BucketSet {
         store.add(gradients, weight);
     }
 
-    /// Adds `weight` times the gradients that are kept in `gradients`, and frees them.
-    pub(super) fn add_gradients(&mut self, bucket: usize, store: &mut BucketStorage, weight: f64) {
-        let gradients = &self.gradients;
-        let gradient = |parameter: usize| gradients[parameter].as_ref();
-        self.add(bucket, store, gradient, weight);
-        for &parameter in self.layout.members(bucket) {
-            self.gradients[parameter] = None;
-        }
-    }
-
     /// Zeroes the ranges of parameters without a gradient in any micro-step.
     pub(super) fn clear_unwritten(
-        &self,
+        &mut self,
         bucket: usize,
-        store: &mut BucketStorage,
-        has_gradient: impl Fn(usize) -> bool,
+        has_gradient: impl Fn(&ParameterRecord) -> bool,
     ) {
+        let Some(store) = self.buckets[bucket].own_mut() else {
+            return;
+        };
         for &parameter in self.layout.members(bucket) {
-            if !self.written[parameter] && !has_gradient(parameter) {
+            let record = &self.parameters[parameter];
+            if !record.written && !has_gradient(record) {
                 store.clear(&self.layout.place(parameter).range);
             }
         }
@@ -271,34 +400,40 @@ impl BucketSet {
 
     /// Copies the sums of a bucket, so that the last micro-step can be undone. A bucket without sums of earlier micro-steps
     /// needs no copy.
-    pub(super) fn save_undo(&mut self, group: &ProcessGroup, bucket: usize, store: &BucketStorage) {
+    pub(super) fn save_undo(&mut self, group: &ProcessGroup, bucket: usize) {
         if !self.is_written(bucket) {
             return;
         }
-        match (store, &mut self.undo[bucket]) {
-            (BucketStorage::Host(buffer), Some(BucketStorage::Host(kept))) => {
-                kept.bytes_mut().copy_from_slice(buffer.bytes());
+        let Bucket { state, undo, .. } = &mut self.buckets[bucket];
+        match (state, undo) {
+            (BucketState::Open(BucketStorage::Host(buffer)), Some(BucketStorage::Host(kept))) => {
+                kept.bytes_mut().copy_from_slice(buffer.bytes())
             }
-            (BucketStorage::Host(buffer), undo) => {
+            (BucketState::Open(BucketStorage::Host(buffer)), undo) => {
                 let mut kept = group.buffer(buffer.dtype(), buffer.len());
                 kept.bytes_mut().copy_from_slice(buffer.bytes());
                 *undo = Some(BucketStorage::Host(kept));
             }
-            (BucketStorage::Device(flat), undo) => {
-                *undo = Some(BucketStorage::Device(flat.clone()))
+            (BucketState::Open(BucketStorage::Device(flat)), undo) => {
+                *undo = Some(BucketStorage::Device(flat.clone()));
             }
+            _ => {}
         }
     }
 
-    /// Restores the sums of a bucket from before the last micro-step.
-    pub(super) fn restore_undo(&mut self, bucket: usize, store: &mut BucketStorage) {
+    /// Restores the sums of an open bucket from before the last micro-step.
+    pub(super) fn restore_undo(&mut self, bucket: usize) {
         let written = self.is_written(bucket);
-        match (store, &mut self.undo[bucket]) {
+        let Bucket { state, undo, .. } = &mut self.buckets[bucket];
+        let BucketState::Open(store) = state else {
+            return;
+        };
+        match (store, undo) {
             (BucketStorage::Host(buffer), Some(BucketStorage::Host(kept))) if written => {
                 buffer.bytes_mut().copy_from_slice(kept.bytes());
             }
             (BucketStorage::Device(flat), Some(BucketStorage::Device(kept))) if written => {
-                *flat = kept.clone()
+                *flat = kept.clone();
             }
             // A bucket that was not written before is overwritten as a whole.
             (BucketStorage::Host(_), _) => {}
@@ -306,44 +441,10 @@ impl BucketSet {
         }
     }
 
-    /// The sums of a bucket over all ranks; `None` before they were reduced.
-    pub(super) fn sums(&self, bucket: usize) -> Option<&BucketStorage> {
-        match &self.states[bucket] {
-            BucketState::Summed(store) => Some(store),
-            _ => None,
-        }
-    }
-
-    /// The same, mutable.
-    pub(super) fn sums_mut(&mut self, bucket: usize) -> Option<&mut BucketStorage> {
-        match &mut self.states[bucket] {
-            BucketState::Summed(store) => Some(store),
-            _ => None,
-        }
-    }
-
-    /// The number and the reduced sums of each bucket that lies on a device.
-    pub(super) fn device_sums_mut(&mut self) -> impl Iterator<Item = (usize, &mut DeviceBucket)> {
-        let states = self.states.iter_mut().enumerate();
-        states.filter_map(|(bucket, state)| match state {
-            BucketState::Summed(BucketStorage::Device(flat)) => Some((bucket, flat)),
-            _ => None,
-        })
-    }
-
-    /// The reduced sums of each bucket that lies in host memory.
-    pub(super) fn host_sums_mut(&mut self) -> Vec<&mut Buffer> {
-        let summed = |state| match state {
-            &mut BucketState::Summed(BucketStorage::Host(ref mut buffer)) => Some(buffer),
-            _ => None,
-        };
-        self.states.iter_mut().filter_map(summed).collect()
-    }
-
     /// Moves the reduced sums to host memory.
     pub(super) fn move_to_host(&mut self, group: &ProcessGroup) {
-        for state in &mut self.states {
-            *state = match core::mem::replace(state, BucketState::Lost) {
+        for bucket in &mut self.buckets {
+            bucket.state = match bucket.state.take() {
                 BucketState::Summed(store) => BucketState::Summed(store.into_host(group)),
                 other => other,
             };
@@ -351,13 +452,25 @@ impl BucketSet {
         self.placement = Placement::Host;
     }
 
+    /// Returns the reduced sums of each bucket that lies in host memory.
+    pub(super) fn host_sums_mut(&mut self) -> Vec<&mut Buffer> {
+        self.buckets
+            .iter_mut()
+            .filter_map(Bucket::host_sums_mut)
+            .collect()
+    }
+
+    /// Returns the number and the reduced sums of each bucket that lies on a device.
+    pub(super) fn device_sums_mut(&mut self) -> impl Iterator<Item = (usize, &mut DeviceBucket)> {
+        let buckets = self.buckets.iter_mut().enumerate();
+        buckets.filter_map(|(number, bucket)| Some((number, bucket.device_sums_mut()?)))
+    }
+
     /// Returns `true` if an earlier micro-step has added to a bucket.
     fn is_written(&self, bucket: usize) -> bool {
         let members = self.layout.members(bucket);
-        members.iter().any(|&parameter| self.written[parameter])
+        members
+            .iter()
+            .any(|&parameter| self.parameters[parameter].written)
     }
-}
-
-fn none<T>(count: usize) -> Vec<Option<T>> {
-    core::iter::repeat_with(|| None).take(count).collect()
 }

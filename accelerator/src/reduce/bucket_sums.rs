@@ -8,7 +8,7 @@ use burn::tensor::{Device, Tensor, TensorData};
 
 use super::bucket::{self, BLOCK, BucketStorage};
 use super::bucket_layout::{BucketRange, SumScope};
-use super::bucket_set::BucketSet;
+use super::bucket_set::{Bucket, BucketSet};
 use super::device_bucket;
 use super::loss::LossSum;
 use super::model_state::ModelState;
@@ -45,6 +45,23 @@ impl BucketSums {
             let (sums, range) = self.place(index)?;
             Some((index, parameter, sums, range))
         })
+    }
+
+    /// Returns `true` if some parameter has a gradient on some rank.
+    pub(super) fn some_present(&self) -> bool {
+        let records = self.bucket_set.iter().flat_map(|set| &set.parameters);
+        records.into_iter().any(|record| record.present)
+    }
+
+    pub(super) fn bucket_count(&self) -> usize {
+        self.bucket_set.as_ref().map_or(0, |set| set.buckets.len())
+    }
+
+    /// Frees the copies of earlier sums: no micro-step is undone any more.
+    pub(super) fn drop_undo(&mut self) {
+        if let Some(bucket_set) = &mut self.bucket_set {
+            bucket_set.buckets.iter_mut().for_each(Bucket::drop_undo);
+        }
     }
 
     /// Returns `true` if this rank has its own part of them only.
@@ -197,18 +214,20 @@ impl BucketSums {
     pub(super) fn place(&self, index: usize) -> Option<(&BucketStorage, &Range<usize>)> {
         let bucket_set = self.bucket_set.as_ref()?;
         let place = bucket_set.layout.place(index);
-        let sums = bucket_set.sums(place.bucket)?;
-        bucket_set.present[index].then_some((sums, &place.range))
+        let sums = bucket_set.buckets[place.bucket].sums()?;
+        bucket_set.parameters[index]
+            .present
+            .then_some((sums, &place.range))
     }
 
     /// The same, to be changed.
     pub(super) fn place_mut(&mut self, index: usize) -> Option<(&mut BucketStorage, Range<usize>)> {
         let bucket_set = self.bucket_set.as_mut()?;
-        if !bucket_set.present[index] {
+        if !bucket_set.parameters[index].present {
             return None;
         }
         let BucketRange { bucket, range } = bucket_set.layout.place(index).clone();
-        Some((bucket_set.sums_mut(bucket)?, range))
+        Some((bucket_set.buckets[bucket].sums_mut()?, range))
     }
 
     /// Changes every element of the average.
@@ -235,7 +254,7 @@ impl BucketSums {
         };
         let mut found = Vec::new();
         for bucket in 0..bucket_set.layout.len() {
-            let Some(BucketStorage::Device(flat)) = bucket_set.sums(bucket) else {
+            let Some(BucketStorage::Device(flat)) = bucket_set.buckets[bucket].sums() else {
                 continue;
             };
             let members = bucket_set.layout.members(bucket);
@@ -317,7 +336,7 @@ impl BucketSums {
         };
         let layout = bucket_set.layout.clone();
         for bucket in 0..layout.len() {
-            let Some(BucketStorage::Device(flat)) = bucket_set.sums_mut(bucket) else {
+            let Some(flat) = bucket_set.buckets[bucket].device_sums_mut() else {
                 continue;
             };
             let members = layout.members(bucket).iter();
@@ -329,7 +348,7 @@ impl BucketSums {
             };
             let mean = divided(sums, divisor);
             for (index, parameter) in members {
-                if !bucket_set.present[index] || !asked(parameter.id) {
+                if !bucket_set.parameters[index].present || !asked(parameter.id) {
                     continue;
                 }
                 let gradient = mean.clone().slice(layout.place(index).range.clone());

@@ -10,7 +10,6 @@ use burn::tensor::{Device, TensorData};
 use super::bucket::{self, BucketStorage};
 use super::bucket_layout::ShardMap;
 use super::bucket_sums::{BucketSums, factor};
-use super::model_state::ModelState;
 use crate::core::error::Result;
 use crate::core::tensor::from_data;
 use crate::model::Trainable;
@@ -20,7 +19,6 @@ use crate::model::Trainable;
 pub(crate) struct GradientMeans {
     pub(super) device: Device,
     pub(super) factors: Vec<f64>,
-    pub(super) model_state: Arc<ModelState>,
     pub(super) sums: BucketSums,
 }
 
@@ -59,12 +57,12 @@ enum MeanFactor<E> {
 impl GradientMeans {
     /// Returns all parameters of their model, in path order, with or without gradients.
     pub(crate) fn all_parameters(&self) -> &[Trainable] {
-        self.model_state.parameters()
+        self.sums.model_state.parameters()
     }
 
     /// Returns the bounds of the sums of their model's next window.
     pub(crate) fn next_bounds(&self) -> Option<Arc<ShardMap>> {
-        self.model_state.bounds()
+        self.sums.model_state.bounds()
     }
 
     /// Returns the bounds of these sums, if each rank has only its own part.
@@ -79,7 +77,7 @@ impl GradientMeans {
         if self.sums.is_sharded() {
             let outcome = self.sums.make_whole();
             outcome.inspect_err(|error| self.sums.give_up(error))?;
-            self.model_state.unshard();
+            self.sums.model_state.unshard();
         }
         Ok(())
     }
@@ -91,13 +89,13 @@ impl GradientMeans {
 
     /// Returns `true` if each rank can get only its own part of the next windows.
     pub(crate) fn can_shard(&self) -> bool {
-        self.model_state.can_shard()
+        self.sums.model_state.can_shard()
     }
 
     /// Gives each rank only the sums within its bounds, from the next window on. All ranks call it between the same
     /// windows.
     pub(crate) fn shard_next(&self, bounds: &Arc<ShardMap>) -> Result<()> {
-        self.model_state.shard(bounds)
+        self.sums.model_state.shard(bounds)
     }
 
     /// The parameters that have a gradient, in path order: the same on every rank.
@@ -125,13 +123,13 @@ impl GradientMeans {
         range: &Range<usize>,
         shape: &[usize],
     ) -> Option<DispatchTensor> {
-        let index = self.model_state.number(id)?;
+        let index = self.sums.model_state.number(id)?;
         let (BucketStorage::Host(buffer), place) = self.sums.place(index)? else {
             return None;
         };
         let range = place.start + range.start..place.start + range.end;
         let factor = factor(&self.factors, index);
-        let float = self.model_state.parameters()[index].float;
+        let float = self.sums.model_state.parameters()[index].float;
         let data = bucket::read(buffer, &range, float, shape, self.sums.divisor, factor);
         Some(from_data(data, &self.device))
     }
@@ -146,7 +144,7 @@ impl GradientMeans {
     where
         E: Element + GradientFloat,
     {
-        let index = self.model_state.number(id)?;
+        let index = self.sums.model_state.number(id)?;
         let scale = MeanScale::of(self.sums.divisor, factor(&self.factors, index));
         let (BucketStorage::Host(buffer), place) = self.sums.place_mut(index)? else {
             return None;
@@ -159,7 +157,7 @@ impl GradientMeans {
     /// Returns a stand-in to register as the gradient of a parameter whose sums are read in place. It is NaN, so that
     /// no reader takes it for a gradient.
     pub(crate) fn stand_in(&self, id: ParamId) -> Option<DispatchTensor> {
-        let parameter = &self.model_state.parameters()[self.model_state.number(id)?];
+        let parameter = &self.sums.model_state.parameters()[self.sums.model_state.number(id)?];
         let shape = vec![1; parameter.shape.len()];
         let data = TensorData::new(vec![f64::NAN], shape).convert_dtype(parameter.float.dtype());
         Some(from_data(data, &self.device))
@@ -168,7 +166,7 @@ impl GradientMeans {
     /// Writes bytes of new elements of a parameter over their sums.
     pub(crate) fn write(&mut self, id: ParamId, range: &Range<usize>, bytes: &[u8]) {
         let width = bytes.len() / range.len().max(1);
-        if let Some(index) = self.model_state.number(id)
+        if let Some(index) = self.sums.model_state.number(id)
             && let Some((BucketStorage::Host(buffer), place)) = self.sums.place_mut(index)
         {
             let start = place.start * buffer.dtype().size() + range.start * width;
@@ -190,8 +188,8 @@ impl GradientMeans {
         };
         let ranks = group.world_size();
         let (mut parts, mut targets) = (vec![Vec::new(); ranks], vec![Vec::new(); ranks]);
-        for (index, parameter) in self.model_state.parameters().iter().enumerate() {
-            if !bucket_set.present[index] {
+        for (index, parameter) in self.sums.model_state.parameters().iter().enumerate() {
+            if !bucket_set.parameters[index].present {
                 continue;
             }
             let place = bucket_set.layout.place(index);

@@ -5,7 +5,6 @@ use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::GradientsParams;
 use burn::tensor::{Device, Tensor, TensorData};
 
-use super::bucket_sums::BucketSums;
 use super::gradient_means::{GradientMean, GradientMeans};
 use super::loss::{self, OnNonFiniteLoss};
 use super::model_state::ModelState;
@@ -102,28 +101,13 @@ impl AveragedGradients {
         )
     }
 
-    pub(super) fn reduced(
-        model_state: Arc<ModelState>,
-        device: Device,
-        reduced: ReducedWindow,
-        epoch: Option<u64>,
-    ) -> Self {
-        let sums = BucketSums {
-            apart: reduced.apart,
-            bucket_set: Some(reduced.bucket_set),
-            divisor: reduced.divisor,
-            loss: reduced.loss,
-            ranks: reduced.ranks,
-            model_state: model_state.clone(),
-            sum_scope: reduced.sum_scope,
-            total: reduced.total,
-        };
+    pub(super) fn reduced(device: Device, reduced: ReducedWindow, epoch: Option<u64>) -> Self {
         Self::closed(
-            model_state,
+            reduced.sums.model_state.clone(),
             device,
             epoch,
             reduced.tickets,
-            GradientStorage::Sums(sums),
+            GradientStorage::Sums(reduced.sums),
         )
     }
 
@@ -488,7 +472,6 @@ impl AveragedGradients {
         let ReducedGradients {
             device,
             factors,
-            model_state,
             values,
             ..
         } = *closed;
@@ -496,7 +479,6 @@ impl AveragedGradients {
             GradientStorage::Sums(sums) => GradientMean::Sums(GradientMeans {
                 device,
                 factors,
-                model_state,
                 sums,
             }),
             GradientStorage::Untouched { gradients, .. } => GradientMean::Untouched(gradients),

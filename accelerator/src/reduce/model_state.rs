@@ -491,10 +491,14 @@ impl ModelState {
     }
 
     /// Warns once, with paths, that this rank had no gradient for parameters that others trained.
-    pub(super) fn warn_missing_gradients(&self, rank: usize, written: &[bool], present: &[bool]) {
-        let missing = self.parameters.iter().zip(written.iter().zip(present));
+    pub(super) fn warn_missing_gradients(
+        &self,
+        rank: usize,
+        written_and_present: impl Iterator<Item = (bool, bool)>,
+    ) {
+        let missing = self.parameters.iter().zip(written_and_present);
         let paths: Vec<_> = missing
-            .filter(|(_, (written, present))| !**written && **present)
+            .filter(|(_, (written, present))| !written && *present)
             .map(|(parameter, _)| parameter.path.as_str())
             .collect();
         if !paths.is_empty() && self.said.missing_gradient.first() {

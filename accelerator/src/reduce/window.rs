@@ -1,7 +1,7 @@
 use accelerator_plan::mix;
 use burn::optim::GradientsParams;
 
-use super::bucket_set::{BucketSet, BucketState};
+use super::bucket_set::BucketSet;
 use super::element_values;
 use super::loss::{LossSum, MicroLoss};
 use crate::core::error::{Error, Result};
@@ -105,18 +105,15 @@ impl Window {
         if count > 0.0 {
             let layout = bucket_set.layout.clone();
             for bucket in 0..layout.len() {
-                let Some(mut store) = bucket_set.take_open(bucket) else {
-                    continue;
-                };
                 for &index in layout.members(bucket) {
-                    bucket_set.gradients[index] =
-                        element_values::take(&mut gradients, &parameters[index]);
-                    bucket_set.has_gradient[index] = bucket_set.gradients[index].is_some();
+                    let record = &mut bucket_set.parameters[index];
+                    record.gradient = element_values::take(&mut gradients, &parameters[index]);
+                    record.has_gradient = record.gradient.is_some();
                 }
-                bucket_set.add_gradients(bucket, &mut store, count);
-                bucket_set.states[bucket] = BucketState::Open(store);
+                bucket_set.add_gradients(bucket, count);
                 for &index in layout.members(bucket) {
-                    bucket_set.written[index] |= bucket_set.has_gradient[index];
+                    let record = &mut bucket_set.parameters[index];
+                    record.written |= record.has_gradient;
                 }
             }
             check_all_known(gradients.len())?;

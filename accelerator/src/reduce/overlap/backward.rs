@@ -118,7 +118,7 @@ impl OverlapScheduler {
         model_state: &ModelState,
         group: &ProcessGroup,
     ) -> Result<()> {
-        self.buckets = reduced.bucket_set.layout.len();
+        self.buckets = reduced.sums.bucket_count();
         self.early = reduced.early;
         if let SchedulerPhase::Sending(_) = self.phase {
             self.early_total += reduced.early as u64;
@@ -154,7 +154,7 @@ impl OverlapScheduler {
                     self.phase = SchedulerPhase::GivenUp;
                     self.anchors = Anchors::default();
                     // No step is undone any more.
-                    reduced.bucket_set.undo.fill_with(|| None);
+                    reduced.sums.drop_undo();
                 }
             }
             _ => {}

@@ -7,8 +7,7 @@ use burn::tensor::activation::relu;
 use burn::tensor::{Device, Tensor, TensorData};
 
 use super::backward::{Calibration, depths};
-use super::{Anchors, Observer, ProbePoint};
-use crate::reduce::overlap;
+use super::{Anchors, Observer, ProbePoint, watch};
 
 /// Returns autodiff devices of each kind and strategy.
 fn devices() -> Vec<Device> {

@@ -70,12 +70,10 @@ impl Reducer {
             norm: f64::from(u8::from(self.wants_norm)),
         }
         .write(header);
-        let in_window = bucket_set.written.iter().zip(&bucket_set.has_gradient);
-        let in_window = in_window.map(|(written, has_gradient)| written | has_gradient);
-        for (value, flag) in rest
-            .iter_mut()
-            .zip(in_window.chain(bucket_set.needs_retry.iter().copied()))
-        {
+        let records = bucket_set.parameters.iter();
+        let in_window = records.map(|record| record.written | record.has_gradient);
+        let needs_retry = bucket_set.buckets.iter().map(|bucket| bucket.needs_retry);
+        for (value, flag) in rest.iter_mut().zip(in_window.chain(needs_retry)) {
             *value = f64::from(u8::from(flag));
         }
         if let (Some(last), Some(trigger)) = (rest.last_mut(), &self.trigger) {
@@ -104,13 +102,13 @@ impl Reducer {
 
     /// Returns what all ranks have told each other, once it is there.
     pub(super) fn sums(&self) -> Result<ControlSums<'_>> {
-        ControlSums::read(&self.bucket_set.control, self.bucket_set.present.len())
+        ControlSums::read(&self.bucket_set.control, self.bucket_set.parameters.len())
     }
 
     pub(super) fn receive_control(&mut self) -> Result<()> {
         if let Some(control) = self.control.take() {
             let bucket_set = &self.bucket_set;
-            let bytes = 8 * length(bucket_set.has_gradient.len(), bucket_set.needs_retry.len());
+            let bytes = 8 * length(bucket_set.parameters.len(), bucket_set.buckets.len());
             self.bucket_set.control = Some(waited(
                 &self.timeline,
                 EventSubject::Control,
@@ -119,12 +117,12 @@ impl Reducer {
             )?);
         }
         let bucket_set = &mut self.bucket_set;
-        let sums = ControlSums::read(&bucket_set.control, bucket_set.present.len())?;
+        let sums = ControlSums::read(&bucket_set.control, bucket_set.parameters.len())?;
         if let Some(call) = &self.call {
             call.mark_synchronized();
         }
-        for (present, ranks) in bucket_set.present.iter_mut().zip(sums.present) {
-            *present = *ranks > 0.0;
+        for (record, ranks) in bucket_set.parameters.iter_mut().zip(sums.present) {
+            record.present = *ranks > 0.0;
         }
         if let Some(trigger) = &self.trigger {
             trigger.receive(sums.trigger);

@@ -11,7 +11,8 @@ use burn::optim::GradientsParams;
 
 use super::backward_calls::BackwardCall;
 use super::bucket_layout::SumScope;
-use super::bucket_set::{BucketSet, BucketState, FlushedGradient};
+use super::bucket_set::{BucketSet, FlushedGradient};
+use super::bucket_sums::BucketSums;
 use super::compression::{Compression, CompressionScale};
 use super::device_reduce::{DeviceReducer, PendingReduce};
 use super::element_values;
@@ -92,27 +93,15 @@ pub(super) enum Repair {
 }
 
 /// The result of a window, over all ranks.
-#[derive(Debug)]
 pub(super) struct ReducedWindow {
     /// The sums Σ weight · gradient, and which parameters had a gradient somewhere.
-    pub(super) bucket_set: Box<BucketSet>,
-    pub(super) loss: LossSum,
-    /// The ranks, where each has the sums on a device of its own.
-    pub(super) apart: Option<ProcessGroup>,
-    /// The number of ranks in the group, also if the window stays on this rank.
-    pub(super) ranks: usize,
-    /// The part of the sums that this rank has.
-    pub(super) sum_scope: SumScope,
+    pub(super) sums: BucketSums,
+    /// The ends of its batches.
+    pub(super) tickets: Vec<ConsumeTicket>,
     /// Set if all ranks have the same loss, to the bit.
     pub(super) same_losses: bool,
     /// Set if some rank wants to know the norm.
     pub(super) wants_norm: bool,
-    /// The ends of its batches.
-    pub(super) tickets: Vec<ConsumeTicket>,
-    /// Σ weight.
-    pub(super) total: f64,
-    /// The divisor of the sums.
-    pub(super) divisor: f64,
     /// The number of buckets that this rank sent before its backward ended.
     pub(super) early: usize,
     /// The number of buckets that were reduced again, since a rank had sent them too early.
@@ -282,23 +271,22 @@ impl Reducer {
         if self.outcome.is_err() {
             return;
         }
-        let Some(mut store) = self.bucket_set.take_open(bucket) else {
+        if !self.bucket_set.buckets[bucket].is_open() {
             return;
-        };
+        }
         let copy = self
             .timeline
             .span(Phase::Copy(EventSubject::bucket(bucket)));
         let bucket_set = &mut self.bucket_set;
-        bucket_set.save_undo(&self.group, bucket, &store);
+        bucket_set.save_undo(&self.group, bucket);
         let layout = bucket_set.layout.clone();
         for (&parameter, gradient) in layout.members(bucket).iter().zip(gradients) {
-            bucket_set.flushed[parameter] =
+            bucket_set.parameters[parameter].flushed =
                 gradient.map_or(FlushedGradient::Absent, FlushedGradient::Seen);
         }
-        let seen = |parameter: usize| bucket_set.flushed[parameter].gradient();
-        bucket_set.add(bucket, &mut store, seen, self.weight);
-        bucket_set.clear_unwritten(bucket, &mut store, |parameter| seen(parameter).is_some());
-        bucket_set.states[bucket] = BucketState::Complete(store);
+        bucket_set.add_flushed(bucket, self.weight);
+        bucket_set.clear_unwritten(bucket, |record| record.flushed.gradient().is_some());
+        bucket_set.buckets[bucket].complete();
         drop(copy);
         // Backward does not wait for anybody.
         if self
@@ -320,7 +308,7 @@ impl Reducer {
     /// for what this one does not send.
     pub(super) fn finish(
         mut self,
-        model_state: &ModelState,
+        model_state: &Arc<ModelState>,
         gradients: GradientsParams,
         loss: MicroLoss,
         ticket: Option<ConsumeTicket>,
@@ -363,15 +351,15 @@ impl Reducer {
             _ => self.exchange(model_state, &gradients)?,
         };
         let bucket_set = &mut self.bucket_set;
-        for (written, has_gradient) in bucket_set.written.iter_mut().zip(&bucket_set.has_gradient) {
-            *written |= has_gradient;
+        for record in &mut bucket_set.parameters {
+            record.written |= record.has_gradient;
         }
         // An idle rank has none of its own, and that is as it should be.
         if self.total > 0.0 {
+            let records = bucket_set.parameters.iter();
             model_state.warn_missing_gradients(
                 self.group.rank(),
-                &bucket_set.written,
-                &bucket_set.present,
+                records.map(|record| (record.written, record.present)),
             );
         }
         Ok(repaired)
@@ -394,7 +382,11 @@ impl Reducer {
         Ok(repaired)
     }
 
-    fn into_reduced(mut self, model_state: &ModelState, repaired: usize) -> Result<ReducedWindow> {
+    fn into_reduced(
+        mut self,
+        model_state: &Arc<ModelState>,
+        repaired: usize,
+    ) -> Result<ReducedWindow> {
         self.collective.mark_complete();
         if self.send_mode != SendMode::Nowhere {
             let windows = control::check_windows(&self);
@@ -427,21 +419,24 @@ impl Reducer {
         let same_losses = self.send_mode != SendMode::Nowhere && sums.losses_agree(&self.group);
         let is_apart = self.send_mode != SendMode::Nowhere && self.bucket_set.is_on_device();
         Ok(ReducedWindow {
-            loss: LossSum { read, ..self.loss },
-            tickets: self.tickets,
-            total,
-            divisor: match self.handed_over {
-                true => 1.0,
-                false => total * self.loss_scale,
+            sums: BucketSums {
+                apart: is_apart.then(|| self.group.clone()),
+                bucket_set: Some(self.bucket_set),
+                divisor: match self.handed_over {
+                    true => 1.0,
+                    false => total * self.loss_scale,
+                },
+                loss: LossSum { read, ..self.loss },
+                ranks: self.group.world_size(),
+                model_state: model_state.clone(),
+                sum_scope: self.sum_scope,
+                total,
             },
-            early: self.early,
-            ranks: self.group.world_size(),
-            apart: is_apart.then_some(self.group),
-            repaired,
+            tickets: self.tickets,
             same_losses,
-            sum_scope: self.sum_scope,
             wants_norm,
-            bucket_set: self.bucket_set,
+            early: self.early,
+            repaired,
         })
     }
 
@@ -455,7 +450,7 @@ impl Reducer {
             let _copy = self
                 .timeline
                 .span(Phase::Copy(EventSubject::bucket(bucket)));
-            let open = bucket_set.take_open(bucket);
+            let is_open = bucket_set.buckets[bucket].is_open();
             for &index in layout.members(bucket) {
                 let parameter = &model_state.parameters()[index];
                 let gradient = match self.repair {
@@ -463,24 +458,24 @@ impl Reducer {
                     Repair::Possible => element_values::peek(gradients, parameter),
                     Repair::Unneeded => element_values::take(gradients, parameter),
                 };
-                bucket_set.has_gradient[index] = gradient.is_some();
+                let record = &mut bucket_set.parameters[index];
+                record.has_gradient = gradient.is_some();
                 unknown -= usize::from(gradient.is_some());
-                if open.is_some() {
-                    bucket_set.gradients[index] = gradient;
+                if is_open {
+                    record.gradient = gradient;
                 } else {
                     let cast = self.casts.get(index).and_then(Option::as_deref);
-                    bucket_set.needs_retry[bucket] |=
-                        !bucket_set.flushed[index].is_of(gradient.as_ref(), cast);
+                    let is_same = record.flushed.is_of(gradient.as_ref(), cast);
+                    bucket_set.buckets[bucket].needs_retry |= !is_same;
                 }
             }
-            if let Some(mut store) = open {
+            if is_open {
                 if self.repair == Repair::Possible {
-                    bucket_set.save_undo(&self.group, bucket, &store);
+                    bucket_set.save_undo(&self.group, bucket);
                 }
-                bucket_set.add_gradients(bucket, &mut store, self.weight);
-                bucket_set
-                    .clear_unwritten(bucket, &mut store, |index| bucket_set.has_gradient[index]);
-                bucket_set.states[bucket] = BucketState::Complete(store);
+                bucket_set.add_gradients(bucket, self.weight);
+                bucket_set.clear_unwritten(bucket, |record| record.has_gradient);
+                bucket_set.buckets[bucket].complete();
             }
         }
         bucket_set.release_flushed();

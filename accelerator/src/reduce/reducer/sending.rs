@@ -1,17 +1,14 @@
 //! Buckets on their way.
 
-use core::mem::replace;
-
 use accelerator_collective::{Buffer, DType, Element, Pending, ProcessGroup, ReduceOp};
 use burn::optim::GradientsParams;
 
 use super::{ReadWait, Reducer, Repair, SendMode, waited};
 use crate::core::error::{Error, Result};
 use crate::reduce::bucket::{BucketStorage, Placement, uploaded};
-use crate::reduce::bucket_set::{BucketSet, BucketState, RangeCheck};
-use crate::reduce::compression::{self, Compression};
+use crate::reduce::bucket_set::{Bucket, BucketSet, BucketState, RangeCheck};
+use crate::reduce::compression::{self, Compression, CompressionScale};
 use crate::reduce::control_vector::ControlSums;
-use crate::reduce::device_bucket::DeviceBucket;
 use crate::reduce::element_values::{self, ElementValues};
 use crate::reduce::hook::{BucketParameter, GradientBucket, HookInstance, Ranks};
 use crate::reduce::model_state::ModelState;
@@ -26,69 +23,90 @@ impl Reducer {
             self.scale = Some(self.compression.scale(total_weight * self.loss_scale));
             self.bucket_set.weight_buffer = Some(total);
         }
-        while self.next < self.bucket_set.layout.len() {
-            let Some(store) = self.bucket_set.take_complete(self.next) else {
+        while let Some(bucket) = self.bucket_set.buckets.get(self.next) {
+            if !bucket.is_complete() {
                 break;
-            };
-            self.send(self.next, store)?;
+            }
+            self.send(self.next)?;
             self.next += 1;
         }
         Ok(())
     }
 
-    pub(super) fn send(&mut self, bucket: usize, store: BucketStorage) -> Result<()> {
-        let buffer = match store {
-            BucketStorage::Host(buffer) => buffer,
-            BucketStorage::Device(flat) => return self.send_flat(bucket, flat),
+    /// Sends a complete bucket: rounded, where it is compressed, and by its device, where it lies on one.
+    fn send(&mut self, number: usize) -> Result<()> {
+        match self.bucket_set.buckets[number].own_mut() {
+            Some(BucketStorage::Host(buffer)) => {
+                match (self.compression.wire(buffer.dtype()), self.scale) {
+                    (Some(dtype), Some(scale)) => self.send_rounded(number, dtype, scale),
+                    _ => self.send_exactly(number),
+                }
+            }
+            Some(BucketStorage::Device(_)) => self.send_flat(number),
+            None => Ok(()),
+        }
+    }
+
+    fn send_rounded(&mut self, number: usize, dtype: DType, scale: CompressionScale) -> Result<()> {
+        let bucket = &mut self.bucket_set.buckets[number];
+        let Some(buffer) = bucket.take_host() else {
+            return Ok(());
         };
-        let (Some(dtype), Some(scale)) = (self.compression.wire(buffer.dtype()), self.scale) else {
-            return self.send_exactly(bucket, buffer);
-        };
-        let spare = self.bucket_set.wires[bucket].take();
+        let spare = bucket.wire.take();
         let mut wire = spare.unwrap_or_else(|| self.group.buffer(dtype, buffer.len()));
         {
             let _copy = self
                 .timeline
-                .span(Phase::Copy(EventSubject::bucket(bucket)));
+                .span(Phase::Copy(EventSubject::bucket(number)));
             compression::compress(&buffer, &mut wire, scale);
         }
-        let pending = self.start(bucket, wire)?;
-        self.bucket_set.states[bucket] = BucketState::SentRounded(buffer, pending);
+        let pending = self.start(number, wire)?;
+        self.bucket_set.buckets[number].state = BucketState::SentRounded(buffer, pending);
         Ok(())
     }
 
-    pub(super) fn send_exactly(&mut self, bucket: usize, mut buffer: Buffer) -> Result<()> {
-        self.bucket_set.states[bucket] = match self.send_mode {
-            SendMode::Nowhere => BucketState::Summed(BucketStorage::Host(buffer)),
-            SendMode::InFlight => BucketState::Sent(self.start(bucket, buffer)?),
-            SendMode::Blocking => {
-                let (part, bytes) = (EventSubject::bucket(bucket), buffer.bytes().len());
-                let _reduce = self.timeline.span(Phase::Reduce { part, bytes });
-                let group = self.caller_group();
-                match self.sum_scope.cut(bucket) {
-                    Some(cut) => {
-                        group.reduce_scatter_buffer(&mut buffer, ReduceOp::Sum, cut)?;
-                    }
-                    None => group.all_reduce_buffer(&mut buffer, ReduceOp::Sum)?,
+    fn send_exactly(&mut self, number: usize) -> Result<()> {
+        let group = self.caller_group();
+        let bucket = &mut self.bucket_set.buckets[number];
+        match self.send_mode {
+            SendMode::Nowhere => bucket.mark_summed(),
+            SendMode::InFlight => {
+                if let Some(buffer) = bucket.take_host() {
+                    let pending = self.start(number, buffer)?;
+                    self.bucket_set.buckets[number].state = BucketState::Sent(pending);
                 }
-                self.collective.mark_started();
-                BucketState::Summed(arrived(
-                    &mut self.bucket_set,
-                    bucket,
-                    buffer,
-                    &self.timeline,
-                ))
             }
-        };
+            SendMode::Blocking => {
+                let Some(BucketStorage::Host(buffer)) = bucket.own_mut() else {
+                    return Ok(());
+                };
+                {
+                    let (part, bytes) = (EventSubject::bucket(number), buffer.bytes().len());
+                    let _reduce = self.timeline.span(Phase::Reduce { part, bytes });
+                    match self.sum_scope.cut(number) {
+                        Some(cut) => {
+                            group.reduce_scatter_buffer(buffer, ReduceOp::Sum, cut)?;
+                        }
+                        None => group.all_reduce_buffer(buffer, ReduceOp::Sum)?,
+                    }
+                    self.collective.mark_started();
+                }
+                arrive(&mut self.bucket_set, number, &self.timeline);
+            }
+        }
         Ok(())
     }
 
-    /// Lets sums on a device travel.
-    fn send_flat(&mut self, bucket: usize, mut flat: DeviceBucket) -> Result<()> {
+    /// Sends sums that lie on a device.
+    fn send_flat(&mut self, number: usize) -> Result<()> {
+        let bucket = &mut self.bucket_set.buckets[number];
         let (Some(device_reducer), SendMode::Blocking | SendMode::InFlight) =
             (&self.device_reducer, self.send_mode)
         else {
-            self.bucket_set.states[bucket] = BucketState::Summed(BucketStorage::Device(flat));
+            bucket.mark_summed();
+            return Ok(());
+        };
+        let Some(mut flat) = bucket.take_device() else {
             return Ok(());
         };
         let sums = match self.compression.wire(flat.dtype()) {
@@ -98,29 +116,29 @@ impl Reducer {
         };
         if let Some(nccl) = device_reducer.nccl() {
             let (part, bytes) = (
-                EventSubject::bucket(bucket),
-                self.bucket_set.layout.bytes(bucket),
+                EventSubject::bucket(number),
+                self.bucket_set.layout.bytes(number),
             );
             let _reduce = self.timeline.span(Phase::Reduce { part, bytes });
             // NCCL reduces in place: what can be undone is copied.
-            let sums = match self.bucket_set.undo[bucket] {
-                Some(_) => sums.mul_scalar(1.0),
-                None => sums,
+            let sums = match bucket.has_undo() {
+                true => sums.mul_scalar(1.0),
+                false => sums,
             };
             let sending = nccl.all_reduce(sums)?;
             self.collective.mark_started();
-            self.bucket_set.states[bucket] = BucketState::SentOnDevice(sending);
+            bucket.state = BucketState::SentOnDevice(sending);
             return Ok(());
         }
-        self.bucket_set.states[bucket] = BucketState::Read(device_reducer.reader()?.read(sums));
+        bucket.state = BucketState::Read(device_reducer.reader()?.read(sums));
         Ok(())
     }
 
     /// Sends what was read, in its order: all of it, or what is there.
     pub(super) fn send_read(&mut self, wait: ReadWait) -> Result<()> {
-        for bucket in 0..self.bucket_set.layout.len() {
-            let state = &mut self.bucket_set.states[bucket];
-            let is_there = match state {
+        for number in 0..self.bucket_set.buckets.len() {
+            let bucket = &mut self.bucket_set.buckets[number];
+            let is_there = match &mut bucket.state {
                 BucketState::Read(reading) => wait == ReadWait::Yes || reading.is_ready(),
                 // Those behind it come after it.
                 BucketState::Open(_) | BucketState::Complete(_) => break,
@@ -129,17 +147,19 @@ impl Reducer {
             if !is_there {
                 break;
             }
-            let BucketState::Read(reading) = replace(state, BucketState::Lost) else {
+            let BucketState::Read(reading) = bucket.state.take() else {
                 continue;
             };
-            let copy = self
-                .timeline
-                .span(Phase::Copy(EventSubject::bucket(bucket)));
-            let data = reading.wait()?;
-            let spare = self.bucket_set.wires[bucket].take();
-            let buffer = filled(&self.group, spare, ElementValues::of(&data))?;
-            drop((copy, data));
-            self.send_exactly(bucket, buffer)?;
+            {
+                let _copy = self
+                    .timeline
+                    .span(Phase::Copy(EventSubject::bucket(number)));
+                let data = reading.wait()?;
+                let spare = bucket.wire.take();
+                let buffer = filled(&self.group, spare, ElementValues::of(&data))?;
+                bucket.state = BucketState::Complete(BucketStorage::Host(buffer));
+            }
+            self.send_exactly(number)?;
         }
         Ok(())
     }
@@ -184,29 +204,29 @@ impl Reducer {
         self.receive_on_device()?;
         let bucket_set = &mut self.bucket_set;
         let timeline = &self.timeline;
-        for bucket in 0..bucket_set.layout.len() {
-            bucket_set.states[bucket] =
-                match replace(&mut bucket_set.states[bucket], BucketState::Lost) {
-                    BucketState::Sent(pending) => {
-                        let bytes = bucket_set.layout.bytes(bucket);
-                        let sums = waited(timeline, EventSubject::bucket(bucket), bytes, pending)?;
-                        BucketState::Summed(arrived(bucket_set, bucket, sums, timeline))
-                    }
-                    BucketState::SentRounded(sums, pending) => {
-                        let bytes = sums.bytes().len() / 2;
-                        let wire = waited(timeline, EventSubject::bucket(bucket), bytes, pending)?;
-                        let _copy = timeline.span(Phase::Copy(EventSubject::bucket(bucket)));
-                        let mut own = self.sum_scope.of_bucket(bucket, wire.len());
-                        let fit = if own.all(|range| compression::is_finite(&wire, range)) {
-                            RangeCheck::Within
-                        } else {
-                            RangeCheck::Beyond
-                        };
-                        bucket_set.wires[bucket] = Some(wire);
-                        BucketState::Rounded(sums, fit)
-                    }
-                    other => other,
-                };
+        for number in 0..bucket_set.buckets.len() {
+            let bucket = &mut bucket_set.buckets[number];
+            match bucket.state.take() {
+                BucketState::Sent(pending) => {
+                    let bytes = bucket_set.layout.bytes(number);
+                    let sums = waited(timeline, EventSubject::bucket(number), bytes, pending)?;
+                    bucket.state = BucketState::Complete(BucketStorage::Host(sums));
+                    arrive(bucket_set, number, timeline);
+                }
+                BucketState::SentRounded(sums, pending) => {
+                    let bytes = sums.bytes().len() / 2;
+                    let wire = waited(timeline, EventSubject::bucket(number), bytes, pending)?;
+                    let _copy = timeline.span(Phase::Copy(EventSubject::bucket(number)));
+                    let mut own = self.sum_scope.of_bucket(number, wire.len());
+                    let fit = match own.all(|range| compression::is_finite(&wire, range)) {
+                        true => RangeCheck::Within,
+                        false => RangeCheck::Beyond,
+                    };
+                    bucket.wire = Some(wire);
+                    bucket.state = BucketState::Rounded(sums, fit);
+                }
+                other => bucket.state = other,
+            }
         }
         Ok(())
     }
@@ -228,11 +248,10 @@ impl Reducer {
         if let Some(sent) = self.sent_loss.take() {
             self.loss.unread.push((1.0, sent.finish()));
         }
-        for bucket in 0..self.bucket_set.layout.len() {
-            let state = &mut self.bucket_set.states[bucket];
-            *state = match replace(state, BucketState::Lost) {
+        for (number, bucket) in self.bucket_set.buckets.iter_mut().enumerate() {
+            bucket.state = match bucket.state.take() {
                 BucketState::SentOnDevice(sending) => {
-                    let flat = self.bucket_set.layout.flat(device, bucket);
+                    let flat = self.bucket_set.layout.flat(device, number);
                     BucketState::Summed(BucketStorage::Device(flat.with(sending.finish())))
                 }
                 other => other,
@@ -242,21 +261,21 @@ impl Reducer {
     }
 }
 
-/// Returns the sums of a reduced bucket, in memory or uploaded to the device that they are kept on.
-fn arrived(
-    bucket_set: &mut BucketSet,
-    bucket: usize,
-    buffer: Buffer,
-    timeline: &Timeline,
-) -> BucketStorage {
+/// Marks a bucket as reduced, whose sums have arrived in memory; uploads them, where sums are kept on a device.
+fn arrive(bucket_set: &mut BucketSet, number: usize, timeline: &Timeline) {
+    let bucket = &mut bucket_set.buckets[number];
     let Placement::Device(device) = &bucket_set.placement else {
-        return BucketStorage::Host(buffer);
+        bucket.mark_summed();
+        return;
     };
-    let _copy = timeline.span(Phase::Copy(EventSubject::bucket(bucket)));
-    let flat = bucket_set.layout.flat(device, bucket);
+    let Some(buffer) = bucket.take_host() else {
+        return;
+    };
+    let _copy = timeline.span(Phase::Copy(EventSubject::bucket(number)));
+    let flat = bucket_set.layout.flat(device, number);
     let flat = flat.with(uploaded(&buffer, device));
-    bucket_set.wires[bucket] = Some(buffer);
-    BucketStorage::Device(flat)
+    bucket.wire = Some(buffer);
+    bucket.state = BucketState::Summed(BucketStorage::Device(flat));
 }
 
 /// Values in a buffer of their type: that one, if it is one.
@@ -292,36 +311,35 @@ impl Reducer {
     ) -> Result<usize> {
         let bucket_set = &mut self.bucket_set;
         let layout = bucket_set.layout.clone();
-        let sums = ControlSums::read(&bucket_set.control, bucket_set.present.len())?;
-        for (mine, some_rank) in bucket_set.needs_retry.iter_mut().zip(sums.needs_retry()) {
-            *mine = some_rank;
+        let sums = ControlSums::read(&bucket_set.control, bucket_set.parameters.len())?;
+        for (bucket, some_rank) in bucket_set.buckets.iter_mut().zip(sums.needs_retry()) {
+            bucket.needs_retry = some_rank;
         }
-        if self.repair == Repair::Unneeded && bucket_set.needs_retry.contains(&true) {
+        let needs_retry = |bucket: &Bucket| bucket.needs_retry;
+        if self.repair == Repair::Unneeded && bucket_set.buckets.iter().any(needs_retry) {
             return Err(Error::misuse(
                 "another rank sends gradients while backward runs, and this one does not: build the same \
                  layers on every rank",
             ));
         }
         let mut count = 0;
-        for bucket in 0..layout.len() {
+        for number in 0..layout.len() {
             let bucket_set = &mut self.bucket_set;
-            if !bucket_set.needs_retry[bucket] {
+            let bucket = &mut bucket_set.buckets[number];
+            if !bucket.needs_retry {
                 continue;
             }
             count += 1;
-            let mut store = match replace(&mut bucket_set.states[bucket], BucketState::Lost) {
-                BucketState::Summed(store) => store,
-                BucketState::Rounded(buffer, _) => BucketStorage::Host(buffer),
-                _ => continue,
-            };
-            bucket_set.restore_undo(bucket, &mut store);
-            for &index in layout.members(bucket) {
-                bucket_set.gradients[index] =
+            bucket.reopen_summed();
+            bucket_set.restore_undo(number);
+            for &index in layout.members(number) {
+                bucket_set.parameters[index].gradient =
                     element_values::peek(gradients, &model_state.parameters()[index]);
             }
-            bucket_set.add_gradients(bucket, &mut store, self.weight);
-            bucket_set.clear_unwritten(bucket, &mut store, |index| bucket_set.has_gradient[index]);
-            self.send(bucket, store)?;
+            bucket_set.add_gradients(number, self.weight);
+            bucket_set.clear_unwritten(number, |record| record.has_gradient);
+            bucket_set.buckets[number].complete();
+            self.send(number)?;
         }
         if count > 0 {
             self.receive()?;
@@ -333,42 +351,38 @@ impl Reducer {
     /// finite: all ranks see the same bits or tell each other, so all of them do. All, since what a
     /// parameter gets must not depend on the bucket in which it lies.
     pub(super) fn settle(&mut self, model_state: &ModelState) -> Result<()> {
-        let mut states = self.bucket_set.states.iter();
-        let mut fits =
-            !states.any(|state| matches!(state, BucketState::Rounded(_, RangeCheck::Beyond)));
+        let mut buckets = self.bucket_set.buckets.iter();
+        let mut fits = !buckets
+            .any(|bucket| matches!(bucket.state, BucketState::Rounded(_, RangeCheck::Beyond)));
         if self.compression != Compression::None && !self.sum_scope.is_whole() {
             fits = self.all_agree(fits)?;
         }
         if !fits && self.group.rank() == 0 {
             model_state.warn_range(self.compression);
         }
-        for bucket in 0..self.bucket_set.layout.len() {
-            let bucket_set = &mut self.bucket_set;
-            bucket_set.states[bucket] =
-                match replace(&mut bucket_set.states[bucket], BucketState::Lost) {
-                    BucketState::Rounded(mut sums, _) => {
-                        match (&bucket_set.wires[bucket], self.scale) {
-                            (Some(wire), Some(scale)) if fits => {
-                                let _copy = self
-                                    .timeline
-                                    .span(Phase::Copy(EventSubject::bucket(bucket)));
-                                for range in self.sum_scope.of_bucket(bucket, wire.len()) {
-                                    compression::expand(wire, &mut sums, range, scale);
-                                }
-                                BucketState::Summed(BucketStorage::Host(sums))
-                            }
-                            _ => BucketState::Complete(BucketStorage::Host(sums)),
-                        }
-                    }
-                    other => other,
-                };
-            match bucket_set.take_complete(bucket) {
-                Some(BucketStorage::Host(buffer)) => self.send_exactly(bucket, buffer)?,
-                // Nothing of a device is rounded here.
-                Some(store @ BucketStorage::Device(_)) => {
-                    bucket_set.states[bucket] = BucketState::Summed(store)
+        for number in 0..self.bucket_set.buckets.len() {
+            let bucket = &mut self.bucket_set.buckets[number];
+            let mut sums = match bucket.state.take() {
+                BucketState::Rounded(sums, _) => sums,
+                other => {
+                    bucket.state = other;
+                    continue;
                 }
-                None => {}
+            };
+            match (&bucket.wire, self.scale) {
+                (Some(wire), Some(scale)) if fits => {
+                    let _copy = self
+                        .timeline
+                        .span(Phase::Copy(EventSubject::bucket(number)));
+                    for range in self.sum_scope.of_bucket(number, wire.len()) {
+                        compression::expand(wire, &mut sums, range, scale);
+                    }
+                    bucket.state = BucketState::Summed(BucketStorage::Host(sums));
+                }
+                _ => {
+                    bucket.state = BucketState::Complete(BucketStorage::Host(sums));
+                    self.send_exactly(number)?;
+                }
             }
         }
         self.receive()
@@ -388,16 +402,17 @@ impl Reducer {
         hook: &HookInstance,
     ) -> Result<()> {
         self.send_mode = SendMode::Blocking;
-        let bucket_set = &mut self.bucket_set;
-        for (needs_retry, state) in bucket_set.needs_retry.iter_mut().zip(&bucket_set.states) {
-            *needs_retry = match state {
-                BucketState::Complete(BucketStorage::Host(buffer)) => !is_finite(buffer)?,
+        for bucket in &mut self.bucket_set.buckets {
+            bucket.needs_retry = match bucket.own_mut() {
+                Some(BucketStorage::Host(buffer)) => !is_finite(buffer)?,
                 _ => false,
             };
         }
         self.send_control()?;
         self.receive_control()?;
-        self.bucket_set.needs_retry.fill(false);
+        for bucket in &mut self.bucket_set.buckets {
+            bucket.needs_retry = false;
+        }
         let sums = self.sums()?;
         let (total, is_finite) = (
             sums.header.weight,
@@ -410,40 +425,34 @@ impl Reducer {
         let group = self.group.clone();
         let layout = self.bucket_set.layout.clone();
         for number in 0..layout.len() {
-            let Some(store) = self.bucket_set.take_complete(number) else {
-                continue;
-            };
-            // Where there is a hook, sums are kept in memory already.
-            let BucketStorage::Host(mut buffer) = store.into_host(&group) else {
-                continue;
-            };
             if !is_finite {
-                self.send_exactly(number, buffer)?;
+                self.send_exactly(number)?;
                 continue;
             }
-            divide(&mut buffer, total * self.loss_scale)?;
+            let BucketSet {
+                buckets,
+                parameters,
+                ..
+            } = &mut *self.bucket_set;
+            // With a hook, sums are kept in memory.
+            let Some(BucketStorage::Host(buffer)) = buckets[number].own_mut() else {
+                continue;
+            };
+            divide(buffer, total * self.loss_scale)?;
             let parameters = layout.members(number).iter().map(|&index| {
                 let parameter = &model_state.parameters()[index];
-                BucketParameter::new(
-                    parameter,
-                    layout.place(index).range.clone(),
-                    self.bucket_set.present[index],
-                )
+                let range = layout.place(index).range.clone();
+                BucketParameter::new(parameter, range, parameters[index].present)
             });
             let parameters = parameters.collect();
-            let mut bucket = GradientBucket::new(
-                &mut buffer,
-                number,
-                layout.len(),
-                model_state.steps(),
-                parameters,
-            );
+            let (buckets, steps) = (layout.len(), model_state.steps());
+            let mut bucket = GradientBucket::new(buffer, number, buckets, steps, parameters);
             {
                 let (part, bytes) = (EventSubject::bucket(number), layout.bytes(number));
                 let _reduce = self.timeline.span(Phase::Reduce { part, bytes });
                 hook.reduce(&mut bucket, &Ranks::new(&group))?;
             }
-            self.bucket_set.states[number] = BucketState::Summed(BucketStorage::Host(buffer));
+            self.bucket_set.buckets[number].mark_summed();
         }
         self.handed_over = is_finite;
         Ok(())

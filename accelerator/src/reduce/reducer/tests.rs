@@ -7,10 +7,11 @@ use burn::tensor::{Device, Tensor};
 use super::*;
 use crate::model::{Float, Trainable};
 use crate::reduce::bucket::BucketStorage;
+use crate::reduce::bucket_set::BucketState;
 use crate::reduce::overlap::OverlapSwitch;
 use crate::timeline::Recording;
 
-fn model_state() -> ModelState {
+fn model_state() -> Arc<ModelState> {
     let parameters = (1..=2)
         .map(|id| Trainable {
             id: ParamId::from(id),
@@ -19,7 +20,7 @@ fn model_state() -> ModelState {
             float: Float::F32,
         })
         .collect();
-    ModelState::new(parameters, 1024, OverlapSwitch::On)
+    Arc::new(ModelState::new(parameters, 1024, OverlapSwitch::On))
 }
 
 /// Creates the reducer of a window whose only micro-step has the weight 1.
@@ -78,15 +79,13 @@ fn a_bucket_is_reduced_before_backward_ends() {
         let seen = second.clone().into_dispatch();
         reducer.complete(0, &mut core::iter::once(Some(seen)));
         // Both ranks are still in backward: neither has finished, and neither will before the sum is there.
-        let BucketState::Sent(pending) =
-            replace(&mut reducer.bucket_set.states[0], BucketState::Lost)
-        else {
+        let BucketState::Sent(pending) = reducer.bucket_set.buckets[0].state.take() else {
             panic!("{reducer:?}");
         };
         let buffer = pending.wait().unwrap();
         assert_eq!(buffer.as_slice::<f32>().unwrap(), [3.0; 1000]);
         in_backward.wait();
-        reducer.bucket_set.states[0] = BucketState::Summed(BucketStorage::Host(buffer));
+        reducer.bucket_set.buckets[0].state = BucketState::Summed(BucketStorage::Host(buffer));
 
         let gradients = gradients(first, second);
         let reduced = reducer
@@ -94,12 +93,12 @@ fn a_bucket_is_reduced_before_backward_ends() {
             .unwrap();
         assert_eq!((reduced.early, reduced.repaired), (1, 0));
         (
-            reduced.total,
-            reduced.loss.value(),
-            reduced.bucket_set.present.clone(),
+            reduced.sums.total,
+            reduced.sums.loss.value(),
+            reduced.sums.with_gradients().count(),
         )
     });
-    assert_eq!(results, vec![(2.0, 1.0, vec![true, true]); 2]);
+    assert_eq!(results, vec![(2.0, 1.0, 2); 2]);
 }
 
 #[test]
@@ -127,12 +126,12 @@ fn a_bucket_waits_for_those_before_it() {
         let reduced = reducer
             .finish(&model_state, gradients, loss(0.0), None)
             .unwrap();
-        let sums = |bucket| match reduced.bucket_set.sums(bucket) {
-            Some(BucketStorage::Host(buffer)) => buffer.as_slice::<f32>().unwrap(),
+        let sums = |parameter| match reduced.sums.place(parameter) {
+            Some((BucketStorage::Host(buffer), _)) => buffer.as_slice::<f32>().unwrap(),
             other => panic!("{other:?}"),
         };
-        assert_eq!(sums(0), [4.0; 1000]);
-        assert_eq!(sums(1), [2.0; 1000]);
+        assert_eq!(sums(0), [2.0; 1000]);
+        assert_eq!(sums(1), [4.0; 1000]);
     });
 }
 
@@ -151,7 +150,8 @@ fn a_rank_that_stops_in_the_middle_fails_all_by_name() {
         }
         let error = reducer
             .finish(&model_state, gradients, loss(0.0), None)
-            .unwrap_err();
+            .err()
+            .unwrap();
         // Both ranks have their errors, so dropping a group cannot be the cause.
         over.wait();
         assert!(group.barrier().is_err());
@@ -184,11 +184,12 @@ fn a_window_that_the_group_refuses_owes_nothing() {
             Repair::Possible,
             &timeline,
         );
-        assert!(weighing.unwrap_err().is_misuse());
+        assert!(weighing.err().unwrap().is_misuse());
         let gradients = gradients(gradient(1.0), gradient(2.0));
         let error = ready
             .finish(&model_state, gradients, loss(0.0), None)
-            .unwrap_err();
+            .err()
+            .unwrap();
         assert!(error.is_misuse(), "{error:?}");
         drop(guard);
         group.barrier().unwrap();
@@ -210,13 +211,13 @@ fn models_are_told_apart_by_more_than_a_few_bits() {
                 shape: vec![1000],
                 float: Float::F32,
             };
-            let model_state = ModelState::new(vec![parameter], 1024, OverlapSwitch::On);
+            let model_state = Arc::new(ModelState::new(vec![parameter], 1024, OverlapSwitch::On));
             let mut gradients = GradientsParams::new();
             gradients.register(id, gradient(1.0));
             reducer(&model_state, &group).finish(&model_state, gradients, loss(0.0), None)
         });
         for error in errors {
-            let error = error.unwrap_err();
+            let error = error.err().unwrap();
             assert!(error.is_misuse(), "{error:?}");
             assert!(error.to_string().contains("different models"), "{error}");
         }

@@ -324,7 +324,7 @@ fn a_hook_goes_on_from_what_was_saved() {
         assert_ne!(resumed[0].0, whole[0].0);
         let (mut single, mut double) = (PowerSgdState::default(), PowerSgdState::default());
         let saved = one[0].as_deref().unwrap();
-        saved_state::restore(saved, SavedBy::OneForAll, &mut single, &mut double).unwrap();
+        restore(saved, SavedBy::OneForAll, &mut single, &mut double).unwrap();
         assert!(
             double
                 .tensors
