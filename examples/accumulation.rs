@@ -1,12 +1,12 @@
-//! Trains the network of the example `mnist` in steps of the same size on any number of processes: as
-//! many micro-steps are accumulated as it takes.
+//! Trains the network of the `mnist` example with steps of a fixed size on any number of processes: accumulates as many
+//! micro-steps as each step needs.
 //!
 //! ```text
 //! cargo run --release --example accumulation -- --global-batch 256 --batch-size 32
 //! cargo run --release -p accel-launch -- --num-processes 2 --example accumulation
 //! ```
 //!
-//! With `--checkpoints` it goes on where it was, on any number of processes, with its schedule.
+//! With `--checkpoints`, a training resumes from its last checkpoint, with its schedule, on any number of processes.
 
 use std::path::PathBuf;
 
@@ -17,17 +17,17 @@ use accelerator_examples::{
 use burn::lr_scheduler::cosine::CosineAnnealingLrSchedulerConfig;
 use clap::Parser;
 
-/// Train on batches that are larger than what a device holds
+/// Train on batches that are larger than the memory of a device
 #[derive(Debug, Parser)]
 struct Args {
     #[command(flatten)]
     mnist: MnistArgs,
 
-    /// The samples of an optimizer step, over all processes
+    /// The number of samples in an optimizer step, over all processes
     #[arg(long, default_value_t = 256, value_name = "N")]
     global_batch: usize,
 
-    /// The folder to save into after each epoch; what lies there is gone on with
+    /// Save into this folder after each epoch, and resume from the checkpoint in it
     #[arg(long, value_name = "DIR")]
     checkpoints: Option<PathBuf>,
 
@@ -66,7 +66,7 @@ fn main() -> Result<(), Report> {
         .build(digits.train);
     let (mut model, mut train) = accelerator.prepare((model, train))?;
     if let Some(folder) = &args.checkpoints {
-        // The plan counts the batches with which training goes on.
+        // The plan uses the batch size that the checkpoint resumes with.
         train = accelerator.resume_loader(folder, train)?;
     }
     let plan = accelerator.plan(&train, epochs);
@@ -99,7 +99,7 @@ fn main() -> Result<(), Report> {
                 let logits = accelerator.to_full(model.forward(images));
                 cross_entropy(logits, batch.targets.clone())
             });
-            // Nothing is sent, and nothing moves, until the window is full.
+            // Sends nothing and changes no parameter until the window is full.
             let gradients = accelerator.backward(loss, &model, &batch)?.clip_norm(1.0);
             course.note(gradients.loss());
             model = optimizer.step(model, gradients);
@@ -114,7 +114,7 @@ fn main() -> Result<(), Report> {
         }
     }
     accelerator.check_replicas(&model)?;
-    // The same on each of them.
+    // Every rank prints the same loss.
     println!("rank {}: loss {course}", accelerator.rank());
     Ok(accelerator.finish()?)
 }

@@ -1,5 +1,5 @@
-//! Trains the network of the example `mnist` in steps of a given size: finds the largest batch that the
-//! memory of every process holds, and accumulates as many of them as the step takes.
+//! Trains the network of the `mnist` example with steps of a fixed size: finds the largest batch that fits in the
+//! memory of every process, and accumulates as many batches as each step needs.
 //!
 //! ```text
 //! cargo run --release --example big_batch -- --global-batch 512
@@ -13,18 +13,18 @@ use accelerator_examples::{
 use burn::tensor::{Int, Tensor};
 use clap::Parser;
 
-/// Train on batches that are larger than memory, whatever it holds
+/// Train on batches that are larger than memory, whatever its size
 #[derive(Debug, Parser)]
 struct Args {
-    /// `--batch-size` is where the search begins
+    /// The search begins at `--batch-size`
     #[command(flatten)]
     mnist: MnistArgs,
 
-    /// The samples of an optimizer step, over all processes
+    /// The number of samples in an optimizer step, over all processes
     #[arg(long, default_value = "256", value_name = "N")]
     global_batch: std::num::NonZeroUsize,
 
-    /// Pretend that memory holds so many samples and no more
+    /// Pretend that memory holds this many samples at most
     #[arg(long, value_name = "N")]
     holds: Option<usize>,
 
@@ -74,7 +74,7 @@ fn main() -> Result<(), Report> {
         for batch in train.epoch(epoch) {
             let batch = batch?;
             let loss = cross_entropy(model.forward(batch.images.clone()), batch.targets.clone());
-            // The window stays open until it holds a step, or the epoch ends.
+            // The window stays open until it holds a whole step, or the epoch ends.
             let is_full = (batch.step() + 1).is_multiple_of(micro_steps as u64) || batch.is_last();
             let weight = match is_full {
                 true => batch.weight(),
@@ -93,22 +93,22 @@ fn main() -> Result<(), Report> {
         sizes.iter().sum::<usize>()
     ));
     accelerator.check_replicas(&model)?;
-    // The same on each of them.
+    // Every rank prints the same loss.
     println!("rank {}: loss {course}", accelerator.rank());
     Ok(accelerator.finish()?)
 }
 
-/// Of how many micro-steps a step of exactly so many samples is made, and how many samples all processes use
-/// in each: as few and as large ones as each process `holds`, all of the same size.
+/// Divides a step of `step` samples into the fewest micro-steps of one size that fit: each process `holds` this many
+/// samples at most. Returns the number of micro-steps, and the samples of each over all processes.
 fn divided(step: usize, processes: usize, holds: usize) -> Result<(usize, usize), Report> {
     let divide = |step: usize| {
-        // Each process gets a sample at least.
+        // Each process gets at least one sample.
         let mut counts = (1..=step / processes).filter(|count| step.is_multiple_of(*count));
         let count = counts.find(|count| (step / count).div_ceil(processes) <= holds)?;
         Some((count, step / count))
     };
     divide(step).ok_or_else(|| {
-        // A multiple of the processes can be, with one sample for each of them.
+        // The search ends: a multiple of `processes` can always be divided, down to one sample for each of them.
         let next = (step..).find(|&step| divide(step).is_some());
         let message = format!(
             "a step of {step} samples cannot be divided into micro-steps of the same size that hold 1 to {holds} \
@@ -119,7 +119,7 @@ fn divided(step: usize, processes: usize, holds: usize) -> Result<(usize, usize)
     })
 }
 
-/// What a micro-step computes, by this process alone.
+/// Computes a micro-step on this process alone.
 fn attempt(
     accelerator: &Accelerator,
     model: &Cnn,

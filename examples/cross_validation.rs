@@ -1,5 +1,5 @@
-//! Trains the network of the example `mnist` several times, each time without another part of the
-//! samples, and asks it about that part: in the end, every sample was asked about once.
+//! Trains the network of the `mnist` example once per fold, without the samples of that fold, and validates it on them:
+//! in the end, every sample has been validated once.
 //!
 //! ```text
 //! cargo run --release --example cross_validation -- --folds 5
@@ -17,13 +17,13 @@ use burn::data::dataset::transform::SelectionDataset;
 use burn::tensor::{Int, Tensor};
 use clap::Parser;
 
-/// Train on all but a part of the samples, for each part, and validate on that part
+/// Train once per fold on the samples of all other folds, and validate on the fold
 #[derive(Debug, Parser)]
 struct Args {
     #[command(flatten)]
     mnist: MnistArgs,
 
-    /// How many parts there are
+    /// The number of folds
     #[arg(long, default_value_t = 3, value_name = "N", value_parser = clap::value_parser!(u64).range(2..))]
     folds: u64,
 
@@ -83,7 +83,7 @@ fn main() -> Result<(), Report> {
         for batch in valid.eval() {
             let batch = batch?;
             let answers = model.forward(batch.images.clone()).argmax(1).flatten(0, 1);
-            // Of all processes, and without what only fills up the last batch.
+            // Gathers from all processes, and drops the padding of the last batch.
             let answers = numbers(accelerator.gather_for_metrics(answers, &batch)?);
             let targets = accelerator.gather_for_metrics(batch.targets.clone(), &batch)?;
             let targets = numbers(targets);
@@ -103,7 +103,7 @@ fn main() -> Result<(), Report> {
         100.0 * confusion.accuracy(),
         confusion.macro_f1()
     ));
-    // That of the last fold, the same on each of them.
+    // The loss of the last fold: every rank prints the same.
     println!("rank {}: loss {course}", accelerator.rank());
     Ok(accelerator.finish()?)
 }

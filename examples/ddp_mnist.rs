@@ -1,13 +1,13 @@
-//! The tutorials' script for PyTorch's DistributedDataParallel, by hand: a learning rate that grows with the number of
-//! processes and falls after each epoch, three data sets with batches of their own, and figures for TensorBoard.
+//! The script of the tutorials for PyTorch's DistributedDataParallel: a learning rate that grows with the number of
+//! processes and falls after each epoch, three data sets with a batch size each, and metrics for TensorBoard.
 //!
 //! ```text
 //! cargo run --release -p accel-launch -- --num-processes 2 --example ddp_mnist --data-dir mnist --log-dir log
 //! ```
 //!
-//! `init_process_group`, `DDP(model)` and the `DistributedSampler` are `Accelerator::builder` and `prepare` here; nothing
-//! asks for the rank but the log. Where the script's losses of evaluation are means of this process's batches, these are
-//! means over the samples of all.
+//! `Accelerator::builder` and `prepare` replace `init_process_group`, `DDP(model)` and the `DistributedSampler`; the
+//! program never asks for its rank. The script evaluates a loss as a mean over the batches of one process; this program
+//! takes the mean over the samples of all.
 
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
@@ -24,7 +24,7 @@ use clap::{Parser, ValueEnum};
 /// Train on handwritten digits in parallel
 #[derive(Debug, Parser)]
 struct Args {
-    /// What averages gradients
+    /// The backend that averages gradients
     #[arg(long, value_enum, default_value_t = Backend::Gloo)]
     backend: Backend,
 
@@ -32,7 +32,7 @@ struct Args {
     #[arg(long, value_name = "DIR")]
     data_dir: Option<PathBuf>,
 
-    /// How often to go through the training samples
+    /// The number of passes over the training samples
     #[arg(long, default_value_t = 10, value_name = "N")]
     epochs: u64,
 
@@ -44,12 +44,12 @@ struct Args {
     tracking: TrackArgs,
 }
 
-/// The names that PyTorch's users know.
+/// The backends, by the names that PyTorch gives them.
 #[derive(Clone, Copy, Debug, ValueEnum)]
 enum Backend {
-    /// Through the memory of the hosts, for CPUs and any GPUs
+    /// Through the memory of the host, for CPUs and any GPUs
     Gloo,
-    /// From GPU to GPU
+    /// Between GPUs
     Nccl,
 }
 
@@ -76,7 +76,7 @@ fn main() -> Result<(), Report> {
     let ranks = accelerator.world_size();
 
     let model = accelerator.init(|device| CnnConfig::new().init(device));
-    // A process has 32 samples of a step, however many there are.
+    // 32 samples per process: the global batch grows with the number of processes.
     let train = LoaderBuilder::new(DigitBatcher)
         .batch_size(32)
         .shuffle(1)
@@ -123,7 +123,7 @@ fn main() -> Result<(), Report> {
     Ok(accelerator.finish()?)
 }
 
-/// Logs what a data set came to, and says it.
+/// Logs the score of a data set, and returns it as text.
 fn told(accelerator: &Accelerator, kind: &str, score: &Score, step: u64, epoch: u64) -> String {
     let (loss, accuracy) = (score.loss(), score.accuracy());
     let figures = [("loss", loss), ("accuracy", accuracy)];

@@ -1,5 +1,5 @@
-//! Two models against each other: a generator learns to place points as a cloud that it never sees,
-//! from a critic that tells its points from real ones. Each has an optimizer and a window of its own.
+//! Trains two models against each other: a generator learns to place points like a cloud that it never sees, from a
+//! critic that tells its points from real ones. Each has its own optimizer and its own window.
 //!
 //! ```text
 //! cargo run --release --example gan
@@ -16,7 +16,7 @@ use burn::optim::AdamConfig;
 use burn::tensor::activation::{leaky_relu, softplus};
 use burn::tensor::{Device, Distribution, Tensor, TensorData};
 
-/// Where the cloud lies, and how wide it is.
+/// The centre of the cloud.
 const CENTRE: [f32; 2] = [2.0, -1.0];
 const WIDTH: f32 = 0.5;
 const NOISE: usize = 4;
@@ -88,12 +88,12 @@ fn main() -> Result<()> {
             }
         }
     }
-    // The same on each of them.
+    // Every rank prints the same distance.
     println!("rank {}: distance {course}", accelerator.rank());
     accelerator.finish()
 }
 
-/// How far the mean and the width of generated points are from those of the cloud.
+/// Returns how far the mean and the width of generated points are from those of the cloud.
 fn distance(generator: &Net) -> f64 {
     let device = generator.hidden.weight.val().device();
     let noise: Vec<f32> = (0..256 * NOISE as u32).map(uniform).collect();
@@ -105,7 +105,7 @@ fn distance(generator: &Net) -> f64 {
     distance.into_scalar::<f64>()
 }
 
-/// Points about the centre, the same on every rank.
+/// Draws points around the centre, the same on every rank.
 fn cloud(count: u32) -> InMemDataset<[f32; 2]> {
     // The sum of twelve numbers of variance 1/12 is nearly normal.
     let normal = |seed: u32| (0..12).map(|at| uniform(seed * 12 + at)).sum::<f32>();
@@ -113,7 +113,7 @@ fn cloud(count: u32) -> InMemDataset<[f32; 2]> {
     InMemDataset::new((0..count).map(point).collect())
 }
 
-/// From -0.5 to 0.5, from a number alone.
+/// Maps a number to a pseudorandom one from -0.5 to 0.5.
 fn uniform(number: u32) -> f32 {
     let mixed = accelerator::plan::mix(&[u64::from(number)]);
     (mixed >> 40) as f32 / (1_u64 << 24) as f32 - 0.5

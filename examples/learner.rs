@@ -1,4 +1,4 @@
-//! The training of Burn's guide on several processes: a `Learner` of burn-train reads handwritten digits.
+//! The training of Burn's guide on several processes: a `Learner` of burn-train learns to read handwritten digits.
 //!
 //! `cargo run --release --example learner -- --help` lists the flags.
 
@@ -16,7 +16,7 @@ use burn_train::metric::{AccuracyMetric, LossMetric};
 use burn_train::{ClassificationOutput, InferenceStep, Learner, TrainOutput, TrainStep};
 use clap::Parser;
 
-/// Train a small convolutional network to read handwritten digits, with burn-train.
+/// Train a small convolutional network to read handwritten digits, with burn-train
 #[derive(Parser)]
 struct Args {
     /// The folder with MNIST's files; without it, digits are drawn
@@ -27,13 +27,13 @@ struct Args {
     limit: usize,
     #[arg(long, default_value_t = 3, value_name = "N")]
     epochs: usize,
-    /// Of each process
+    /// The number of samples in a batch of each process
     #[arg(long, default_value_t = 64, value_name = "N")]
     batch_size: usize,
-    /// Where burn-train writes metrics and checkpoints
+    /// The folder that burn-train writes metrics and checkpoints to
     #[arg(long, default_value = "artifacts", value_name = "DIR")]
     artifacts: PathBuf,
-    /// Go on after this epoch, from its checkpoint
+    /// Resume after this epoch, from its checkpoint
     #[arg(long, value_name = "EPOCH")]
     checkpoint: Option<usize>,
 }

@@ -1,5 +1,5 @@
-//! Trains the network of the example `mnist` with little communication: each process steps by itself, and
-//! parameters are averaged every few steps, or handed to an outer optimizer (DiLoCo).
+//! Trains the network of the `mnist` example with little communication: each process steps by itself, and every few
+//! steps the parameters are averaged or go through an outer optimizer (DiLoCo).
 //!
 //! ```text
 //! cargo run --release -p accel-launch -- --num-processes 2 --example local_sgd -- --period 8
@@ -17,17 +17,17 @@ use accelerator_examples::{
 };
 use clap::Parser;
 
-/// Train with parameters that are averaged now and then
+/// Train with parameters that are averaged every few steps
 #[derive(Debug, Parser)]
 struct Args {
     #[command(flatten)]
     mnist: MnistArgs,
 
-    /// The steps between two averages
+    /// The number of steps between two averages
     #[arg(long, default_value_t = 8, value_name = "N")]
     period: u64,
 
-    /// Let an outer optimizer with momentum step along what all processes changed
+    /// Apply the changes of all processes with an outer optimizer that has momentum
     #[arg(long)]
     diloco: bool,
 
@@ -69,7 +69,7 @@ fn main() -> Result<(), Report> {
         let local = LocalSgdConfig::new(args.period).init(&accelerator, &model)?;
         run(&accelerator, &args, local, (model, optimizer, train))?
     };
-    // The same on each of them.
+    // Every rank prints the same loss.
     println!("rank {}: loss {course}", accelerator.rank());
     Ok(accelerator.finish()?)
 }
@@ -85,14 +85,14 @@ fn run(
     let mnist = &args.mnist;
     let given = mnist.hyperparameters();
     let mut course = args.tracking.course(accelerator, "train", &given)?;
-    // Of this rank's samples since the last average.
+    // The mean loss of this rank's samples since the last average.
     let mut round = Mean::new();
     for epoch in 0..mnist.epochs {
         for batch in train.epoch(epoch) {
             let batch = batch?;
             let logits = model.forward(batch.images.clone());
             let loss = cross_entropy(logits, batch.targets.clone());
-            // Nothing is sent: each process goes its own way.
+            // Sends nothing: each process steps by itself.
             let gradients = local.backward(loss, &model, &batch)?.clip_norm(1.0);
             if let (Some(loss), Some(samples)) = (gradients.loss(), gradients.samples()) {
                 round.update(loss, samples as usize);

@@ -1,6 +1,5 @@
-//! Trains the network of the example `mnist` and tells more of it than a loss: accuracy, the best three
-//! answers, and which digits are taken for which, over all samples and processes. It stops everywhere
-//! when the first process says that time is up.
+//! Trains the network of the `mnist` example and reports more than a loss: accuracy, top-3 accuracy, and which digits
+//! are mistaken for which, over all samples and processes. When the first process's time is up, all processes stop.
 //!
 //! ```text
 //! cargo run --release --example metrics
@@ -17,13 +16,13 @@ use accelerator_examples::{
 };
 use clap::Parser;
 
-/// Train, and measure what was learnt
+/// Train, and measure the result
 #[derive(Debug, Parser)]
 struct Args {
     #[command(flatten)]
     mnist: MnistArgs,
 
-    /// Stop training after so many seconds of the first process's clock
+    /// Stop training after this many seconds on the first process's clock
     #[arg(long, value_name = "SECONDS")]
     time_limit: Option<u64>,
 
@@ -73,7 +72,8 @@ fn main() -> Result<(), Report> {
             let gradients = accelerator.backward(loss, &model, &batch)?;
             course.note(gradients.loss());
             model = optimizer.step(lr, model, gradients);
-            // Clocks differ: one process decides, and the gradients of the next step take it along.
+            // Clocks differ, so one process decides, and the gradients of the next step carry its decision to the
+            // others.
             if accelerator.is_main_process() && limit.is_some_and(|limit| start.elapsed() > limit) {
                 accelerator.set_trigger();
             }
@@ -88,7 +88,7 @@ fn main() -> Result<(), Report> {
             "epoch {epoch}: loss {loss} accuracy {accuracy} best three {top}\n{confusion}"
         ));
     }
-    // The same on each of them.
+    // Every rank prints the same loss.
     println!("rank {}: loss {course}", accelerator.rank());
     Ok(accelerator.finish()?)
 }

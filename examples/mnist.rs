@@ -1,4 +1,4 @@
-//! Trains a small CNN to read handwritten digits, on as many processes as it is started on.
+//! Trains a small CNN to read handwritten digits, on any number of processes.
 //!
 //! `cargo run --release --example mnist -- --help` lists the flags.
 

@@ -1,4 +1,4 @@
-//! Trains a small CNN to read handwritten digits, with Burn alone and in one process.
+//! Trains a small CNN to read handwritten digits, with Burn alone and on one process.
 //!
 //! `cargo run --release --example mnist_plain -- --help` lists the flags.
 

@@ -1,4 +1,4 @@
-//! A small language model that learns a text character by character.
+//! Trains a small language model on a text, character by character.
 //!
 //! ```text
 //! cargo run --release --example nlp_transformer
@@ -21,19 +21,19 @@ use clap::Parser;
 /// Learn a text character by character, and continue it
 #[derive(Debug, Parser)]
 struct Args {
-    /// The text [default: one that comes along]
+    /// The text to learn [default: one that is built in]
     #[arg(long, value_name = "FILE")]
     text: Option<PathBuf>,
 
-    /// How often to go through it
+    /// The number of passes over the text
     #[arg(long, default_value_t = 30, value_name = "N")]
     epochs: u64,
 
-    /// The number of stretches in a batch of each process
+    /// The number of windows in a batch of each process
     #[arg(long, default_value = "8", value_name = "N")]
     batch_size: NonZeroUsize,
 
-    /// The number of characters in a stretch
+    /// The number of characters in a window
     #[arg(long, default_value = "64", value_name = "N")]
     length: NonZeroUsize,
 
@@ -45,7 +45,7 @@ struct Args {
     #[arg(long, default_value_t = 2, value_name = "N")]
     layers: usize,
 
-    /// Use the token embedding as the output layer, too
+    /// Use the token embedding as the output layer as well
     #[arg(long)]
     tied: bool,
 
@@ -53,7 +53,7 @@ struct Args {
     #[arg(long, default_value_t = 3e-3, value_name = "RATE")]
     lr: f64,
 
-    /// What to continue when it has learnt
+    /// The text to continue after training
     #[arg(long, default_value = "The ", value_name = "TEXT")]
     prompt: String,
 
@@ -98,7 +98,7 @@ fn main() -> Result<(), Report> {
             let batch = batch?;
             let logits = accelerator.forward(&model, |model| model.forward(batch.tokens.clone()));
             let error = cross_entropy(accelerator.to_full(logits), batch.next.clone());
-            // The loss is a mean over tokens, and so is the average of gradients.
+            // The loss is a mean over tokens, so gradients are weighted by tokens.
             let tokens = batch.with_weight(batch.tokens() as f64);
             let gradients = accelerator.backward(error, &model, tokens)?.clip_norm(1.0);
             course.note(gradients.loss());
@@ -113,14 +113,14 @@ fn main() -> Result<(), Report> {
         let (model, device) = (model.valid(), accelerator.device().inner());
         let prompt = vocabulary.tokens(&args.prompt);
         if !prompt.is_empty() {
-            // As far as it has ever seen.
+            // The prompt and what follows it are as long as a window: the model has not learnt more positions.
             let more = length.saturating_sub(prompt.len());
             let tokens = model.continued(&prompt, length, more, &device);
             println!("{}", vocabulary.text(&tokens));
         }
     });
     accelerator.check_replicas(&model)?;
-    // The same on each of them.
+    // Every rank prints the same loss.
     println!("rank {}: loss {course}", accelerator.rank());
     Ok(accelerator.finish()?)
 }

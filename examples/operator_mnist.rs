@@ -1,5 +1,5 @@
-//! Trains a small CNN to read handwritten digits on workers that the program starts itself, without a loop of its own: a
-//! training operator, in the manner of Ray SGD.
+//! Trains a small CNN to read handwritten digits on workers that the program itself starts, without a loop: a training
+//! operator in the manner of Ray SGD.
 //!
 //! ```text
 //! cargo run --release --example operator_mnist -- --num-workers 2 --epochs 3
@@ -56,14 +56,14 @@ fn main() -> Result<()> {
     trainer.shutdown()
 }
 
-/// Train a small convolutional network to read handwritten digits on several processes.
+/// Train a small convolutional network to read handwritten digits on several processes
 #[derive(Debug, Parser)]
 struct Args {
     /// The number of processes to train on
     #[arg(long, default_value_t = 2, value_name = "N")]
     num_workers: usize,
 
-    /// How often to go through the training samples
+    /// The number of passes over the training samples
     #[arg(long, default_value_t = 3, value_name = "N")]
     epochs: u64,
 

@@ -1,5 +1,4 @@
-//! The smallest complete program: a line through noisy points, on as many processes as it is
-//! started on.
+//! The smallest complete program: fits a line to noisy points, on any number of processes.
 //!
 //! ```text
 //! cargo run --release --example regression
@@ -81,7 +80,7 @@ fn main() -> Result<()> {
     accelerator.finish()
 }
 
-/// `y = 2 x + 3` with a little noise, the same on every rank.
+/// Samples `y = 2 x + 3` with a little noise, the same on every rank.
 fn points(count: u32) -> InMemDataset<Point> {
     let noise =
         |i: u32| (f64::from(i.wrapping_mul(2_654_435_761)) / f64::from(u32::MAX) - 0.5) as f32;

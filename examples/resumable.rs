@@ -1,6 +1,7 @@
-//! The digits of `mnist.rs` in a training that can be stopped and killed: it goes on where it was. Told to leave, by
-//! SIGTERM for example, it saves at once, and ends with exit code 75, which asks for another start. Where the launcher
-//! changes the number of processes, it goes on with the others, in the same ones. With `--track`, all of it is one run.
+//! The training of `mnist.rs`, made to survive being stopped or killed: started again, it resumes from its last
+//! checkpoint. When it is asked to stop, by SIGTERM for example, it saves at once and exits with code 75, which asks
+//! for a restart. When the launcher changes the number of processes, those that stay continue without a restart. With
+//! `--track`, all attempts are recorded as one run.
 //!
 //! ```text
 //! cargo run --release -p accel-launch -- --num-processes 2 --max-restarts 3 \
@@ -27,15 +28,15 @@ struct Args {
     #[command(flatten)]
     training: MnistArgs,
 
-    /// The folder of the checkpoints; what lies there is gone on with
+    /// Save into this folder, and resume from the checkpoints in it
     #[arg(long, value_name = "DIR")]
     checkpoints: PathBuf,
 
-    /// Save after so many optimizer steps, and at the end
+    /// Save every this many optimizer steps, and at the end
     #[arg(long, default_value = "20", value_name = "N")]
     save_every: NonZeroUsize,
 
-    /// How many checkpoints to keep
+    /// The number of checkpoints to keep
     #[arg(long, default_value = "3", value_name = "N")]
     keep: NonZeroUsize,
 
@@ -67,7 +68,7 @@ fn main() -> Result<ExitCode, Report> {
     }
 }
 
-/// Trains until the end, or until the number of ranks changes: then it gives the accelerator to go on with.
+/// Trains to the end and returns the exit code, or until the number of ranks changes and returns the next accelerator.
 fn train(
     accelerator: &Accelerator,
     args: &Args,
@@ -136,7 +137,7 @@ fn train(
         reporter.validated(epoch, score.loss(), score.accuracy())?;
         best = best.max(score.accuracy());
     }
-    // The end of the training, with whatever steps came after the last save.
+    // Saves the end of the training, unless the last step was saved.
     if saved != Some(optimizer.steps()) {
         let parts = (&model, &optimizer, &train, Object(&best));
         accelerator.save_state(&checkpoints, parts)?;

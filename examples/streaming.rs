@@ -1,5 +1,5 @@
-//! Trains the network of the example `mnist` on digits that come as a stream, of which nobody knows the
-//! length: rank 0 reads it and sends each rank its samples, or each rank reads a part of its own.
+//! Trains the network of the `mnist` example on digits that come as a stream of unknown length: rank 0 reads it and
+//! sends each rank its samples, or each rank reads its own part.
 //!
 //! ```text
 //! cargo run --release --example streaming
@@ -22,7 +22,7 @@ struct Args {
     #[command(flatten)]
     mnist: MnistArgs,
 
-    /// How processes share the stream
+    /// The way processes share the stream
     #[arg(long, value_enum, default_value_t = Sharing::Dispatched)]
     sharing: Sharing,
 
@@ -35,9 +35,9 @@ struct Args {
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
 enum Sharing {
-    /// Rank 0 reads it, and sends each rank its samples
+    /// Rank 0 reads the stream and sends each rank its samples
     Dispatched,
-    /// Each rank reads a part of its own
+    /// Each rank reads its own part
     Sharded,
 }
 
@@ -92,7 +92,7 @@ fn main() -> Result<(), Report> {
         accelerator.save_model(&model, path)?;
     }
     accelerator.check_replicas(&model)?;
-    // The same on each of them.
+    // Every rank prints the same loss.
     println!("rank {}: loss {course}", accelerator.rank());
     Ok(accelerator.finish()?)
 }

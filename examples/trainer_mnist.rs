@@ -1,13 +1,13 @@
-//! Reads handwritten digits by arguments instead of a loop, as with Hugging Face's Trainer: the banner, a table with a
-//! row for each epoch, and checkpoints to go on from.
+//! Learns to read handwritten digits with arguments instead of a loop, as with Hugging Face's Trainer: the banner, a
+//! table with a row per evaluation, and checkpoints to resume from.
 //!
 //! ```text
 //! cargo run --release -p accel-launch -- --num-processes 2 --example trainer_mnist \
 //!     --data-dir mnist --num-train-epochs 1 --per-device-train-batch-size 64 --eval-strategy epoch
 //! ```
 //!
-//! The flags are the names of the arguments; `cargo run --release --example trainer_mnist -- --help` lists them. With
-//! `--arguments-file mnist.toml` they come from a file.
+//! Each argument is a flag; `cargo run --release --example trainer_mnist -- --help` lists them. With `--arguments-file
+//! mnist.toml`, they come from a file.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -19,7 +19,7 @@ use accelerator_examples::{
 use burn::tensor::{Int, Tensor};
 use clap::Parser;
 
-/// Read handwritten digits by arguments instead of a loop
+/// Train on handwritten digits with arguments instead of a loop
 #[derive(Debug, Parser)]
 struct Args {
     /// The folder with MNIST's files, or others in that format; without it, digits are drawn

@@ -1,12 +1,12 @@
-//! Searches for the learning rate and the momentum with which a small CNN reads handwritten digits best, as Ray Tune's
-//! users know it: a `Trainable`, ASHA, a table while it runs, a CSV and the best configuration.
+//! Searches for the learning rate and the momentum with which a small CNN reads handwritten digits best, in the manner
+//! of Ray Tune: a `Trainable`, ASHA, a live table, a CSV file and the best configuration.
 //!
 //! ```text
 //! cargo run --release --example tune_mnist -- --num-samples 9 --max-iterations 16
 //! ```
 //!
-//! The digits are drawn; with `--data-dir mnist` those of that folder are read. Run it again, and it goes on where it was interrupted. With `--grid` both parameters take three values, so that
-//! `--num-samples 2` are 18 trials.
+//! The digits are drawn, or read from the folder of `--data-dir mnist`. An interrupted search resumes when it is run
+//! again. With `--grid`, both parameters take three values, so `--num-samples 2` makes 18 trials.
 
 use std::path::{Path, PathBuf};
 
@@ -199,58 +199,58 @@ fn main() -> Result<(), BoxError> {
     Ok(())
 }
 
-/// Search for the rate and the momentum with which a small network reads handwritten digits best
+/// Search for the learning rate and momentum with which a small network reads handwritten digits best
 #[derive(Debug, Parser)]
 struct Args {
     /// The folder with MNIST's files, or others in that format; without it, digits are drawn
     #[arg(long, value_name = "DIR")]
     data_dir: Option<PathBuf>,
 
-    /// How many configurations to draw; with --grid, how often to try each of nine
+    /// The number of configurations to draw; with --grid, how often to try each of nine
     #[arg(long, default_value_t = 9, value_name = "N")]
     num_samples: u32,
 
-    /// How many iterations a trial has at most
+    /// The most iterations of a trial
     #[arg(long, default_value_t = 16, value_name = "N")]
     max_iterations: u64,
 
-    /// Train on so many digits in an iteration
+    /// The number of digits to train on in an iteration
     #[arg(long, default_value_t = 512, value_name = "N")]
     limit: usize,
 
-    /// Where the search's files are
+    /// The folder for the files of the search
     #[arg(long, default_value = "tune/mnist", value_name = "DIR")]
     out: PathBuf,
 
-    /// How many trials run at the same time [default: what fits this machine]
+    /// The number of trials that run at the same time [default: as many as fit this machine]
     #[arg(long, value_name = "N")]
     slots: Option<usize>,
 
-    /// Who ends trials early
+    /// The scheduler, which may end trials early
     #[arg(long, value_enum, default_value_t = Choice::Asha)]
     scheduler: Choice,
 
-    /// How many iterations a trial has at least, with ASHA
+    /// The fewest iterations of a trial, with ASHA
     #[arg(long, default_value_t = 1, value_name = "N")]
     grace_period: u64,
 
-    /// One trial in so many goes on at each rung of ASHA
+    /// Continue one in this many trials at each rung of ASHA
     #[arg(long, default_value_t = 4, value_name = "N")]
     reduction_factor: u64,
 
-    /// Try three rates and three momenta
+    /// Try a grid of three learning rates and three momenta
     #[arg(long)]
     grid: bool,
 
-    /// How many processes a trial has
+    /// The number of processes of a trial
     #[arg(long, default_value_t = 1, value_name = "N")]
     processes: usize,
 
-    /// Decide as that many workers would, whatever the slots
+    /// Decide as this many workers would, whatever the slots
     #[arg(long, value_name = "WORKERS")]
     ordered: Option<usize>,
 
-    /// What is drawn follows from it
+    /// The seed of everything that is random
     #[arg(long, default_value_t = 0, value_name = "N")]
     seed: u64,
 }
@@ -275,7 +275,7 @@ impl ConvNet {
         Self {
             conv: Conv2dConfig::new([1, 3], [3, 3]).init(device),
             pool: MaxPool2dConfig::new([3, 3]).with_strides([3, 3]).init(),
-            // 28 pixels, less 2, in threes.
+            // 28 pixels, less 2 for the convolution, pooled by 3.
             dense: LinearConfig::new(3 * 8 * 8, 10).init(device),
         }
     }

@@ -11,10 +11,10 @@ use crate::device::{DeviceName, configure};
 use crate::digits::Split;
 use crate::error::{Error, Kind, Result};
 
-/// The number of training samples that are drawn where `--limit` does not say otherwise.
+/// The number of training samples to draw without `--limit`.
 const DRAWN: usize = 3200;
 
-/// The most that are drawn; they lie in memory, 784 bytes each.
+/// The most samples to draw; they are kept in memory, 784 bytes each.
 const MOST_DRAWN: usize = 1_000_000;
 
 /// Train a small convolutional network to read handwritten digits.
@@ -24,11 +24,11 @@ pub struct MnistArgs {
     #[arg(long, value_name = "DIR")]
     pub data_dir: Option<PathBuf>,
 
-    /// How often to go through the training samples; 0 only tests the untrained model
+    /// The number of passes over the training samples; 0 only tests the untrained model
     #[arg(long, default_value_t = 3, value_name = "N")]
     pub epochs: u64,
 
-    /// The number of samples in a batch (of each process, where there are several)
+    /// The number of samples in a batch of each process
     #[arg(long, default_value = "64", value_name = "N", value_parser = at_least_one)]
     pub batch_size: NonZeroUsize,
 
@@ -52,7 +52,7 @@ pub struct MnistArgs {
     #[arg(long, value_name = "N", value_parser = at_least_one)]
     pub limit: Option<NonZeroUsize>,
 
-    /// The precision of weights and images
+    /// The dtype of weights and images
     #[arg(long, value_enum, default_value_t = Dtype::F32)]
     pub dtype: Dtype,
 
@@ -61,10 +61,10 @@ pub struct MnistArgs {
     pub device: Option<DeviceName>,
 }
 
-/// The output of a training with a [`Reporter`](crate::Reporter); none without a flag.
+/// The outputs of a [`Reporter`](crate::Reporter); without a flag, none.
 #[derive(Clone, Debug, Default, clap::Args)]
 pub struct ReportArgs {
-    /// Write figures of each step and each epoch, and of a test, to this file, one JSON object a line
+    /// Write the metrics of each step, each epoch and the test to this file, one JSON object per line
     #[arg(long, value_name = "FILE")]
     pub metrics: Option<PathBuf>,
 
@@ -73,14 +73,14 @@ pub struct ReportArgs {
     pub save: Option<PathBuf>,
 }
 
-/// The output by which one training is compared with another; none without a flag.
+/// The outputs that compare one training with another; without a flag, none.
 #[derive(Clone, Debug, Default, clap::Args)]
 pub struct ComparisonArgs {
     /// Write the untrained model to this safetensors file
     #[arg(long, value_name = "FILE")]
     pub save_initial: Option<PathBuf>,
 
-    /// Write the positions of the samples of each step to this file, one JSON object a line
+    /// Write the positions of the samples of each step to this file, one JSON object per line
     #[arg(long, value_name = "FILE")]
     pub log_samples: Option<PathBuf>,
 }
@@ -95,7 +95,7 @@ pub enum OptimizerName {
     Sgd,
 }
 
-/// The precisions to choose from.
+/// The dtypes to choose from.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
 pub enum Dtype {
     /// Single precision
@@ -105,11 +105,11 @@ pub enum Dtype {
 }
 
 impl MnistArgs {
-    /// The digits to train on: those of `--data-dir`, or drawn ones.
+    /// Returns the digits to train on, read from `--data-dir` or drawn.
     ///
     /// # Errors
     ///
-    /// Those of [`Split::load`].
+    /// The errors of [`Split::load`], and [`Error::is_settings`] if `--limit` asks for more digits than can be drawn.
     pub fn digits(&self) -> Result<Split> {
         let limit = self.limit.map(NonZeroUsize::get);
         if self.data_dir.is_none() && limit.is_some_and(|limit| limit > MOST_DRAWN) {
@@ -127,7 +127,7 @@ impl MnistArgs {
         }
     }
 
-    /// The learning rate: that of `--lr`, or what suits the optimizer.
+    /// Returns the learning rate: that of `--lr`, or the default of the optimizer.
     pub fn learning_rate(&self) -> f64 {
         self.lr.unwrap_or(match self.optimizer {
             OptimizerName::AdamW => 1e-3,
@@ -135,7 +135,7 @@ impl MnistArgs {
         })
     }
 
-    /// What the training is given, for its run.
+    /// Returns the settings of the training, to record with its run.
     pub fn hyperparameters(&self) -> impl Serialize + use<> {
         json!({
             "epochs": self.epochs,
@@ -149,12 +149,12 @@ impl MnistArgs {
         })
     }
 
-    /// Opens the device of `--device`, or Burn's default one, with the dtype and the seed asked
-    /// for. To be called once, before the first tensor.
+    /// Opens the device of `--device`, or Burn's default one, with the chosen dtype and seed. Call this once, before
+    /// the first tensor.
     ///
     /// # Errors
     ///
-    /// [`Error::is_device`] when it is not compiled in or does not support the dtype.
+    /// [`Error::is_device`] if the device is not compiled in or does not support the dtype.
     pub fn open_device(&self) -> Result<Device> {
         let mut device = match self.device {
             Some(name) => name.open()?,
@@ -167,7 +167,7 @@ impl MnistArgs {
 }
 
 impl OptimizerName {
-    /// The optimizer with Burn's default settings.
+    /// Creates the optimizer with Burn's default settings.
     pub fn init(self) -> ModuleOptimizer {
         match self {
             Self::AdamW => AdamWConfig::new().init(),

@@ -11,8 +11,8 @@ use crate::digits::CLASSES;
 /// The settings of a [`Cnn`].
 #[derive(Config, Debug)]
 pub struct CnnConfig {
-    /// The probability with which a value is dropped in training, in `[0, 1)`; before the first
-    /// dense layer and before the second. Default: 0.25.
+    /// The probability with which a value is dropped in training, in `[0, 1)`, before each of the two dense layers.
+    /// Default: 0.25.
     #[config(default = 0.25)]
     pub dropout: f64,
 }
@@ -30,11 +30,11 @@ pub struct Cnn {
 }
 
 impl CnnConfig {
-    /// A network with new weights on the device.
+    /// Creates a network with new weights on the device.
     ///
     /// # Panics
     ///
-    /// When `dropout` is not in `[0, 1)`.
+    /// If `dropout` is not in `[0, 1)`.
     pub fn init(&self, device: &Device) -> Cnn {
         let model = Cnn {
             conv1: Conv2dConfig::new([1, 32], [3, 3]).init(device),
@@ -51,7 +51,7 @@ impl CnnConfig {
 }
 
 impl Cnn {
-    /// The logits of the ten digits, `[batch, 10]`, for images `[batch, 1, 28, 28]`.
+    /// Returns the logits of the ten digits, `[batch, 10]`, for images `[batch, 1, 28, 28]`.
     ///
     /// ```
     /// use accelerator_examples::CnnConfig;
@@ -71,9 +71,8 @@ impl Cnn {
     }
 }
 
-/// Draws the weights now and in their order. Burn draws each when it is first used, in between
-/// what dropout draws, so that the weights of a seed would depend on what is done first: saving the
-/// model, or training it.
+/// Draws the weights at once and in order. Burn draws each of them on first use, in between the numbers that dropout
+/// draws, so the weights of a seed would depend on what comes first: saving the model, or training it.
 struct DrawWeights;
 
 impl ModuleVisitor for DrawWeights {
@@ -88,7 +87,7 @@ mod tests {
 
     #[test]
     fn the_network_has_the_size_of_the_known_one() {
-        // As PyTorch counts it: 320 + 18,496 + 1,179,776 + 1,290.
+        // The count of PyTorch: 320 + 18,496 + 1,179,776 + 1,290.
         let model = CnnConfig::new().init(&Device::default());
         assert_eq!(model.num_params(), 1_199_882);
     }

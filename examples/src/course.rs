@@ -2,7 +2,7 @@ use core::fmt;
 
 use accelerator::Accelerator;
 
-/// A figure that is to fall in training, step by step.
+/// The course of a value that training should reduce, step by step.
 #[derive(Clone, Debug, Default)]
 pub struct Course {
     figures: Vec<f64>,
@@ -10,13 +10,13 @@ pub struct Course {
 }
 
 impl Course {
-    /// Nothing yet.
+    /// Creates an empty course.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// One that logs each figure as `kind/loss`, where there is a run.
+    /// Creates a course that logs each value as `kind/loss` if there is a run.
     #[must_use]
     pub fn tracked(accelerator: &Accelerator, kind: &str) -> Self {
         Self {
@@ -25,7 +25,7 @@ impl Course {
         }
     }
 
-    /// Notes the figure of a step, where there was one.
+    /// Appends the value of a step; ignores `None`.
     pub fn note(&mut self, figure: impl Into<Option<f64>>) {
         let Some(figure) = figure.into() else {
             return;
@@ -37,7 +37,7 @@ impl Course {
         }
     }
 
-    /// The means over the first and the last tenth of the steps; `None` before the first step.
+    /// Returns the means over the first and the last tenth of the steps; `None` before the first step.
     ///
     /// ```
     /// use accelerator_examples::Course;
@@ -59,7 +59,7 @@ impl Course {
 }
 
 impl fmt::Display for Course {
-    /// With all digits, so that ranks can be compared.
+    /// Writes all digits, so that ranks can be compared.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.tenths() {
             Some((first, last)) => write!(f, "{first} in the first tenth, {last} in the last"),

@@ -6,15 +6,15 @@ use clap::ValueEnum;
 
 use crate::error::{Error, Kind, Result};
 
-/// The kinds of device that a program can be asked to run on, compiled in or not.
+/// The kinds of device to choose from, whether compiled in or not.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
 pub enum DeviceName {
     /// The CPU
     Flex,
-    /// The CPU, by older and much slower kernels
+    /// The CPU, with older and much slower kernels
     #[value(name = "ndarray")]
     NdArray,
-    /// A graphics device, by Vulkan, Metal or WebGPU
+    /// A graphics device, through Vulkan, Metal or WebGPU
     Wgpu,
     /// An NVIDIA device
     Cuda,
@@ -25,7 +25,7 @@ impl DeviceName {
     ///
     /// # Errors
     ///
-    /// [`Error::is_device`] when this kind is not compiled in.
+    /// [`Error::is_device`] if this kind is not compiled in.
     pub fn open(self) -> Result<Device> {
         match self {
             #[cfg(feature = "flex")]
@@ -74,7 +74,7 @@ impl fmt::Display for DeviceName {
     }
 }
 
-/// Makes `dtype` the default of the device, which Burn allows only before the first tensor.
+/// Makes `dtype` the default of the device; Burn allows this only before the first tensor.
 pub(crate) fn configure(device: &mut Device, dtype: FloatDType) -> Result<()> {
     match device.configure(dtype) {
         Ok(()) => Ok(()),

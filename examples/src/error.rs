@@ -7,7 +7,7 @@ use std::sync::Arc;
 /// The result of this crate's operations.
 pub type Result<T, E = Error> = core::result::Result<T, E>;
 
-/// What went wrong with a file, a device or a setting, where, and what to do about it.
+/// A problem with a file, a device or a setting, and what to do about it.
 #[derive(Clone)]
 pub struct Error(Arc<Inner>);
 
@@ -58,43 +58,43 @@ impl Error {
         Self::with_source(Kind::Io, message, source)
     }
 
-    /// A device is not compiled in, or does not support the dtype that was asked for.
+    /// Returns true if a device is not compiled in, or does not support the chosen dtype.
     pub fn is_device(&self) -> bool {
         self.0.kind == Kind::Device
     }
 
-    /// A data file is not what its name says: another format, another image size, a label that
-    /// is no digit, a damaged compression.
+    /// Returns true if a data file is not what its name says: another format, another image size, a label that is no
+    /// digit, or damaged compression.
     pub fn is_format(&self) -> bool {
         self.0.kind == Kind::Format
     }
 
-    /// A file could not be read or written.
+    /// Returns true if a file could not be read or written.
     pub fn is_io(&self) -> bool {
         self.0.kind == Kind::Io
     }
 
-    /// The number of labels is not the number of images.
+    /// Returns true if the numbers of labels and images differ.
     pub fn is_mismatch(&self) -> bool {
         self.0.kind == Kind::Mismatch
     }
 
-    /// A data file or folder is not there.
+    /// Returns true if a data file or folder does not exist.
     pub fn is_missing(&self) -> bool {
         self.0.kind == Kind::Missing
     }
 
-    /// A setting is out of its range.
+    /// Returns true if a setting is out of range.
     pub fn is_settings(&self) -> bool {
         self.0.kind == Kind::Settings
     }
 
-    /// A data file goes on after the last sample that its header announces.
+    /// Returns true if a data file continues after the last sample that its header announces.
     pub fn is_trailing(&self) -> bool {
         self.0.kind == Kind::Trailing
     }
 
-    /// A data file ends before the last sample that its header announces.
+    /// Returns true if a data file ends before the last sample that its header announces.
     pub fn is_truncated(&self) -> bool {
         self.0.kind == Kind::Truncated
     }
@@ -121,8 +121,8 @@ impl StdError for Error {
     }
 }
 
-/// Any error, as `main` returns it: its `Debug` form is the message with its causes, so that a
-/// program ends with a text for people.
+/// An error of any type, for `main` to return: its `Debug` form is the message with its causes, so that users get
+/// readable text.
 ///
 /// ```
 /// use accelerator_examples::Report;
@@ -147,8 +147,8 @@ impl fmt::Debug for Report {
     }
 }
 
-/// Writes the error and its causes, leaving out a cause that only repeats what was said: wrappers
-/// often show the error inside them as their own text.
+/// Writes the error and its causes, except for a cause that the text already ends with: wrappers often show the error
+/// inside them as their own text.
 fn write_chain(error: &(dyn StdError + 'static), f: &mut fmt::Formatter<'_>) -> fmt::Result {
     let mut said = error.to_string();
     f.write_str(&said)?;

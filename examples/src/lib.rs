@@ -1,9 +1,8 @@
-//! What the example programs share, so that each of them is little more than its training loop:
-//! handwritten digits (read or drawn), the network, the command line, and what is printed and
-//! logged.
+//! The parts that the example programs share, so that each of them is little more than its training loop: handwritten
+//! digits (read or drawn), the networks, the command line, and the output.
 //!
-//! Nothing here knows how many processes train together; the programs bring that in. A run of all of them is told
-//! to an [`Accelerator`](accelerator::Accelerator).
+//! Nothing here depends on how many processes train together; the programs take care of that. A run over all of them is
+//! recorded through an [`Accelerator`](accelerator::Accelerator).
 
 mod args;
 mod cnn;

@@ -6,17 +6,17 @@ use serde::Serialize;
 
 use crate::error::{Error, Kind, Result};
 
-/// A file of JSON objects, one a line, each of which is there as soon as it is written.
+/// A file of JSON objects, one per line; each line is in the file as soon as it is written.
 #[derive(Debug)]
 pub(crate) struct Metrics {
     file: File,
     path: PathBuf,
 }
 
-/// What is known after a step.
+/// The metrics of a step.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub(crate) struct StepRecord {
-    /// Counted from 1, through all epochs.
+    /// The step, counted from 1 through all epochs.
     pub(crate) step: usize,
     pub(crate) epoch: u64,
     pub(crate) loss: f64,
@@ -24,7 +24,7 @@ pub(crate) struct StepRecord {
     pub(crate) samples_per_second: f64,
 }
 
-/// What is known after an epoch.
+/// The metrics of an epoch.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub(crate) struct EpochRecord {
     pub(crate) epoch: u64,
@@ -32,7 +32,7 @@ pub(crate) struct EpochRecord {
     pub(crate) validation_accuracy: f64,
 }
 
-/// What is known in the end.
+/// The metrics of the test.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub(crate) struct TestRecord {
     pub(crate) test_loss: f64,
@@ -40,7 +40,7 @@ pub(crate) struct TestRecord {
 }
 
 impl Metrics {
-    /// Makes an empty file, in place of one that may be there.
+    /// Creates an empty file; replaces an existing one.
     pub(crate) fn create(path: &Path) -> Result<Self> {
         let file = File::create(path).map_err(|error| Error::io("create", path, error))?;
         Ok(Self {
@@ -54,7 +54,7 @@ impl Metrics {
             Error::with_source(Kind::Io, "a record could not be put into JSON", error)
         })?;
         line.push(b'\n');
-        // One call, without a buffer behind which a line could wait.
+        // One call without a buffer, in which a line could wait.
         self.file
             .write_all(&line)
             .map_err(|error| Error::io("write to", &self.path, error))

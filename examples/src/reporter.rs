@@ -10,14 +10,14 @@ use crate::error::{Error, Result};
 use crate::metrics::{EpochRecord, Metrics, StepRecord, TestRecord};
 use crate::save::check_target;
 
-/// How many lines are printed in an epoch, about.
+/// The approximate number of lines printed per epoch.
 const LINES: u64 = 10;
 
-/// Tells how a training goes: on the console and, with `--metrics`, in a file. It speaks on rank
-/// 0 only, so that every rank can run the same program.
+/// Reports how a training goes: on the console and, with `--metrics`, in a file. Only rank 0 writes, so every rank can
+/// run the same program.
 #[derive(Debug)]
 pub struct Reporter {
-    /// Nothing on a rank that is silent.
+    /// `None` on ranks that are silent.
     output: Option<Output>,
     run: Option<Accelerator>,
     steps_per_epoch: Option<u64>,
@@ -28,22 +28,22 @@ pub struct Reporter {
 #[derive(Debug)]
 struct Output {
     metrics: Option<Metrics>,
-    /// 0 where it is not known.
+    /// 0 if unknown.
     steps_per_epoch: u64,
-    /// When the last step ended, or training began or went on after a validation.
+    /// The end of the last step or validation, or the start of the training.
     last_step: Instant,
-    /// Time and samples since the last line on the console.
+    /// Seconds since the last line on the console.
     seconds: f64,
     samples: f64,
 }
 
 impl Reporter {
-    /// A reporter for this rank of a training with so many steps in an epoch. It makes the file
-    /// of `--metrics` and checks the target of `--save`, so that no training is lost to them.
+    /// Creates the reporter of this rank, for a training with `steps_per_epoch` steps in an epoch. On rank 0, creates
+    /// the file of `--metrics` and checks the target of `--save`, so that no training fails at its end because of them.
     ///
     /// # Errors
     ///
-    /// [`Error::is_io`] when one of these files cannot be made.
+    /// [`Error::is_io`] if one of these files cannot be created.
     pub fn new(
         rank: usize,
         args: &ReportArgs,
@@ -72,12 +72,12 @@ impl Reporter {
         Ok(reporter)
     }
 
-    /// A reporter that tells a run, too, where one was begun: `train/loss` and `train/lr`, `valid/loss` and
-    /// `valid/accuracy`, `test/loss` and `test/accuracy`. Every rank makes one.
+    /// Creates a reporter that also logs to the run, if one has begun: `train/loss` and `train/lr`, `valid/loss` and
+    /// `valid/accuracy`, `test/loss` and `test/accuracy`. Every rank creates one.
     ///
     /// # Errors
     ///
-    /// Those of [`new`](Self::new).
+    /// The errors of [`new`](Self::new).
     pub fn tracked(
         accelerator: &Accelerator,
         args: &ReportArgs,
@@ -89,7 +89,7 @@ impl Reporter {
         })
     }
 
-    /// Goes on behind so many optimizer steps of a training that was resumed.
+    /// Continues after `steps` optimizer steps of a resumed training.
     #[must_use]
     pub fn starting_behind(mut self, steps: u64) -> Self {
         let per_epoch = self
@@ -101,12 +101,12 @@ impl Reporter {
         self
     }
 
-    /// Reports an optimizer step: its epoch, the loss, the learning rate, and how many samples
-    /// all ranks together trained on. Without a loss there was no step, and nothing to report.
+    /// Reports an optimizer step: its epoch, loss and learning rate, and the number of samples over all ranks. Reports
+    /// nothing without a loss, since then there was no step.
     ///
     /// # Errors
     ///
-    /// [`Error::is_io`] when the console or the metrics file cannot be written.
+    /// [`Error::is_io`] if the console or the metrics file cannot be written.
     pub fn step(
         &mut self,
         epoch: u64,
@@ -155,7 +155,7 @@ impl Reporter {
     ///
     /// # Errors
     ///
-    /// [`Error::is_io`] when the console or the metrics file cannot be written.
+    /// [`Error::is_io`] if the console or the metrics file cannot be written.
     pub fn validated(&mut self, epoch: u64, loss: f64, accuracy: f64) -> Result<()> {
         self.epoch_step = 0;
         let figures = [("loss", loss), ("accuracy", accuracy)];
@@ -172,16 +172,16 @@ impl Reporter {
             "epoch {epoch} validation loss {loss:.4} accuracy {:.1} %",
             100.0 * accuracy
         ))?;
-        // What a validation takes is not a step's time.
+        // The time of a validation belongs to no step.
         output.last_step = Instant::now();
         Ok(())
     }
 
-    /// Reports the test in the end: the mean loss, and the accuracy from 0 to 1.
+    /// Reports the test at the end: the mean loss, and the accuracy from 0 to 1.
     ///
     /// # Errors
     ///
-    /// [`Error::is_io`] when the console or the metrics file cannot be written.
+    /// [`Error::is_io`] if the console or the metrics file cannot be written.
     pub fn tested(&mut self, loss: f64, accuracy: f64) -> Result<()> {
         self.log("test", [("loss", loss), ("accuracy", accuracy)], None);
         let Some(output) = &mut self.output else {
@@ -215,7 +215,7 @@ fn rate(samples: f64, seconds: f64) -> f64 {
     samples / seconds.max(1e-9)
 }
 
-/// Prints a line. Unlike `println!`, it returns an error where nobody listens any more.
+/// Prints a line. Unlike `println!`, it returns an error if standard output is closed.
 fn print(line: fmt::Arguments<'_>) -> Result<()> {
     writeln!(io::stdout().lock(), "{line}")
         .map_err(|error| Error::io("print to", Path::new("standard output"), error))

@@ -6,12 +6,11 @@ use serde::Serialize;
 
 use crate::error::{Error, Kind, Result};
 
-/// Which samples each rank trained on in each step: one JSON object a line,
+/// A log of the samples that each rank trained on in each step, one JSON object per line:
 /// `{"rank":0,"step":1,"samples":[5,2,9]}`.
 ///
-/// Several processes can write to the same file: a line is appended in one piece. Each of them
-/// empties the file when it opens it, and so all must have opened it before the first one writes;
-/// any collective in between sees to that.
+/// Several processes can write to the same file: each line is appended in one piece. Each process empties the file when
+/// it opens it, so all must have opened it before the first one writes; any collective in between ensures that.
 #[derive(Debug)]
 pub struct SampleLog {
     file: Option<(File, PathBuf)>,
@@ -27,11 +26,11 @@ struct Line<'a> {
 }
 
 impl SampleLog {
-    /// Empties the file, or makes it; without a path, nothing is logged.
+    /// Empties or creates the file; without a path, logs nothing.
     ///
     /// # Errors
     ///
-    /// [`Error::is_io`] when the file cannot be written.
+    /// [`Error::is_io`] if the file cannot be written.
     pub fn open(path: Option<&Path>, rank: usize) -> Result<Self> {
         let file = match path {
             Some(path) => Some((empty(path)?, path.to_owned())),
@@ -44,11 +43,11 @@ impl SampleLog {
         })
     }
 
-    /// Notes the samples of the next step, the first of which is step 1.
+    /// Logs the samples of the next step, beginning at step 1.
     ///
     /// # Errors
     ///
-    /// [`Error::is_io`] when the file cannot be written.
+    /// [`Error::is_io`] if the file cannot be written.
     pub fn log(&mut self, samples: &[u64]) -> Result<()> {
         self.step += 1;
         let Some((file, path)) = &mut self.file else {
@@ -72,7 +71,7 @@ impl SampleLog {
     }
 }
 
-/// An empty file that is written at its end, wherever that is by then.
+/// Creates an empty file in append mode: other processes may move its end.
 fn empty(path: &Path) -> Result<File> {
     File::create(path)
         .and_then(|_| OpenOptions::new().append(true).open(path))

@@ -5,12 +5,12 @@ use burn::store::{ModuleSnapshot, SafetensorsStore};
 
 use crate::error::{Error, Kind, Result};
 
-/// Writes the model's parameters to a safetensors file, each under its path in the model; a file
-/// that is there is replaced.
+/// Writes the parameters of the model to a safetensors file, each under its path in the model; replaces an existing
+/// file.
 ///
 /// # Errors
 ///
-/// [`Error::is_io`] when the file cannot be written.
+/// [`Error::is_io`] if the file cannot be written.
 pub fn save_model(model: &impl ModuleSnapshot, path: &Path) -> Result<()> {
     let mut store = SafetensorsStore::from_file(path).overwrite(true);
     model.save_into(&mut store).map_err(|error| {
@@ -25,7 +25,7 @@ pub fn save_model(model: &impl ModuleSnapshot, path: &Path) -> Result<()> {
     })
 }
 
-/// Checks that a file can be made at the path, without touching one that is there.
+/// Checks that a file can be created at the path, without touching an existing one.
 pub(crate) fn check_target(path: &Path) -> Result<()> {
     let refuse = |error| Err(Error::io("save to", path, error));
     let parent = match path.parent() {
@@ -44,7 +44,7 @@ pub(crate) fn check_target(path: &Path) -> Result<()> {
         }
         _ => {}
     }
-    // What permissions and file systems allow is best found out by doing it.
+    // The only way to find out what permissions and file systems allow is to try.
     let name = format!(".accelerate-probe-{}", std::process::id());
     let probe = parent.join(name);
     match std::fs::File::create(&probe).and_then(|_| std::fs::remove_file(&probe)) {

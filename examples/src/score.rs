@@ -3,8 +3,8 @@ use burn::tensor::{Int, Tensor};
 
 use crate::cross_entropy;
 
-/// How well a model does on a data set: the mean of the loss and the share of right answers,
-/// over samples (and not over batches, the last of which may be smaller).
+/// The score of a model on a data set: the mean loss and the share of right answers, over samples (not over batches,
+/// the last of which may be smaller).
 ///
 /// ```
 /// use accelerator_examples::Score;
@@ -18,24 +18,22 @@ use crate::cross_entropy;
 /// assert_eq!(score.accuracy(), 0.5);
 /// ```
 ///
-/// It is a metric of the `accelerator` crate too, so that the scores of several ranks can be put
-/// together; a program that knows one rank only can leave that alone.
+/// It is also a metric of the `accelerator` crate, so that the scores of several ranks can be combined.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Score {
     correct: f64,
-    /// Summed over samples.
+    /// The sum over samples.
     loss: f64,
     samples: f64,
 }
 
 impl Score {
-    /// A score without samples.
+    /// Creates a score without samples.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Adds the first `samples` rows of a batch, all or fewer: the model's logits
-    /// `[batch, classes]` and the labels `[batch]`.
+    /// Adds the first `samples` rows of a batch: the model's logits `[batch, classes]` and the labels `[batch]`.
     pub fn update(&mut self, logits: Tensor<2>, targets: Tensor<1, Int>, samples: usize) {
         if samples == 0 {
             return;
@@ -49,12 +47,12 @@ impl Score {
         self.samples += samples as f64;
     }
 
-    /// The share of right answers, 0 to 1; NaN without samples.
+    /// Returns the share of right answers, from 0 to 1; NaN without samples.
     pub fn accuracy(&self) -> f64 {
         self.correct / self.samples
     }
 
-    /// The mean cross-entropy of a sample; NaN without samples.
+    /// Returns the mean cross-entropy of a sample; NaN without samples.
     pub fn loss(&self) -> f64 {
         self.loss / self.samples
     }
@@ -79,11 +77,10 @@ mod tests {
         let device = Device::default();
         let mut score = Score::new();
         assert!(score.accuracy().is_nan());
-        // Three samples with two equal logits each, of which the first counts as the answer ...
+        // Three samples with two equal logits each, of which the first counts as the answer,
         let even = Tensor::zeros([3, 2], &device);
         score.update(even, Tensor::from_data([0, 0, 0], &device), 3);
-        // ... and one that is wrong, with a loss of 20.
-        // followed by a row that does not count.
+        // then one wrong answer with a loss of 20, then a row that does not count.
         let wrong = Tensor::from_data([[20.0, 0.0], [0.0, 20.0]], &device);
         score.update(wrong.clone(), Tensor::from_data([1, 1], &device), 1);
         score.update(wrong, Tensor::from_data([1, 1], &device), 0);

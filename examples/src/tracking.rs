@@ -5,29 +5,29 @@ use serde::Serialize;
 
 use crate::course::Course;
 
-/// Where a training is recorded; nowhere without a flag.
+/// The trackers that record a training; without a flag, none.
 #[derive(Clone, Debug, Default, clap::Args)]
 pub struct TrackArgs {
     /// Record the training as a run of this name in the folder `runs`
     #[arg(long, value_name = "NAME")]
     pub track: Option<String>,
 
-    /// Write event files for TensorBoard below this folder, too [the run has the program's name where --track has none]
+    /// Write event files for TensorBoard below this folder; without --track, the run has the program's name
     #[arg(long, value_name = "DIR")]
     pub log_dir: Option<PathBuf>,
 }
 
 impl TrackArgs {
-    /// For [`AcceleratorBuilder::log_with`](accelerator::AcceleratorBuilder::log_with).
+    /// Returns the tracker for [`AcceleratorBuilder::log_with`](accelerator::AcceleratorBuilder::log_with).
     pub fn trackers(&self) -> Option<Tracker> {
         self.log_dir.clone().map(Tracker::TensorBoardIn)
     }
 
-    /// Begins the run, or goes on with it, where one is asked for.
+    /// Begins the run, or resumes it, if a flag asks for one.
     ///
     /// # Errors
     ///
-    /// Those of [`Accelerator::init_trackers`].
+    /// The errors of [`Accelerator::init_trackers`].
     #[track_caller]
     pub fn begin(
         &self,
@@ -48,11 +48,11 @@ impl TrackArgs {
         }
     }
 
-    /// The same, and a course whose figures are the run's series `kind/loss`.
+    /// Begins the run, and returns a course whose values it records as the series `kind/loss`.
     ///
     /// # Errors
     ///
-    /// Those of [`Accelerator::init_trackers`].
+    /// The errors of [`Accelerator::init_trackers`].
     #[track_caller]
     pub fn course(
         &self,

@@ -7,28 +7,28 @@ use burn::nn::transformer::{
 use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
 use burn::tensor::{Device, Int, Tensor};
 
-/// Settings of a [`Transformer`].
+/// The settings of a [`Transformer`].
 #[derive(Config, Debug)]
 pub struct TransformerConfig {
-    /// How many different tokens there are.
+    /// The number of different tokens.
     pub tokens: usize,
-    /// The most tokens that it sees at once.
+    /// The most tokens that the model sees at once.
     pub length: usize,
     /// The width of the model, a multiple of four.
     #[config(default = 64)]
     pub width: usize,
-    /// How many layers it has.
+    /// The number of layers.
     #[config(default = 2)]
     pub layers: usize,
     /// The probability of dropping a value.
     #[config(default = 0.0)]
     pub dropout: f64,
-    /// Whether the token embedding is the output layer, too.
+    /// If true, the token embedding is the output layer as well.
     #[config(default = false)]
     pub tied: bool,
 }
 
-/// A small language model: encoder layers of four heads under a causal mask, normalised first.
+/// A small language model: encoder layers with four heads and a causal mask, and layer normalisation before each.
 #[derive(Debug, Module)]
 pub struct Transformer {
     tokens: Embedding,
@@ -37,7 +37,7 @@ pub struct Transformer {
     head: Head,
 }
 
-/// What makes logits.
+/// The output layer.
 #[derive(Debug, Module)]
 enum Head {
     Linear(Linear),
@@ -46,11 +46,11 @@ enum Head {
 }
 
 impl TransformerConfig {
-    /// A model with random weights.
+    /// Creates a model with random weights.
     pub fn init(&self, device: &Device) -> Transformer {
         let tokens = EmbeddingConfig::new(self.tokens, self.width);
         let (tokens, head) = if self.tied {
-            // Logits of about 1.
+            // Gives logits of about 1.
             let std = 1.0 / (self.width as f64).sqrt();
             let tokens = tokens.with_initializer(Initializer::Normal { mean: 0.0, std });
             let tokens = tokens.init(device);
@@ -82,7 +82,7 @@ impl Head {
 }
 
 impl Transformer {
-    /// The logits of what follows each token of `[batch, length]`: `[batch · length, tokens]`.
+    /// Returns the logits of the token after each one of `[batch, length]`: `[batch · length, tokens]`.
     pub fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<2> {
         let [batch, length] = tokens.dims();
         let device = tokens.device();
@@ -94,7 +94,7 @@ impl Transformer {
             .forward(self.encoder.forward(input).flatten::<2>(0, 1))
     }
 
-    /// What follows `tokens` most probably, `count` tokens one by one. It sees the last `length` of them.
+    /// Appends the `count` most probable tokens one by one, each from the last `length` tokens.
     pub fn continued(
         &self,
         tokens: &[usize],

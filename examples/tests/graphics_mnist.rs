@@ -1,4 +1,4 @@
-//! Digits learnt on a graphics device, where there is one, by one process and by two.
+//! One process and two learn digits on a graphics device, if there is one.
 //!
 //! ```text
 //! cargo build --release -p accelerator-examples --features wgpu --example mnist
@@ -14,15 +14,15 @@ use std::process::{Child, Command, Stdio};
 use accelerator::collective::launcher::StoreServer;
 use accelerator::{Accelerator, BackendKind};
 
-/// The CPU goes from a mean loss of 2.27 in the first one to 1.01 in the last.
+/// The number of epochs: on a CPU, the mean loss falls from 2.27 in the first one to 1.01 in the last.
 const EPOCHS: &str = "6";
 
-/// A process, which ends with this.
+/// A process that is killed on drop.
 struct Rank(Child);
 
 impl Drop for Rank {
     fn drop(&mut self) {
-        // No effect on one that has ended.
+        // Has no effect if the process has ended.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
@@ -40,7 +40,7 @@ fn mnist() -> PathBuf {
     mnist
 }
 
-/// The loss of each step, in global batches of 16.
+/// Returns the loss of each step, with global batches of 16.
 fn losses(ranks: usize, folder: &Path) -> Vec<f64> {
     let store = StoreServer::bind(("127.0.0.1", 0), ranks, None).unwrap();
     let port = store.local_addr().port().to_string();
@@ -97,7 +97,7 @@ fn two_processes_learn_digits_as_one_does() {
     let (first, last) = (mean(&one[..steps]), mean(&one[one.len() - steps..]));
     assert!(last < 0.7 * first, "{one:?}");
     assert_eq!(one.len(), two.len());
-    // Three epochs within 1e-7; later, steps make ever more of what rounding differs by: 2e-2 in the last one.
+    // For three epochs, losses agree within 1e-7; later steps amplify the rounding, to 2e-2 in the last epoch.
     let pairs = one.iter().zip(&two).take(3 * steps);
     for (one, two) in pairs {
         assert!((one - two).abs() <= 1e-5 * one, "{one} is not {two}");

@@ -20,8 +20,8 @@ pub struct DigitBatch {
     pub indices: Vec<u64>,
 }
 
-/// Makes a [`DigitBatch`] from single digits: grey values are scaled to 0 to 1, and then
-/// shifted and scaled by mean 0.1307 and standard deviation 0.3081.
+/// Makes a [`DigitBatch`] of single digits: scales grey values to the range 0 to 1, then normalises them by the mean
+/// 0.1307 and the standard deviation 0.3081.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct DigitBatcher;
 

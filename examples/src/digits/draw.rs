@@ -2,11 +2,11 @@ use super::glyph::{GLYPHS, Stroke};
 use super::noise::Noise;
 use super::{CLASSES, PIXELS, SIDE};
 
-/// Which stream of random numbers is for what, so that labels do not depend on what is drawn.
+/// The random streams of labels and images: separate, so that labels do not depend on the images.
 const LABELS: u64 = 0;
 const IMAGES: u64 = 1;
 
-/// The image and the label of sample `index` of the set `seed`.
+/// Draws the image and the label of sample `index` of the set with this `seed`.
 pub(super) fn digit(seed: u64, index: usize) -> ([u8; PIXELS], u8) {
     let label = label(seed, index);
     let mut noise = Noise::new([seed, IMAGES, index as u64]);
@@ -24,7 +24,7 @@ pub(super) fn digit(seed: u64, index: usize) -> ([u8; PIXELS], u8) {
     (expose(&ink, pen.strength, &mut noise), label)
 }
 
-/// Every block of ten samples holds the ten digits, in an order of its own.
+/// Returns a label; every block of ten samples holds the ten digits, shuffled block by block.
 fn label(seed: u64, index: usize) -> u8 {
     let block = (index / CLASSES) as u64;
     let mut noise = Noise::new([seed, LABELS, block]);
@@ -35,7 +35,7 @@ fn label(seed: u64, index: usize) -> u8 {
     order[index % CLASSES]
 }
 
-/// The points of a stroke, each moved a little, as a chain of short straight lines.
+/// Moves each point of a stroke a little, and returns the stroke as a chain of short straight lines.
 fn flatten(stroke: &Stroke, noise: &mut Noise) -> Vec<(f32, f32)> {
     const JITTER: f32 = 0.035;
     let mut jittered = |points: &[(f32, f32)]| -> Vec<(f32, f32)> {
@@ -50,8 +50,8 @@ fn flatten(stroke: &Stroke, noise: &mut Noise) -> Vec<(f32, f32)> {
     }
 }
 
-/// A Catmull-Rom spline through the points (Catmull and Rom, "A class of local interpolating
-/// splines", 1974), whose ends count twice.
+/// Lays a Catmull-Rom spline through the points (Catmull and Rom, "A class of local interpolating splines", 1974); the
+/// end points count twice.
 fn smooth(points: &[(f32, f32)]) -> Vec<(f32, f32)> {
     const PIECES: usize = 6;
     let Some((&first, &last)) = points.first().zip(points.last()) else {
@@ -79,9 +79,9 @@ fn smooth(points: &[(f32, f32)]) -> Vec<(f32, f32)> {
     path
 }
 
-/// How one image is written: where, how large, how slanted, how thick, how dark.
+/// The way one image is written: position, size, slant, thickness and darkness.
 struct Pen {
-    /// Pixel coordinates from box coordinates relative to its centre: `x = m[0]·u + m[1]·v`,
+    /// Maps box coordinates, relative to the centre of the box, to pixel coordinates: `x = m[0]·u + m[1]·v`,
     /// `y = m[2]·u + m[3]·v`.
     matrix: [f32; 4],
     centre: (f32, f32),
@@ -125,8 +125,8 @@ impl Pen {
             .collect()
     }
 
-    /// Lays a straight line of ink. A pixel is covered by how far the line's edge lies beyond
-    /// its centre, between 0 and 1, and crossing lines do not add up.
+    /// Draws a straight line of ink. It covers a pixel by the distance from the pixel's centre to the edge of the line
+    /// beyond it, from 0 to 1; crossing lines do not add up.
     fn mark(&self, ink: &mut [f32; PIXELS], start: (f32, f32), end: (f32, f32)) {
         let reach = self.radius + 0.5;
         let columns = covered(start.0, end.0, reach);
@@ -141,7 +141,7 @@ impl Pen {
     }
 }
 
-/// The rows (or columns) of pixels that a line between two coordinates can touch.
+/// Returns the rows (or columns) of pixels that a line between two coordinates can touch.
 fn covered(start: f32, end: f32, reach: f32) -> core::ops::Range<usize> {
     let side = SIDE as f32;
     let first = (start.min(end) - reach).floor().clamp(0.0, side);
@@ -149,7 +149,7 @@ fn covered(start: f32, end: f32, reach: f32) -> core::ops::Range<usize> {
     first as usize..past as usize
 }
 
-/// The distance of a point from a piece of a straight line.
+/// Returns the distance of a point from a line segment.
 fn distance(point: (f32, f32), start: (f32, f32), end: (f32, f32)) -> f32 {
     let along = (end.0 - start.0, end.1 - start.1);
     let off = (point.0 - start.0, point.1 - start.1);
@@ -163,14 +163,14 @@ fn distance(point: (f32, f32), start: (f32, f32), end: (f32, f32)) -> f32 {
     (x * x + y * y).sqrt()
 }
 
-/// Grey values from ink, with grain everywhere and a few specks.
+/// Turns ink into grey values, with grain everywhere and a few specks.
 fn expose(ink: &[f32; PIXELS], strength: f32, noise: &mut Noise) -> [u8; PIXELS] {
     let grain = noise.between(0.02, 0.12);
     let mut grey = ink.map(|cover| cover * strength + grain * noise.normal());
     for _ in 0..noise.below(8) {
         grey[noise.below(PIXELS)] += noise.between(0.3, 0.9);
     }
-    // `as` saturates, so that grain below the ground is 0 and above full ink is 255.
+    // `as` saturates: grain below the ground becomes 0, and grain above full ink 255.
     grey.map(|value| (value * 255.0).round() as u8)
 }
 
@@ -213,8 +213,8 @@ mod tests {
         }
     }
 
-    /// A linear classifier (the nearest class mean) does better than chance and far worse than
-    /// a trained network, so that a model has something to learn.
+    /// A linear classifier (the nearest class mean) does better than chance and far worse than a trained network, so
+    /// there is something to learn.
     #[test]
     fn the_digits_are_neither_trivial_nor_noise() {
         let (train, test) = (Digits::draw(2000, 1), Digits::draw(1000, 2));

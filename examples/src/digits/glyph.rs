@@ -1,6 +1,6 @@
 use super::CLASSES;
 
-/// A way to write a digit: strokes in a box of width and height 1, with y pointing down.
+/// A way to write a digit: strokes in a box of width and height 1; y points down.
 pub(super) type Glyph = &'static [Stroke];
 
 /// One movement of the pen.
@@ -14,7 +14,7 @@ pub(super) enum Stroke {
 
 use Stroke::{Curve, Line};
 
-/// The ways in which each digit is written.
+/// The ways to write each digit.
 pub(super) const GLYPHS: [&[Glyph]; CLASSES] = [
     // 0: round, narrow, and one whose ends do not meet.
     &[

@@ -1,5 +1,5 @@
-//! The IDX format of MNIST: a magic number (two zero bytes, the type of an element, the number
-//! of dimensions), each dimension as a big-endian 32-bit number, then the elements.
+//! The IDX format of MNIST: a magic number (two zero bytes, the type of the elements, the number of dimensions), each
+//! dimension as a big-endian 32-bit number, then the elements.
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, ErrorKind, Read};
@@ -10,7 +10,7 @@ use flate2::bufread::GzDecoder;
 use super::{CLASSES, PIXELS, SIDE};
 use crate::error::{Error, Kind, Result};
 
-/// How a gzip file begins.
+/// The first bytes of a gzip file.
 const GZIP: [u8; 2] = [0x1f, 0x8b];
 
 /// Reads the grey values of all images of a file, which may be gzipped.
@@ -66,7 +66,7 @@ impl Content {
         }
     }
 
-    /// The bytes of one sample.
+    /// The number of bytes of a sample.
     fn size(self) -> u64 {
         match self {
             Self::Images => PIXELS as u64,
@@ -75,7 +75,7 @@ impl Content {
     }
 }
 
-/// A file and what it should hold.
+/// A file and its expected content.
 struct Source<'a> {
     path: &'a Path,
     content: Content,
@@ -85,7 +85,7 @@ impl Source<'_> {
     fn read(&self) -> Result<Vec<u8>> {
         let file = File::open(self.path).map_err(|error| self.io(error))?;
         let mut file = BufReader::new(file);
-        // What a file is called does not tell: some programs unpack it and keep the name.
+        // The name of a file does not tell its format: some programs unpack a file and keep its name.
         let start = file.fill_buf().map_err(|error| self.io(error))?;
         if !start.starts_with(&GZIP) {
             let samples = self.samples(&mut file)?;
@@ -94,7 +94,7 @@ impl Source<'_> {
         }
         let mut unpacked = GzDecoder::new(file);
         let samples = self.samples(&mut unpacked)?;
-        // Reading to the end is also what checks the checksum.
+        // Only reading to the end verifies the checksum.
         self.at_end(&mut unpacked)?;
         self.at_end(&mut unpacked.into_inner())?;
         Ok(samples)
@@ -125,7 +125,7 @@ impl Source<'_> {
                 "announces 0 samples; expected at least 1: download it again".to_owned(),
             ));
         }
-        // The header is not trusted with memory: the buffer grows with what is really there.
+        // The header is not trusted with memory: the buffer grows with the data that is really there.
         let expected = count * self.content.size();
         let samples = self.up_to(reader, expected)?;
         if (samples.len() as u64) < expected {
@@ -143,7 +143,7 @@ impl Source<'_> {
         Ok(samples)
     }
 
-    /// The next four bytes of the header.
+    /// Reads the next four bytes of the header.
     fn number(&self, reader: &mut impl Read) -> Result<[u8; 4]> {
         let bytes = self.up_to(reader, 4)?;
         bytes.as_slice().try_into().map_err(|_| {
@@ -157,7 +157,7 @@ impl Source<'_> {
         })
     }
 
-    /// At most `limit` bytes: fewer where the file, or what is packed in it, ends earlier.
+    /// Reads at most `limit` bytes; fewer if the file, or what is packed in it, ends earlier.
     fn up_to(&self, reader: &mut impl Read, limit: u64) -> Result<Vec<u8>> {
         let mut bytes = Vec::new();
         match reader.by_ref().take(limit).read_to_end(&mut bytes) {
@@ -208,7 +208,7 @@ impl Source<'_> {
         self.error(Kind::Format, text)
     }
 
-    /// What the decoder of gzip files finds wrong with their content is a matter of format.
+    /// Makes an error of the file's format from one of the gzip decoder about its content, or else an I/O error.
     fn unreadable(&self, error: io::Error) -> Error {
         match error.kind() {
             ErrorKind::InvalidData | ErrorKind::InvalidInput => Error::with_source(
@@ -267,7 +267,7 @@ pub(super) mod tests {
         encoder.finish().unwrap()
     }
 
-    /// Reads `bytes` as a file of that content.
+    /// Reads `bytes` as a file with that content.
     fn read(content: Content, bytes: &[u8]) -> Result<Vec<u8>> {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("some-ubyte");
@@ -278,7 +278,7 @@ pub(super) mod tests {
         }
     }
 
-    /// The error of reading `bytes`, which must name the file and say `part`.
+    /// Returns the error of reading `bytes`, which must name the file and contain `part`.
     fn refusal(content: Content, bytes: &[u8], part: &str) -> Error {
         let error = read(content, bytes).unwrap_err();
         let text = error.to_string();

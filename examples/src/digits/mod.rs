@@ -1,5 +1,5 @@
-//! Images of handwritten digits, 28 by 28 grey values each, with their labels: read from files
-//! in the format of MNIST, or drawn.
+//! Images of handwritten digits, 28 by 28 grey values each, and their labels: read from files in the format of MNIST,
+//! or drawn.
 
 mod batch;
 mod draw;
@@ -21,7 +21,7 @@ use crate::error::{Error, Kind, Result};
 /// The width and the height of an image, in pixels.
 pub const SIDE: usize = 28;
 
-/// The number of grey values of an image, row by row, 0 for the ground and 255 for full ink.
+/// The number of grey values in an image, row by row; 0 is the ground, and 255 is full ink.
 pub const PIXELS: usize = SIDE * SIDE;
 
 /// The number of labels: the digits 0 to 9.
@@ -51,8 +51,7 @@ struct Samples {
     labels: Vec<u8>,
 }
 
-/// One image with its label, and its place in the set that it comes from. It can travel between
-/// processes.
+/// One image, its label, and its position in its set. It can be sent between processes.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub struct Digit {
     /// The position of this sample in its [`Digits`].
@@ -65,12 +64,12 @@ pub struct Digit {
 }
 
 impl Digits {
-    /// A set of the given images, [`PIXELS`] bytes each, and their labels.
+    /// Creates a set from images, [`PIXELS`] bytes each, and their labels.
     ///
     /// # Errors
     ///
-    /// [`Error::is_format`] when the images are not a whole number of images or a label is above
-    /// 9, [`Error::is_mismatch`] when there are more or fewer labels than images.
+    /// [`Error::is_format`] if the bytes are not a whole number of images or a label is above 9, [`Error::is_mismatch`]
+    /// if there are more or fewer labels than images.
     pub fn new(images: Vec<u8>, labels: Vec<u8>) -> Result<Self> {
         if !images.len().is_multiple_of(PIXELS) {
             return Err(Error::new(
@@ -107,12 +106,11 @@ impl Digits {
         Ok(Self::checked(images, labels))
     }
 
-    /// Draws `count` digits: glyphs of several styles, bent, turned, sheared, scaled and shifted
-    /// at random, with strokes of varying width and ink, on noisy ground.
+    /// Draws `count` digits: glyphs in several styles, randomly bent, rotated, sheared, scaled and shifted, with
+    /// strokes of varying width and darkness on a noisy ground.
     ///
-    /// Each image is a function of `seed` and its index alone, so that a longer set begins with
-    /// the shorter one, and every ten successive samples (from a multiple of ten on) show the ten
-    /// digits in random order.
+    /// Each image depends only on `seed` and its index, so a longer set begins with the shorter one. Every ten
+    /// successive samples (from a multiple of ten on) show the ten digits in random order.
     pub fn draw(count: usize, seed: u64) -> Self {
         let mut images = Vec::with_capacity(count * PIXELS);
         let mut labels = Vec::with_capacity(count);
@@ -124,28 +122,28 @@ impl Digits {
         Self::checked(images, labels)
     }
 
-    /// The first `count` samples of this set, or all where it has fewer.
+    /// Returns the first `count` samples of this set, or all if it has fewer.
     #[must_use]
     pub fn limit(mut self, count: usize) -> Self {
         self.len = self.len.min(count);
         self
     }
 
-    /// The number of samples.
+    /// Returns the number of samples.
     pub fn count(&self) -> usize {
         self.len
     }
 
-    /// The labels, in the order of the samples.
+    /// Returns the labels, in the order of the samples.
     pub fn labels(&self) -> &[u8] {
         &self.samples.labels[..self.len]
     }
 
-    /// The grey values of the image at `index`, row by row.
+    /// Returns the grey values of the image at `index`, row by row.
     ///
     /// # Panics
     ///
-    /// When `index` is not below [`count`](Self::count).
+    /// If `index` is not below [`count`](Self::count).
     pub fn image(&self, index: usize) -> &[u8; PIXELS] {
         assert!(
             index < self.len,
@@ -155,7 +153,7 @@ impl Digits {
         &self.samples.images.as_chunks().0[index]
     }
 
-    /// A set of samples that are known to fit together.
+    /// Creates a set from samples that are known to match.
     fn checked(images: Vec<u8>, labels: Vec<u8>) -> Self {
         Self {
             len: labels.len(),

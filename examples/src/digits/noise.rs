@@ -1,9 +1,9 @@
-/// A small random stream, the same on every machine for the same key: SplitMix64 (Steele, Lea and
-/// Flood, "Fast splittable pseudorandom number generators", 2014).
+/// A small random stream that is the same on every machine for the same key: SplitMix64 (Steele, Lea and Flood, "Fast
+/// splittable pseudorandom number generators", 2014).
 pub(super) struct Noise(u64);
 
 impl Noise {
-    /// The stream of that key. Keys that differ in any number give unrelated streams.
+    /// Creates the stream of a key. Keys that differ in any number give unrelated streams.
     pub(super) fn new(key: [u64; 3]) -> Self {
         let mut stream = Self(0);
         for part in key {
@@ -12,25 +12,25 @@ impl Noise {
         stream
     }
 
-    /// A whole number below `bound`, which must not be 0. The bias is below `bound / 2^64`.
+    /// Draws a whole number below `bound`, which must not be 0. The bias is below `bound / 2^64`.
     pub(super) fn below(&mut self, bound: usize) -> usize {
         let wide = u128::from(self.next()) * bound as u128;
         (wide >> 64) as usize
     }
 
-    /// A number between `low` and `high`, all equally likely.
+    /// Draws a number between `low` and `high`, uniformly.
     pub(super) fn between(&mut self, low: f32, high: f32) -> f32 {
         low + (high - low) * self.unit()
     }
 
-    /// A number around 0 with standard deviation 1 and never beyond 3.5: the sum of four uniform
-    /// numbers, which is close enough to a normal one here and cheap.
+    /// Draws a number around 0 with standard deviation 1, never beyond 3.5: the sum of four uniform numbers, which is
+    /// cheap and close enough to normal here.
     pub(super) fn normal(&mut self) -> f32 {
         let sum = self.unit() + self.unit() + self.unit() + self.unit();
         (sum - 2.0) * 3f32.sqrt()
     }
 
-    /// A number in `[0, 1)`.
+    /// Draws a number in `[0, 1)`.
     fn unit(&mut self) -> f32 {
         (self.next() >> 40) as f32 / (1u64 << 24) as f32
     }

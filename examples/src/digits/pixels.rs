@@ -1,4 +1,4 @@
-//! Images as bytes, in one piece: serde knows arrays of up to 32 elements only.
+//! Serializes an image as bytes: serde supports arrays of up to 32 elements only.
 
 use core::fmt;
 
@@ -35,7 +35,7 @@ impl<'de> Visitor<'de> for Image {
             .map_err(|_| E::invalid_length(bytes.len(), &self))
     }
 
-    /// What formats without bytes make of them, as JSON does.
+    /// Reads the sequence that formats without bytes, such as JSON, make of them.
     fn visit_seq<A: SeqAccess<'de>>(self, mut values: A) -> Result<Self::Value, A::Error> {
         let mut bytes = Vec::with_capacity(PIXELS);
         while let Some(value) = values.next_element()? {

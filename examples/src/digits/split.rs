@@ -3,26 +3,26 @@ use std::path::{Path, PathBuf};
 use super::{Digits, PIXELS, idx};
 use crate::error::{Error, Kind, Result};
 
-/// The number of drawn samples for validation.
+/// The number of samples to draw for validation.
 const DRAWN_VALIDATION: usize = 500;
 
-/// The number of drawn samples for the test.
+/// The number of samples to draw for the test.
 const DRAWN_TEST: usize = 1000;
 
-/// Three sets of digits that share no sample.
+/// Three disjoint sets of digits.
 #[derive(Clone, Debug)]
 pub struct Split {
-    /// What a model is trained on.
+    /// The samples to train on.
     pub train: Digits,
-    /// What it is watched with after each epoch.
+    /// The samples to validate on after each epoch.
     pub validation: Digits,
-    /// What it is judged by in the end.
+    /// The samples to test on at the end.
     pub test: Digits,
 }
 
 impl Split {
-    /// Draws `train` samples for training, 500 for validation and 1000 for the test; see
-    /// [`Digits::draw`]. Validation and test are the same for every `train`.
+    /// Draws `train` samples for training, 500 for validation and 1000 for the test; see [`Digits::draw`]. Validation
+    /// and test are the same for every `train`.
     pub fn draw(train: usize) -> Self {
         Self {
             train: Digits::draw(train, 1),
@@ -31,21 +31,18 @@ impl Split {
         }
     }
 
-    /// Reads a folder with files in the format and under the names of MNIST (Fashion-MNIST,
-    /// KMNIST and others use them too): `train-images-idx3-ubyte`, `train-labels-idx1-ubyte`,
-    /// `t10k-images-idx3-ubyte` and `t10k-labels-idx1-ubyte`, each plain or with `.gz`, and also
-    /// with a dot before `idx`.
+    /// Reads a folder with files in the format and under the names of MNIST (which Fashion-MNIST, KMNIST and others use
+    /// too): `train-images-idx3-ubyte`, `train-labels-idx1-ubyte`, `t10k-images-idx3-ubyte` and
+    /// `t10k-labels-idx1-ubyte`, each plain or with `.gz`. A dot may replace the hyphen before `idx`.
     ///
-    /// Where both pairs are there, `t10k` is the test set, and every twelfth sample of `train`
-    /// is for validation (of 60,000 samples: 55,000 and 5,000). Where only one pair is there, it
-    /// is split: of every ten successive samples, eight are for training, the ninth for
-    /// validation and the tenth for the test (of 10,000 samples: 8,000, 1,000 and 1,000).
+    /// With both pairs, `t10k` is the test set, and every twelfth sample of `train` is for validation (of 60,000
+    /// samples: 55,000 and 5,000). A single pair is split: of every ten successive samples, eight are for training, the
+    /// ninth for validation and the tenth for the test (of 10,000 samples: 8,000, 1,000 and 1,000).
     ///
     /// # Errors
     ///
-    /// [`Error::is_missing`], [`Error::is_truncated`], [`Error::is_trailing`],
-    /// [`Error::is_format`], [`Error::is_mismatch`] or [`Error::is_io`]; the message names the
-    /// file, what was found there and what was expected.
+    /// [`Error::is_missing`], [`Error::is_truncated`], [`Error::is_trailing`], [`Error::is_format`],
+    /// [`Error::is_mismatch`] or [`Error::is_io`]; the message names the file, what it contains and what was expected.
     pub fn load(dir: impl AsRef<Path>) -> Result<Self> {
         let dir = dir.as_ref();
         if !dir.is_dir() {
@@ -87,7 +84,7 @@ impl Split {
         }
     }
 
-    /// The same with at most `count` samples for training.
+    /// Returns the same sets with at most `count` samples for training.
     #[must_use]
     pub fn limit(mut self, count: usize) -> Self {
         self.train = self.train.limit(count);
@@ -95,7 +92,7 @@ impl Split {
     }
 }
 
-/// Reads the images and labels of one part, or nothing where it has neither file.
+/// Reads the images and labels of one part; `None` if neither file exists.
 fn pair(dir: &Path, part: &str) -> Result<Option<Digits>> {
     let images = find(dir, part, "images", "idx3");
     let labels = find(dir, part, "labels", "idx1");
@@ -125,7 +122,7 @@ fn pair(dir: &Path, part: &str) -> Result<Option<Digits>> {
     Ok(Some(Digits::checked(pixels, digits)))
 }
 
-/// The first of the names under which the file is known.
+/// Returns the first of the file's possible names that exists.
 fn find(dir: &Path, part: &str, what: &str, format: &str) -> Option<PathBuf> {
     ["-", "."]
         .into_iter()
@@ -146,9 +143,9 @@ fn alone(dir: &Path, found: &Path, missing: &str) -> Error {
     )
 }
 
-/// Deals samples out in rounds of `round`: the place `validation` of each round, the place `test`
-/// where one is given, and the others for training. Neighbours in a file are often alike (MNIST's
-/// second half is harder than its first), and so each part gets its share from everywhere.
+/// Deals samples out in rounds of `round`: the sample at `validation` of each round to the second set, the one at
+/// `test`, if given, to the third, and the others to the first. Neighbours in a file are often alike (MNIST's second
+/// half is harder than its first), so each set gets samples from everywhere.
 fn deal(
     dir: &Path,
     all: &Digits,

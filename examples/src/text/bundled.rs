@@ -1,4 +1,4 @@
-/// What a program learns from that is given no text.
+/// The text to learn from if the program is given none.
 pub(super) const BUNDLED: &str = "\
 The lighthouse keeper kept a book of every ship that passed. In the left column he wrote the hour, in \
 the middle column the wind, and in the right column what he could see of the cargo. When the fog came he \

@@ -9,24 +9,24 @@ use burn::tensor::{Device, Int, Tensor, TensorData};
 use super::bundled::BUNDLED;
 use crate::error::{Error, Kind, Result};
 
-/// The characters of a text, in the order of their codes. A character's place is its token.
+/// The characters of a text, sorted by code point. A character's index is its token.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Vocabulary(Vec<char>);
 
 impl Vocabulary {
-    /// How many tokens there are.
+    /// Returns the number of tokens.
     #[must_use]
     pub fn len(&self) -> usize {
         self.0.len()
     }
 
-    /// Whether there is none, as in an empty text.
+    /// Returns true if there are no tokens, as for an empty text.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// The tokens of a text; characters that are not known are left out.
+    /// Returns the tokens of a text, without unknown characters.
     ///
     /// ```
     /// use accelerator_examples::text::TextWindows;
@@ -42,7 +42,7 @@ impl Vocabulary {
             .collect()
     }
 
-    /// The text of tokens.
+    /// Returns the text of tokens.
     #[must_use]
     pub fn text(&self, tokens: &[usize]) -> String {
         tokens
@@ -52,7 +52,7 @@ impl Vocabulary {
     }
 }
 
-/// The stretches of a text that begin at every half of their length: a sample is one of them with the
+/// The windows of a text, each of which begins half a window after the one before it. A sample is a window and the
 /// character that follows it.
 #[derive(Clone, Debug)]
 pub struct TextWindows {
@@ -61,11 +61,11 @@ pub struct TextWindows {
 }
 
 impl TextWindows {
-    /// Samples of so many characters.
+    /// Cuts the text into windows of `length` characters.
     ///
     /// # Errors
     ///
-    /// [`Error::is_settings`] where the text is not longer than that.
+    /// [`Error::is_settings`] if `length` is 0, or the text is not longer than that.
     pub fn new(text: &str, length: usize) -> Result<(Self, Vocabulary)> {
         let characters: BTreeSet<char> = text.chars().collect();
         let vocabulary = Vocabulary(characters.into_iter().collect());
@@ -82,11 +82,11 @@ impl TextWindows {
         Ok((Self { length, tokens }, vocabulary))
     }
 
-    /// As [`new`](Self::new), of a file, or of a text that comes with the examples.
+    /// Reads the text of a file, or takes the bundled one, for [`new`](Self::new).
     ///
     /// # Errors
     ///
-    /// [`Error::is_io`] for a file that cannot be read as UTF-8, and those of `new`.
+    /// [`Error::is_io`] if the file cannot be read as UTF-8, and the errors of `new`.
     pub fn open(path: Option<&Path>, length: usize) -> Result<(Self, Vocabulary)> {
         match path {
             None => Self::new(BUNDLED, length),
@@ -116,7 +116,7 @@ impl Dataset<Vec<usize>> for TextWindows {
     }
 }
 
-/// Stretches of text, and what follows each of their characters.
+/// Windows of text, and the character that follows each of theirs.
 #[derive(Clone, Debug)]
 pub struct TextBatch {
     /// `[batch, length]`.
@@ -126,14 +126,14 @@ pub struct TextBatch {
 }
 
 impl TextBatch {
-    /// Over how many tokens its loss is the mean.
+    /// Returns the number of tokens that the loss is a mean over.
     #[must_use]
     pub fn tokens(&self) -> usize {
         self.next.dims()[0]
     }
 }
 
-/// Makes a [`TextBatch`] of stretches that are one character longer.
+/// Makes a [`TextBatch`] of windows and the character that follows each.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct TextBatcher;
 

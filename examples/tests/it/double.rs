@@ -1,5 +1,5 @@
-//! Batches and model in double precision. A process can fix the dtype of a device only once, and
-//! so this has one of its own.
+//! Tests batches and a model in double precision, in a process of their own: it can set the dtype of a device only
+//! once.
 
 use accelerator_examples::{CnnConfig, DigitBatcher, Digits, MnistArgs, Score, cross_entropy};
 use burn::data::dataloader::batcher::Batcher;
@@ -25,7 +25,7 @@ fn everything_computes_in_the_dtype_that_was_asked_for() {
     assert_eq!(loss.dtype(), DType::F64);
     assert_eq!(loss.into_scalar::<f64>(), score.loss());
 
-    // A second call may not ask for another one.
+    // A second call cannot change the dtype.
     let error = MnistArgs::parse_from(["mnist"]).open_device().unwrap_err();
     assert!(error.is_device(), "{error:?}");
 }

@@ -1,4 +1,4 @@
-//! What examples share, and what the README shows of them.
+//! Tests of the parts that the examples share, and of the documents that quote them.
 
 mod double;
 mod readme;

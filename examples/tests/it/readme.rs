@@ -1,4 +1,4 @@
-//! Documents show the difference between two programs as it is.
+//! Tests that documents show the difference between two programs as it is.
 
 #![allow(clippy::unwrap_used, reason = "these are tests, helpers included")]
 
@@ -8,8 +8,8 @@ fn read(path: &str) -> String {
     std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(path)).unwrap()
 }
 
-/// How many lines the first difference of a document shows as changed. Each line is in the program that it is of, as far
-/// as that is there.
+/// Returns how many lines the first diff of a document changes. Each line must be in the program that it belongs to;
+/// without `before`, removed lines are not checked.
 fn changed_lines(document: &str, before: Option<&str>, after: &str) -> usize {
     let document = read(document);
     let (before, after) = (before.map(read), read(after));
