@@ -1,6 +1,6 @@
-//! How much of the communication hides behind backward, over a slow link between two hosts.
+//! Measures how much communication overlaps with the backward pass, over a slow link between two hosts.
 //!
-//! `cargo bench -p accelerator-benches --bench exposed -- --help`. It makes network namespaces with
+//! `cargo bench -p accelerator-benches --bench exposed -- --help`. It creates network namespaces with
 //! `benches/shaped_link.sh`, so it needs root.
 
 #![allow(clippy::print_stdout, reason = "a bench prints its figures")]
@@ -15,46 +15,46 @@ use accelerator_benches::{Interval, Model, Pair, Step};
 use clap::Parser;
 use serde::{Deserialize, Serialize};
 
-/// Measures how much of the communication hides behind backward.
+/// Measure how much communication overlaps with the backward pass
 #[derive(Debug, Parser)]
 struct Args {
     /// The network
     #[arg(long, default_value = "cnn")]
     model: Model,
-    /// What the link carries in each direction, as `tc` reads it
+    /// The rate of the link in each direction, as `tc` reads it
     #[arg(long, default_value = "1gbit")]
     rate: String,
-    /// How often two ranks are started with overlap, and as often without
+    /// The number of starts of two ranks with overlap, and as many without
     #[arg(long, default_value_t = 3)]
     starts: usize,
-    /// Pairs of rounds of each start
+    /// The number of pairs of rounds per start
     #[arg(long, default_value_t = 8)]
     rounds: usize,
-    /// Steps of a round
+    /// The number of steps per round
     #[arg(long, default_value_t = 6)]
     steps: usize,
-    /// Prints JSON
+    /// Print JSON
     #[arg(long)]
     json: bool,
-    /// A rank writes what it measured to this file
+    /// Be a rank, and write what it measures to this file
     #[arg(long, hide = true)]
     report: Option<PathBuf>,
     #[arg(long, hide = true)]
     bench: bool,
 }
 
-/// A rank's rounds, in milliseconds a step.
+/// The rounds of a rank, in milliseconds per step.
 #[derive(Debug, Default, Deserialize, Serialize)]
 struct Rounds {
-    /// Steps without communication, in plain Burn.
+    /// The step without communication, in plain Burn.
     alone: Vec<f64>,
-    /// Backward in these.
+    /// The backward pass of that step.
     backward: Vec<f64>,
-    /// What communication adds to a step.
+    /// The time that communication adds to a step.
     exposed: Vec<f64>,
 }
 
-/// What came out, in milliseconds a step.
+/// The result, in milliseconds per step.
 #[derive(Debug, Serialize)]
 struct Outcome {
     model: Model,
@@ -62,8 +62,8 @@ struct Outcome {
     backward: Interval,
     exposed_off: Interval,
     exposed_on: Interval,
-    /// `(exposed_off − exposed_on) / min(backward, exposed_off)`: of what could be hidden, the part
-    /// that was. Without overlap all of the communication is exposed, so that is its length.
+    /// `(exposed_off − exposed_on) / min(backward, exposed_off)`: the share of the communication that is hidden, of all
+    /// that could be. Without overlap all communication is exposed, so `exposed_off` is its duration.
     hidden: f64,
 }
 
@@ -101,7 +101,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// Starts two ranks on two hosts, and gives what rank 0 measured.
+/// Starts two ranks on two hosts, and returns the measurements of rank 0.
 fn start(args: &Args, overlap: &str) -> Result<Rounds, Box<dyn Error>> {
     let report = std::env::temp_dir().join(format!("exposed-{}.json", std::process::id()));
     let status = Command::new(concat!(env!("CARGO_MANIFEST_DIR"), "/shaped_link.sh"))
@@ -124,7 +124,7 @@ fn start(args: &Args, overlap: &str) -> Result<Rounds, Box<dyn Error>> {
     Ok(rounds)
 }
 
-/// Measures as one of two ranks.
+/// Measures as one of the two ranks.
 fn rank(args: &Args, report: &std::path::Path) -> Result<(), Box<dyn Error>> {
     let accelerator = Accelerator::builder()
         .device(BackendKind::Flex)

@@ -1,5 +1,5 @@
-//! The step of an optimizer as Burn does it, fused, and shared out over the ranks, in turns whose order
-//! rotates: by itself, and with forward, backward and reduction. `ACCEL_TRANSPORT` says how ranks talk.
+//! Measures an optimizer step as Burn does it, fused, and sharded over the ranks: alone, and with forward, backward and
+//! reduction. The sides take turns in a rotating order. `ACCEL_TRANSPORT` chooses the transport between ranks.
 //!
 //! `cargo bench -p accelerator-benches --bench optimizer_step -- --help`
 
@@ -18,52 +18,52 @@ use burn::optim::AdamWConfig;
 use clap::Parser;
 use serde::Serialize;
 
-/// Samples in a batch: few, so that forward and backward take little.
+/// The samples in a batch: few, so that forward and backward take little time.
 const SAMPLES: usize = 8;
 const RATE: f64 = 1e-5;
 
-/// Measures AdamW's step.
+/// Measure the step of AdamW
 #[derive(Debug, Parser)]
 struct Args {
     /// The network
     #[arg(long, default_value = "mlp")]
     model: Model,
-    /// How many processes train together
+    /// The numbers of processes that train together
     #[arg(long, value_delimiter = ',', default_value = "1,2")]
     processes: Vec<usize>,
-    /// Rounds; in each, every side takes its turn
+    /// The number of rounds; in each, every side takes its turn
     #[arg(long, default_value_t = 20)]
     rounds: usize,
-    /// Steps of a turn
+    /// The number of steps per turn
     #[arg(long, default_value_t = 10)]
     steps: usize,
-    /// Threads of a process
+    /// The number of threads per process
     #[arg(long, default_value_t = 1)]
     threads: usize,
-    /// Prints one JSON object a line
+    /// Print one JSON object per line
     #[arg(long)]
     json: bool,
-    /// Is a rank of the job that measures
+    /// Be a rank of the job that measures
     #[arg(long, hide = true)]
     rank: bool,
     #[arg(long, hide = true)]
     bench: bool,
 }
 
-/// What came out for a side.
+/// The result of a side.
 #[derive(Debug, Serialize)]
 struct Line {
     processes: usize,
     side: &'static str,
-    /// Milliseconds of a step, on rank 0.
+    /// Milliseconds per step, on rank 0.
     step: Interval,
-    /// Over Burn's, round by round.
+    /// The step over that of Burn, round by round.
     ratio: Interval,
     /// Milliseconds from the forward pass to the end of the step, on rank 0.
     whole: Interval,
-    /// Over Burn's, round by round.
+    /// `whole` over that of Burn, round by round.
     whole_ratio: Interval,
-    /// Bytes of state of each rank.
+    /// The bytes of state on each rank.
     state: Vec<usize>,
 }
 
@@ -78,7 +78,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// Runs this program as that many ranks, the first of which prints.
+/// Runs this program as that many ranks, of which rank 0 prints.
 fn run(args: &Args, processes: usize) -> Result<(), Box<dyn Error>> {
     let port = TcpListener::bind(("127.0.0.1", 0))?.local_addr()?.port();
     let ranks = (0..processes).map(|rank| {
@@ -112,11 +112,11 @@ fn run(args: &Args, processes: usize) -> Result<(), Box<dyn Error>> {
 /// One way to step.
 struct Side {
     name: &'static str,
-    /// `None` where a step has failed.
+    /// `None` after a failed step.
     model: Option<Net>,
     optimizer: PreparedOptimizer<Manual>,
     times: Vec<f64>,
-    /// With all that comes before the step.
+    /// The times including everything before the step.
     whole: Vec<f64>,
 }
 
@@ -196,7 +196,7 @@ fn measure(args: &Args) -> Result<(), Box<dyn Error>> {
 }
 
 impl Side {
-    /// So many steps, all ranks at once.
+    /// Takes `steps` steps, on all ranks at once.
     fn turn(
         &mut self,
         accelerator: &Accelerator,

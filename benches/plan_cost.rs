@@ -1,5 +1,5 @@
-//! What it costs to ask a plan for a batch, by the size of the data set, and what memory the process
-//! takes for it.
+//! Measures the time to ask a plan for a batch, by the size of the data set, and the memory that the process takes for
+//! it.
 //!
 //! `cargo bench -p accelerator-benches --bench plan_cost`
 
@@ -14,31 +14,31 @@ use accelerator_plan::{BatchSize, Order, Plan, PlanConfig};
 use clap::Parser;
 use serde::Serialize;
 
-/// Measures what an index of a plan costs.
+/// Measure the cost of an index of a plan
 #[derive(Debug, Parser)]
 struct Args {
-    /// Prints one JSON object a line
+    /// Print one JSON object per line
     #[arg(long)]
     json: bool,
     #[arg(long, hide = true)]
     bench: bool,
 }
 
-/// What came out for a data set.
+/// The result for a data set.
 #[derive(Debug, Serialize)]
 struct Line {
     samples: u64,
-    /// Nanoseconds an index, in the order of the data.
+    /// Nanoseconds per index, in the order of the data.
     in_order: Interval,
-    /// Nanoseconds an index, shuffled.
+    /// Nanoseconds per index, shuffled.
     shuffled: Interval,
-    /// The most memory that the process has had so far, in KiB.
+    /// The peak memory of the process so far, in KiB.
     peak: u64,
 }
 
 const BATCH: usize = 64;
 const RANKS: usize = 8;
-/// Batches asked for in a round, from all over the epoch.
+/// The batches to ask for in a round, from all over the epoch.
 const BATCHES: u64 = 512;
 const ROUNDS: usize = 20;
 
@@ -84,7 +84,7 @@ fn cost(samples: u64, order: Order) -> Result<Interval, Box<dyn Error>> {
         let start = Instant::now();
         let mut indices = 0;
         for number in 0..BATCHES {
-            // A stride that is prime goes all over the epoch.
+            // A prime stride reaches all parts of the epoch.
             let step = (round * BATCHES + number).wrapping_mul(2_147_483_647) % steps;
             if let Some(batch) = black_box(epoch.batch(3, step)) {
                 indices += batch.indices.len();

@@ -1,4 +1,4 @@
-//! How long training is blocked by a save of about 400 MB: in the background, beside at once.
+//! Measures how long a save of about 400 MB blocks training: synchronous and in the background.
 //!
 //! `cargo bench -p accelerator-benches --bench save_state`
 
@@ -14,7 +14,7 @@ use burn::nn::{Linear, LinearConfig};
 use burn::optim::AdamWConfig;
 use burn::tensor::{Device, Distribution, Tensor};
 
-/// 33 layers of 4 MiB, and twice that in AdamW's moments: 396 MiB.
+/// The layers: 33 of 4 MiB, and twice that in AdamW's moments, are 396 MiB.
 const LAYERS: usize = 33;
 const WIDTH: usize = 1024;
 const RUNS: usize = 7;
@@ -35,7 +35,7 @@ fn main() -> Result<()> {
     let (mut ratios, mut blocked, mut whole) = (Vec::new(), Vec::new(), Vec::new());
     let (mut calm, mut beside) = (Vec::new(), Vec::new());
     for _ in 0..=RUNS {
-        // A step makes the state's tensors anew, as training does between two saves.
+        // A step creates new tensors of the state, as training does between two saves.
         let step_alone;
         (model, step_alone) = step(&accelerator, model, &mut optimizer, &device)?;
 
@@ -56,7 +56,7 @@ fn main() -> Result<()> {
         calm.push(step_alone.as_secs_f64());
         beside.push(step_beside.as_secs_f64());
     }
-    // The first run finds the files' pages cold.
+    // The first run is cold: the pages of the files are not cached.
     for figures in [
         &mut ratios,
         &mut blocked,

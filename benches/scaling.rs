@@ -1,5 +1,5 @@
-//! What a second process gains: one of one thread, one of two, two that know nothing of each other
-//! (which is the most that the machine gives), and two ranks of a job. Rounds in turn.
+//! Measures the gain of a second process: one process of one thread, one of two, two that do not communicate (the most
+//! that the machine gives), and two ranks of a job. The sides take turns in each round.
 //!
 //! `cargo bench -p accelerator-benches --bench scaling -- --help`
 
@@ -17,43 +17,43 @@ use accelerator_benches::{ALLOCATOR, Cores, Crew, CrewLink, Interval, Model, Pla
 use clap::{Parser, ValueEnum};
 use serde::Serialize;
 
-/// Measures what a second process gains.
+/// Measure the gain of a second process
 #[derive(Debug, Parser)]
 struct Args {
     /// The networks
     #[arg(long, value_delimiter = ',', default_value = "cnn,mlp,transformer")]
     model: Vec<Model>,
-    /// What is compared; the first is what the others are divided by
+    /// The sides to compare; the others are divided by the first
     #[arg(
         long,
         value_delimiter = ',',
         default_value = "one,plain,threads,apart,ranks,strong"
     )]
     side: Vec<Side>,
-    /// Rounds of each
+    /// The number of rounds of each side
     #[arg(long, default_value_t = 12)]
     rounds: usize,
-    /// How long a round takes, in seconds
+    /// The duration of a round, in seconds
     #[arg(long, default_value_t = 1.5)]
     seconds: f64,
-    /// Keeps the n-th process on the n-th core
+    /// Pin the n-th process to the n-th core
     #[arg(long)]
     pinned: bool,
-    /// A variable of every process; without any, glibc's allocator is set as by `accel-launch`
+    /// A variable for every process; without any, glibc's allocator is set as by `accel-launch`
     #[arg(long, value_name = "NAME=VALUE")]
     env: Vec<String>,
-    /// Holds the core that a side leaves idle, and pauses between rounds: for a machine that has
-    /// other work, with `nice -n -20` before the command
+    /// Occupy the core that a side leaves idle, and pause between rounds: for a machine with other work, with
+    /// `nice -n -20` before the command
     #[arg(long)]
     hold: bool,
-    /// Prints one JSON object a line
+    /// Print one JSON object per line
     #[arg(long)]
     json: bool,
     #[arg(long, hide = true)]
     bench: bool,
 }
 
-/// One of the things that are compared.
+/// A side of the comparison.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, Serialize, ValueEnum)]
 #[serde(rename_all = "snake_case")]
 enum Side {
@@ -63,33 +63,33 @@ enum Side {
     Plain,
     /// A prepared loop in one process of two threads
     Threads,
-    /// Two processes of one thread without communication
+    /// Two processes of one thread, without communication
     Apart,
-    /// Two ranks of one thread, a whole batch each
+    /// Two ranks of one thread, with a whole batch each
     Ranks,
-    /// Two ranks of one thread, half a batch each
+    /// Two ranks of one thread, with half a batch each
     Strong,
 }
 
-/// What a side came to.
+/// The result of a side.
 #[derive(Debug, Serialize)]
 struct Line {
     model: Model,
     side: Side,
-    /// Samples a second.
+    /// Samples per second.
     rate: Interval,
     /// The rate over that of the first side in the same round.
     ratio: Interval,
-    /// The same if in each step the processes had waited for the slower one, and for nothing else:
-    /// what two that share nothing give to ranks, which do wait.
+    /// The ratio if, in each step, the processes had waited for the slower one and for nothing else: the best that two
+    /// ranks can reach, since they do wait.
     in_step: Interval,
-    /// Milliseconds of a step.
+    /// Milliseconds per step.
     step: f64,
-    /// Seconds of the processor for each second and process.
+    /// Processor seconds per second and process.
     busy: f64,
-    /// The part of these in the kernel.
+    /// The part of `busy` in the kernel.
     kernel: f64,
-    /// Pages first touched in a step.
+    /// Pages first touched, per step.
     faults: f64,
 }
 
@@ -119,7 +119,7 @@ fn measure(args: &Args, model: Model) -> Result<Vec<Line>, Box<dyn Error>> {
     let mut crews = Vec::new();
     for &side in &args.side {
         let mut crew = Crew::start(&plan(args, model, side)?)?;
-        // The first steps find everything cold; the second round tells how many fit.
+        // The first steps are cold; the second round tells how many steps fit into a round.
         crew.round(2)?;
         let trial = crew.round(3)?;
         let step = trial
@@ -187,7 +187,7 @@ fn measure(args: &Args, model: Model) -> Result<Vec<Line>, Box<dyn Error>> {
     Ok(lines.collect())
 }
 
-/// For each round, the time that a process took on average over the time of the slower ones.
+/// Returns, for each round, the mean time of a process over the time of the slower one in each step.
 fn in_step(rounds: &[Vec<Round>]) -> impl Iterator<Item = f64> {
     rounds.iter().map(|round| {
         let steps = round.iter().map(|process| process.steps).min().unwrap_or(0);
@@ -254,7 +254,7 @@ fn plan(args: &Args, model: Model, side: Side) -> Result<Plan, Box<dyn Error>> {
     })
 }
 
-/// A thread that does nothing, so that nothing else does something on its core.
+/// A thread that spins, so that nothing else runs on its core.
 struct Holder {
     ends: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
@@ -280,13 +280,13 @@ impl Drop for Holder {
     fn drop(&mut self) {
         self.ends.store(true, Ordering::Relaxed);
         if let Some(thread) = self.thread.take() {
-            // It cannot panic.
+            // The thread cannot panic.
             let _ = thread.join();
         }
     }
 }
 
-/// The load of the machine, on which everything here depends.
+/// Describes the machine and its load, on which every result depends.
 fn machine() -> String {
     let load = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
     let cores = std::thread::available_parallelism().map_or(0, usize::from);

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Runs a command as the ranks of several hosts on one machine: a network namespace for each host,
-# joined by a switch, with links of a chosen rate and delay. Needs root, iproute2, and a kernel with
-# veth, bridge and tbf; a delay also netem, or python3 and tun in its place.
+# Runs a command as the ranks of several hosts on one machine: a network namespace per host, joined by a
+# switch, with links of a chosen rate and delay. Needs root, iproute2, and a kernel with veth, bridge and
+# tbf; a delay also needs netem, or python3 and tun in its place.
 #
 #   benches/shaped_link.sh --rate 1gbit -- target/release/train --epochs 1
 #   benches/shaped_link.sh --hosts 2 --ranks-per-host 2 --rate 1gbit --delay 1ms -- ./program
 #
-# Each process finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT,
-# ACCEL_PORT and ACCEL_TOKEN_FILE. The exit status is that of the first rank that failed.
+# Each process gets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT,
+# ACCEL_PORT and ACCEL_TOKEN_FILE. The exit status is that of the first rank that fails.
 set -euo pipefail
 
 usage() {
@@ -42,7 +42,7 @@ while [ $# -gt 0 ]; do
 done
 [ $# -gt 0 ] || { usage >&2; exit 2; }
 
-name=accel-$$ # names of this run only
+name=accel-$$ # unique to this run
 folder=$(mktemp -d)
 children=()
 
@@ -66,7 +66,7 @@ shape() { # NAMESPACE DEVICE
     [ "$rate" = none ] || inside "$1" tc qdisc add dev "$2" root handle 1: tbf rate "$rate" burst 128kb latency 50ms
 }
 
-relay() { # HOST: delays what a host sends and receives, where the kernel cannot
+relay() { # HOST: delays the packets of a host if the kernel cannot
     command -v python3 >/dev/null || { echo "a delay needs netem or python3" >&2; exit 2; }
     python3 "$(dirname "$0")/delayed_link.py" "$name-$1" "$name-switch" "port$1" "$delay" >"$folder/ready-$1" &
     children+=($!)

@@ -1,5 +1,4 @@
-//! A prepared loop on one process beside the same loop in plain Burn, in pairs of rounds whose order
-//! alternates.
+//! Compares a prepared loop on one process with the same loop in plain Burn, in pairs of rounds in alternating order.
 //!
 //! `cargo bench -p accelerator-benches --bench step_overhead -- --help`
 
@@ -12,32 +11,32 @@ use accelerator_benches::{Interval, Model, Pair};
 use clap::Parser;
 use serde::Serialize;
 
-/// Measures what a prepared loop takes more than a plain one.
+/// Measure the overhead of a prepared loop over a plain one
 #[derive(Debug, Parser)]
 struct Args {
     /// The networks
     #[arg(long, value_delimiter = ',', default_value = "cnn,small-mlp")]
     model: Vec<Model>,
-    /// Pairs of rounds
+    /// The number of pairs of rounds
     #[arg(long, default_value_t = 20)]
     pairs: usize,
-    /// How long a round takes, in seconds
+    /// The duration of a round, in seconds
     #[arg(long, default_value_t = 1.0)]
     seconds: f64,
-    /// Prints one JSON object a line
+    /// Print one JSON object per line
     #[arg(long)]
     json: bool,
     #[arg(long, hide = true)]
     bench: bool,
 }
 
-/// What came out for a network.
+/// The result for a network.
 #[derive(Debug, Serialize)]
 struct Line {
     model: Model,
-    /// Milliseconds of a step in plain Burn.
+    /// Milliseconds per step in plain Burn.
     plain: Interval,
-    /// Milliseconds of a prepared step.
+    /// Milliseconds per prepared step.
     prepared: Interval,
     /// Prepared over plain, pair by pair.
     ratio: Interval,
@@ -64,7 +63,7 @@ fn main() -> Result<(), Box<dyn Error>> {
 }
 
 fn measure(args: &Args, accelerator: &Accelerator, model: Model) -> Result<Line, Box<dyn Error>> {
-    // The rounds before the first pair find everything cold, and tell how many steps fit.
+    // The rounds before the first pair are cold; they tell how many steps fit into a round.
     let steps = {
         let mut pair = Pair::new(accelerator, model, 5)?;
         pair.plain()?;

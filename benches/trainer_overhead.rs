@@ -1,4 +1,4 @@
-//! A `Trainer` on one process beside the same loop by hand, in rounds in turn.
+//! Compares a `Trainer` on one process with the same loop by hand, in alternating rounds.
 //!
 //! `cargo bench -p accelerator-benches --bench trainer_overhead -- --help`
 
@@ -18,29 +18,29 @@ use burn::optim::AdamWConfig;
 use clap::Parser;
 use serde::Serialize;
 
-/// Measures what a `Trainer` takes more than a loop by hand.
+/// Measure the overhead of a `Trainer` over a loop by hand
 #[derive(Debug, Parser)]
 struct Args {
     /// The networks
     #[arg(long, value_delimiter = ',', default_value = "small-mlp,transformer")]
     model: Vec<Model>,
-    /// Rounds of each side
+    /// The number of rounds of each side
     #[arg(long, default_value_t = 20)]
     rounds: usize,
-    /// How long a round takes, in seconds
+    /// The duration of a round, in seconds
     #[arg(long, default_value_t = 1.0)]
     seconds: f64,
     #[arg(long, hide = true)]
     bench: bool,
 }
 
-/// What came out for a network: the last line of its output, as JSON.
+/// The result for a network: the last line of its output, as JSON.
 #[derive(Debug, Serialize)]
 struct Line {
     model: Model,
-    /// Milliseconds of a step by hand.
+    /// Milliseconds per step by hand.
     by_hand: Interval,
-    /// Milliseconds of a step of the trainer.
+    /// Milliseconds per step of the trainer.
     trainer: Interval,
     /// The trainer over the loop by hand, round by round.
     ratio: Interval,
@@ -73,7 +73,7 @@ fn measure(
         since: Instant::now(),
         times: times.clone(),
     };
-    // What the loop by hand does: no clipping, no logs, a constant rate, Burn's own optimizer.
+    // The settings of the loop by hand: no clipping, no logs, a constant rate, Burn's own optimizer.
     let arguments = TrainingArguments {
         learning_rate: 1e-5,
         logging_strategy: IntervalStrategy::No,
@@ -99,7 +99,7 @@ fn measure(
     .build()?;
     trainer.train()?;
 
-    // The first round finds everything cold.
+    // The first round is cold.
     let times = times.lock();
     let (trainer, by_hand): (Vec<f64>, Vec<f64>) = times.iter().skip(1).copied().unzip();
     let ratios = trainer.iter().zip(&by_hand).map(|(a, b)| a / b);
@@ -111,12 +111,12 @@ fn measure(
     })
 }
 
-/// After each round of the trainer, a round by hand.
+/// The callback that runs a round by hand after each round of the trainer.
 struct Rounds {
     by_hand: Pair,
     steps: usize,
     since: Instant,
-    /// Milliseconds of a step, of the trainer and by hand.
+    /// Milliseconds per step, of the trainer and by hand.
     times: Arc<Mutex<Vec<(f64, f64)>>>,
 }
 

@@ -40,7 +40,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 SIZES = "4KiB,64KiB,1MiB,4MiB,25MB,100MB"
 UNITS = {"": 1, "B": 1, "KB": 10**3, "KiB": 2**10, "MB": 10**6, "MiB": 2**20, "GB": 10**9, "GiB": 2**30}
-# What ours is to reach on two ranks: at most so much of the other's time.
+# The target on two ranks: our time over the other's, at most.
 AIMS = {
     4096: {"gloo": 1 / 50, "mpi": 1},
     65536: {"mpi": 1},

@@ -49,7 +49,7 @@ def main():
         print(f"left out: torchrun ({python} has no torch; set PYTHON=...)", file=sys.stderr)
     with tempfile.TemporaryDirectory() as folder, Hosts(Path(folder)) as hosts:
         rounds = []
-        # The first round, which reads programs from the disk, does not count.
+        # The first round reads programs from the disk, and does not count.
         for number in range(options.rounds + 1):
             at = 29400 + number * len(sides)
             times = {name: hosts.run(side, at + nth, options.ranks) for nth, (name, side) in enumerate(sides.items())}
@@ -78,7 +78,7 @@ def torchrun(python, backend, host, port, ranks):
     place = ["--nnodes", "2", "--node-rank", str(host), "--nproc-per-node", str(ranks), "--local-addr", address(host)]
     meeting = ["--rdzv-backend", backend, "--rdzv-endpoint", f"{address(0)}:{port}", "--rdzv-id", str(port)]
     if backend == "c10d":
-        # Names of this machine say nothing about its namespaces.
+        # The names of this machine do not resolve to addresses in its namespaces.
         meeting += ["--rdzv-conf", f"is_host={int(host == 0)}"]
     else:
         meeting = [*meeting[:2], "--master-addr", address(0), "--master-port", str(port)]
@@ -111,7 +111,7 @@ class Hosts:
                 ip("-n", name, "link", "set", "eth0", "up")
                 own = Path("/etc/netns") / name
                 own.mkdir(parents=True)
-                # torchrun asks for names of hosts; no name server is there to wait for.
+                # torchrun looks up host names, and there is no name server to wait for.
                 known = f"127.0.0.1 localhost\n{address(host)} {socket.gethostname()}\n{address(1 - host)} other\n"
                 (own / "hosts").write_text(known)
                 (own / "resolv.conf").write_text("")

@@ -74,7 +74,7 @@ def train(rank, options, port, folder):
         train_dataset=sequences(options.batch * options.processes * 100),
         callbacks=[clock],
     )
-    # Nothing but the result is printed.
+    # Only the result is printed.
     trainer.remove_callback(PrinterCallback)
     trainer.train()
     if rank == 0:

@@ -114,7 +114,7 @@ class Samples:
     def __call__(self, items):
         index = torch.tensor(items) % DIFFERENT
         labels = self.labels[index]
-        # What a batch holds is moved to the device, so nothing is left out where there are no images.
+        # Whatever a batch holds is moved to the device, so it has no placeholder for missing images.
         return {"labels": labels} if self.values is None else {"values": self.values[index], "labels": labels}
 
 

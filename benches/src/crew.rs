@@ -7,7 +7,7 @@ use clap::ValueEnum;
 use crate::model::Model;
 use crate::worker::{Loop, Round};
 
-/// The settings of glibc's allocator that `accel-launch` gives to every process.
+/// The settings of glibc's allocator that `accel-launch` gives every process.
 pub const ALLOCATOR: [(&str, &str); 4] = [
     ("MALLOC_MMAP_THRESHOLD_", "4294967296"),
     ("MALLOC_TOP_PAD_", "67108864"),
@@ -15,46 +15,46 @@ pub const ALLOCATOR: [(&str, &str); 4] = [
     ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"),
 ];
 
-/// Workers that run at the same time.
+/// The plan for workers that run at the same time.
 #[derive(Clone, Debug)]
 pub struct Plan {
-    /// What they train.
+    /// The model to train.
     pub model: Model,
-    /// How.
+    /// The training loop.
     pub kind: Loop,
-    /// Samples in a batch of each.
+    /// The samples in a batch of each worker.
     pub batch_size: usize,
-    /// How many there are.
+    /// The number of workers.
     pub processes: usize,
-    /// Whether they are ranks of one job, or know nothing of each other.
+    /// The link between the workers.
     pub link: CrewLink,
-    /// Threads of each.
+    /// The threads of each worker.
     pub threads: usize,
-    /// Where they may run.
+    /// The cores that the workers may run on.
     pub cores: Cores,
-    /// Further variables of their environment.
+    /// Further environment variables of the workers.
     pub variables: Vec<(String, String)>,
 }
 
-/// What joins the workers of a crew.
+/// The link between the workers of a crew.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum CrewLink {
-    /// They are ranks of one job.
+    /// The workers are ranks of one job.
     Job,
-    /// Nothing.
+    /// The workers do not communicate.
     None,
 }
 
-/// Where workers may run.
+/// The cores that workers may run on.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Cores {
-    /// The n-th on the n-th core.
+    /// Pins the n-th worker to the n-th core.
     Pinned,
-    /// Anywhere.
+    /// Pins no worker.
     Any,
 }
 
-/// Workers that have been started. They end when it is dropped.
+/// Workers that are running. They end on drop.
 #[derive(Debug)]
 pub struct Crew {
     workers: Vec<Worker>,
@@ -69,12 +69,12 @@ struct Worker {
 }
 
 impl Crew {
-    /// Starts the workers: this program with the argument `worker`, which is to call
+    /// Starts the workers: this program with the argument `worker`, for which it must call
     /// [`work`](crate::worker::work).
     ///
     /// # Errors
     ///
-    /// When a process cannot be started. Pinning takes the program `taskset`.
+    /// If a process cannot be started. Pinning needs the program `taskset`.
     pub fn start(plan: &Plan) -> io::Result<Self> {
         let port = TcpListener::bind(("127.0.0.1", 0))?.local_addr()?.port();
         let workers = (0..plan.processes)
@@ -98,16 +98,16 @@ impl Crew {
         })
     }
 
-    /// Threads that compute, over all workers.
+    /// Returns the number of computing threads, over all workers.
     pub fn threads(&self) -> usize {
         self.threads
     }
 
-    /// Lets every worker do so many steps, all at once, and waits for their reports.
+    /// Lets all workers take `steps` steps at the same time, and waits for their reports.
     ///
     /// # Errors
     ///
-    /// When a worker has ended; its own message is on standard error.
+    /// If a worker has ended; its own message is on standard error.
     pub fn round(&mut self, steps: usize) -> io::Result<Vec<Round>> {
         for worker in &mut self.workers {
             worker.tell(steps)?;
@@ -176,7 +176,7 @@ impl Drop for Crew {
             worker.commands = None;
         }
         for worker in &mut self.workers {
-            // Nothing is left to be done for a process that cannot be waited for.
+            // If waiting fails, nothing is left to do about the process.
             let _ = worker.child.wait();
         }
     }

@@ -1,4 +1,4 @@
-//! What the benches share: networks, loops, processes that run them in turns, and statistics.
+//! The parts that the benches share: networks, loops, processes that run the loops in turns, and statistics.
 
 mod crew;
 mod model;

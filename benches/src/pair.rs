@@ -8,27 +8,27 @@ use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer};
 
 use crate::model::{Batch, Model, Net, Samples};
 
-/// Learning is slow enough that both sides go on computing with numbers of the same size.
+/// The learning rate: so low that both sides keep computing with numbers of the same magnitude.
 const RATE: f64 = 1e-5;
 
-/// The same training twice: in plain Burn, and prepared. Each round is one epoch of either.
+/// The same training twice, in plain Burn and prepared. A round is an epoch of either.
 #[allow(missing_debug_implementations, reason = "Burn's loaders have none")]
 pub struct Pair {
     accelerator: Accelerator,
     steps: usize,
     epoch: u64,
-    /// `None` where a round has failed.
+    /// `None` after a failed round.
     models: Option<(Net, Net)>,
     plain: Plain,
     prepared: Prepared,
 }
 
-/// What a step took, in seconds, on average over a round.
+/// The mean duration of a step in a round, in seconds.
 #[derive(Clone, Copy, Debug)]
 pub struct Step {
-    /// All of it.
+    /// The whole step.
     pub whole: f64,
-    /// The part in `backward`: that of the loss in plain Burn, that of the accelerator else.
+    /// The part in `backward`: of the loss in plain Burn, of the accelerator in the prepared loop.
     pub backward: f64,
 }
 
@@ -43,12 +43,11 @@ struct Prepared {
 }
 
 impl Pair {
-    /// Two networks, each with an optimizer and a loader whose epochs have so many steps on every
-    /// rank.
+    /// Creates two networks, each with an optimizer and a loader with epochs of `steps` steps on every rank.
     ///
     /// # Errors
     ///
-    /// Those of [`Accelerator::prepare`].
+    /// The errors of [`Accelerator::prepare`].
     pub fn new(accelerator: &Accelerator, model: Model, steps: usize) -> Result<Self> {
         let (device, samples) = (accelerator.device(), model.samples());
         let share = steps * model.batch_size();
@@ -74,11 +73,11 @@ impl Pair {
         })
     }
 
-    /// A round in plain Burn, on this rank alone.
+    /// Runs a round in plain Burn, on this rank alone.
     ///
     /// # Errors
     ///
-    /// When a batch cannot be read, or an earlier round failed.
+    /// If a batch cannot be read, or an earlier round failed.
     pub fn plain(&mut self) -> Result<Step, Box<dyn core::error::Error>> {
         let (mut model, other) = self.models.take().ok_or("an earlier round failed")?;
         let (start, mut backward) = (Instant::now(), Duration::ZERO);
@@ -94,11 +93,11 @@ impl Pair {
         Ok(self.step(start.elapsed(), backward))
     }
 
-    /// A round of the prepared loop, together with the other ranks.
+    /// Runs a round of the prepared loop, together with the other ranks.
     ///
     /// # Errors
     ///
-    /// Those of the accelerator, or when an earlier round failed.
+    /// The errors of the accelerator, and an error if an earlier round failed.
     pub fn prepared(&mut self) -> Result<Step, Box<dyn core::error::Error>> {
         let (other, mut model) = self.models.take().ok_or("an earlier round failed")?;
         let (start, mut backward) = (Instant::now(), Duration::ZERO);

@@ -3,21 +3,21 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 
-/// The median of numbers, and where the median of what they are drawn from lies.
+/// The median of a sample, with a confidence interval for the median of its distribution.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Interval {
     /// The lower end.
     pub low: f64,
-    /// The numbers' own median.
+    /// The median of the sample.
     pub median: f64,
     /// The upper end.
     pub high: f64,
 }
 
 impl Interval {
-    /// The interval that holds the median with a probability of at least 95 %, whatever the
-    /// distribution: by order statistics, whose ranks are binomial. With fewer than six numbers
-    /// no such interval is bounded, and it is all of them. NaN of none.
+    /// Returns the interval that contains the median of the distribution with a probability of at least 95 %, whatever
+    /// the distribution: its ends are order statistics, whose ranks are binomial. Fewer than six numbers give no such
+    /// interval; then it spans all of them. NaN without numbers.
     ///
     /// ```
     /// use accelerator_benches::Interval;
@@ -46,7 +46,7 @@ impl fmt::Display for Interval {
     }
 }
 
-/// Times `work` `runs` times and gives the median.
+/// Times `work` `runs` times and returns the median.
 pub fn median(runs: usize, mut work: impl FnMut()) -> Duration {
     let mut times: Vec<Duration> = (0..runs)
         .map(|_| {
@@ -59,13 +59,13 @@ pub fn median(runs: usize, mut work: impl FnMut()) -> Duration {
     times.get(runs / 2).copied().unwrap_or_default()
 }
 
-/// The median of numbers, NaN of none.
+/// Returns the median of the numbers; NaN without numbers.
 pub fn middle(numbers: Vec<f64>) -> f64 {
     Interval::of(numbers).median
 }
 
-/// How many of the smallest and of the largest numbers may be left out of `count`: the most for
-/// which the tails of Binomial(count, 1/2) hold at most 2.5 % each.
+/// Returns how many of the smallest and of the largest of `count` numbers to leave out: the most for which the tails of
+/// Binomial(count, 1/2) hold at most 2.5 % each.
 fn skipped(count: usize) -> usize {
     let mut term = 0.5_f64.powi(i32::try_from(count).unwrap_or(i32::MAX));
     let mut tail = term;
@@ -75,7 +75,7 @@ fn skipped(count: usize) -> usize {
         term *= (count - skip + 1) as f64 / skip as f64;
         tail += term;
     }
-    // `tail` exceeds the bound with `skip + 1` values below it; the interval starts at `skip`.
+    // `tail` exceeds the bound at `skip`, so the interval starts one before it.
     skip.saturating_sub(1).min(count.saturating_sub(1) / 2)
 }
 
@@ -85,7 +85,7 @@ mod tests {
 
     #[test]
     fn the_ranks_are_those_of_the_tables() {
-        // Conover, Practical Nonparametric Statistics: n, and the 1-based lower rank.
+        // Conover, Practical Nonparametric Statistics: n, and the lower rank, counted from 1.
         for (count, rank) in [(6, 1), (9, 2), (12, 3), (15, 4), (20, 6), (25, 8)] {
             assert_eq!(skipped(count) + 1, rank, "{count}");
         }

@@ -2,23 +2,23 @@ use core::ops::Sub;
 
 use serde::{Deserialize, Serialize};
 
-/// Seconds of one tick in which Linux counts a process's time: `USER_HZ`, 100 on every
-/// architecture that Rust's standard library supports.
+/// The seconds per tick of the process times of Linux: `USER_HZ` is 100 on every architecture that Rust's standard
+/// library supports.
 const TICK: f64 = 0.01;
 
-/// What a process has taken, as Linux counts it; zeros elsewhere.
+/// The resources that a process has used, as Linux counts them; zeros elsewhere.
 #[derive(Clone, Copy, Debug, Default, Deserialize, Serialize)]
 pub struct Usage {
-    /// Seconds of the processor, in the program.
+    /// Processor seconds in the program.
     pub user: f64,
-    /// Seconds of the processor, in the kernel.
+    /// Processor seconds in the kernel.
     pub system: f64,
-    /// Pages of memory that were first touched.
+    /// Memory pages first touched.
     pub faults: u64,
 }
 
 impl Usage {
-    /// What this process has taken so far, over all its threads.
+    /// Returns what this process has used so far, over all its threads.
     pub fn of_this_process() -> Self {
         std::fs::read_to_string("/proc/self/stat")
             .ok()
@@ -28,7 +28,7 @@ impl Usage {
 
     /// Reads `/proc/PID/stat`; see proc_pid_stat(5).
     fn parse(text: &str) -> Option<Self> {
-        // The name, in parentheses, may hold spaces and parentheses.
+        // The name, in parentheses, may itself contain spaces and parentheses.
         let (_, fields) = text.rsplit_once(") ")?;
         let field = |number: usize| fields.split(' ').nth(number - 3)?.parse::<u64>().ok();
         Some(Self {
@@ -51,7 +51,7 @@ impl Sub for Usage {
     }
 }
 
-/// The most memory that this process has had so far, in KiB; `None` where Linux does not say.
+/// Returns the peak memory of this process so far, in KiB; `None` if Linux does not report it.
 pub fn peak_memory() -> Option<u64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let line = status

@@ -1,8 +1,8 @@
-//! A process that trains when it is told to.
+//! A process that trains on command.
 //!
-//! The side that measures starts workers with [`Crew::start`](crate::Crew::start), keeps them, and
-//! gives them rounds of steps over their standard input. So what is compared runs in turns, within
-//! seconds of each other, and never starts up within what is timed.
+//! The measuring side starts workers with [`Crew::start`](crate::Crew::start), keeps them running, and gives them
+//! rounds of steps through their standard input. The sides of a comparison thus take turns within seconds of each
+//! other, and no start-up falls into the timed part.
 
 use std::io::{BufRead, Write};
 use std::time::Instant;
@@ -16,29 +16,29 @@ use serde::{Deserialize, Serialize};
 use crate::model::{Model, Net, Samples};
 use crate::usage::Usage;
 
-/// Samples of a data set: enough that a round rarely meets its end.
+/// The samples of the data set: so many that a round rarely meets its end.
 const SAMPLES: usize = 1 << 16;
 const RATE: f64 = 1e-5;
 
-/// How a worker trains.
+/// The training loop of a worker.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
 pub enum Loop {
     /// Burn's loader, `backward` and optimizer
     Plain,
-    /// The same, prepared by an `Accelerator`
+    /// The same parts, prepared by an `Accelerator`
     Prepared,
 }
 
-/// What a worker is told on its command line.
+/// The command line of a worker.
 #[derive(Clone, Debug, Parser)]
 pub struct WorkerArgs {
     /// The network
     #[arg(long)]
     pub model: Model,
-    /// The loop
+    /// The training loop
     #[arg(long = "loop")]
     pub kind: Loop,
-    /// Samples in a batch of this process
+    /// The samples in a batch of this process
     #[arg(long)]
     pub batch_size: usize,
 }
@@ -46,22 +46,22 @@ pub struct WorkerArgs {
 /// A worker's report of a round.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub struct Round {
-    /// Steps that were done.
+    /// The number of steps done.
     pub steps: usize,
-    /// How long each of them took, in seconds.
+    /// The seconds that each step took.
     pub each: Vec<f64>,
-    /// How long they took, in seconds.
+    /// The seconds that all steps took.
     pub seconds: f64,
-    /// What they took of the processor and of memory.
+    /// The processor time and memory that the steps took.
     pub usage: Usage,
 }
 
-/// Runs a worker: `steps N` on standard input is answered by a [`Round`] as a line of JSON on
-/// standard output. It ends with its input.
+/// Runs a worker: answers `steps N` on standard input with a [`Round`] as a line of JSON on standard output, until its
+/// input ends.
 ///
 /// # Errors
 ///
-/// When training fails, or a command cannot be read.
+/// If training fails, or a command cannot be parsed.
 pub fn work(args: &WorkerArgs) -> Result<(), Box<dyn std::error::Error>> {
     match args.kind {
         Loop::Plain => plain(args),
@@ -127,7 +127,7 @@ fn prepared(args: &WorkerArgs) -> Result<(), Box<dyn std::error::Error>> {
     Ok(accelerator.finish()?)
 }
 
-/// Answers commands; `step` tells whether it did a step, or only found the end of an epoch.
+/// Answers commands; `step` returns false if it took no step, since the epoch has ended.
 fn serve(
     mut step: impl FnMut() -> Result<bool, Box<dyn std::error::Error>>,
 ) -> Result<(), Box<dyn std::error::Error>> {

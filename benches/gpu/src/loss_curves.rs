@@ -1,4 +1,4 @@
-//! The losses of a training in half precision beside those of the same training in f32.
+//! Compares the losses of a training in half precision with those of the same training in f32.
 
 use std::error::Error;
 
@@ -11,41 +11,41 @@ use serde::Serialize;
 use crate::outcome::{Outcome, skip_unsupported};
 use crate::setting::{self, Computing};
 
-/// Successive steps whose losses are averaged before curves are compared.
+/// The number of successive steps whose losses are averaged before curves are compared.
 const WINDOW: usize = 10;
 const SEED: u64 = 42;
 
-/// What is compared.
+/// The settings of `loss-curves`.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct Args {
     /// The kind of device
     #[arg(long, value_enum)]
     device: DeviceName,
-    /// What is computed in beside f32
+    /// The precisions to compare with f32
     #[arg(long, value_enum, value_delimiter = ',', default_value = "bf16,f16")]
     precision: Vec<Computing>,
-    /// Drawn digits to train on
+    /// The number of drawn digits to train on
     #[arg(long, default_value_t = 9600)]
     digits: usize,
-    /// Samples in a batch
+    /// The samples in a batch
     #[arg(long, default_value_t = 64)]
     batch_size: usize,
-    /// How often to go through them
+    /// The number of passes over the digits
     #[arg(long, default_value_t = 2)]
     epochs: u64,
-    /// By how much the mean loss of the last quarter, and the accuracy, may be worse
+    /// The most by which the mean loss of the last quarter, and the accuracy, may be worse than in f32
     #[arg(long, default_value_t = 0.03)]
     tolerance: f64,
 }
 
-/// What came out.
+/// The result.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Curves {
     measure: &'static str,
     device: String,
     model: &'static str,
     batch_size: usize,
-    /// Steps that a point of a curve is the mean of.
+    /// The number of steps that a point of a curve averages.
     window: usize,
     tolerance: f64,
     f32: Training,
@@ -64,11 +64,11 @@ struct Comparison {
 struct Half {
     #[serde(flatten)]
     training: Training,
-    /// The largest distance of a point from that of f32.
+    /// The largest distance of a point of the curve from that of f32.
     largest_distance: f64,
-    /// By how much the mean loss of the last quarter of all steps is higher than in f32.
+    /// The excess of the mean loss of the last quarter of the steps over that of f32.
     end_worse: f64,
-    /// By how much the share of right answers is lower than in f32.
+    /// The deficit of the accuracy from that of f32.
     accuracy_worse: f64,
     within_tolerance: bool,
 }
@@ -76,19 +76,19 @@ struct Half {
 #[derive(Clone, Debug, Serialize)]
 struct Training {
     steps: usize,
-    /// Steps that were left out because a gradient was not finite.
+    /// The steps skipped because a gradient was not finite.
     skipped_steps: usize,
-    /// By what the loss was multiplied in the end.
+    /// The loss scale at the end.
     loss_scale: Option<f64>,
     /// The share of right answers on digits that were not trained on.
     accuracy: f64,
-    /// The mean loss of the last quarter of all steps.
+    /// The mean loss of the last quarter of the steps.
     end_loss: f64,
-    /// Means of the loss over windows of steps.
+    /// The means of the loss over windows of steps.
     curve: Vec<f64>,
 }
 
-/// Trains once in each.
+/// Trains once in each precision.
 pub(crate) fn run(args: &Args) -> Result<Curves, Box<dyn Error>> {
     let split = Split::draw(args.digits);
     let whole = train(args, Computing::F32, &split)?;
@@ -123,7 +123,7 @@ pub(crate) fn run(args: &Args) -> Result<Curves, Box<dyn Error>> {
 }
 
 impl Curves {
-    /// An error where a curve is not within tolerance.
+    /// Returns an error if a curve is not within tolerance.
     pub(crate) fn check(&self) -> Result<(), Box<dyn Error>> {
         if self.passed {
             return Ok(());
@@ -140,7 +140,7 @@ impl Half {
         let accuracy_worse = whole.accuracy - training.accuracy;
         Self {
             largest_distance: distances.fold(0.0, f64::max),
-            // NaN is not within.
+            // False for NaN.
             within_tolerance: end_worse <= tolerance && accuracy_worse <= tolerance,
             end_worse,
             accuracy_worse,
@@ -174,7 +174,7 @@ fn train(args: &Args, computing: Computing, split: &Split) -> Result<Training, B
                 cross_entropy(accelerator.to_full(logits), batch.targets.clone())
             });
             let gradients = accelerator.backward(loss, &model, &batch)?;
-            // None where the step is left out.
+            // `None` if the step is skipped.
             losses.push(gradients.loss());
             model = optimizer.step(1e-3, model, gradients);
             if let StepOutcome::Skipped { .. } = optimizer.outcome() {
@@ -202,7 +202,7 @@ fn train(args: &Args, computing: Computing, split: &Split) -> Result<Training, B
     })
 }
 
-/// Of those that are known; NaN where none is.
+/// Returns the mean of the known numbers; NaN if there are none.
 fn mean(numbers: &[Option<f64>]) -> f64 {
     let known = numbers.iter().flatten();
     known.clone().sum::<f64>() / known.count() as f64

@@ -1,6 +1,6 @@
-//! What is measured on a machine with a GPU, as one program that is packed and carried there.
+//! The measurements on a machine with a GPU, in one program that is packed and taken there.
 //!
-//! `benches/gpu.md` says what each command measures; `benches/gpu/run` calls them.
+//! `benches/gpu.md` describes what each command measures; `benches/gpu/run` runs them.
 
 #![allow(clippy::print_stdout, reason = "a bench prints its figures")]
 
@@ -20,10 +20,10 @@ use std::path::PathBuf;
 
 use clap::{Parser, Subcommand};
 
-/// Measures what only a machine with a GPU can tell; each command prints one JSON object.
+/// Measure what only a machine with a GPU can tell; each command prints one JSON object
 #[derive(Debug, Parser)]
 struct Args {
-    /// Also writes the JSON object to this file
+    /// Also write the JSON object to this file
     #[arg(long, global = true, value_name = "FILE")]
     out: Option<PathBuf>,
     #[command(subcommand)]
@@ -32,18 +32,18 @@ struct Args {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// What the device is, what it computes in, and how exactly it multiplies
+    /// Describe the device: its name, the precisions that it supports, and the error of its matrix products
     Probe(probe::Args),
-    /// A plain Burn loop beside the prepared one, in one process, in pairs of rounds
+    /// Compare a plain Burn loop with the prepared one, in one process, in pairs of rounds
     PlainAndPrepared(plain_and_prepared::Args),
-    /// The losses of a training in half precision beside those in f32
+    /// Compare the losses of a training in half precision with those in f32
     LossCurves(loss_curves::Args),
-    /// Two ranks on one device against one rank: the same parameters, and what communication costs
+    /// Compare two ranks on one device with one rank: the difference of parameters, and the cost of communication
     SharedGpu(shared_gpu::Args),
-    /// One of the ranks of `shared-gpu`
+    /// Run a rank of `shared-gpu`
     #[command(hide = true)]
     Rank(shared_gpu::RankArgs),
-    /// Puts the JSON objects of a folder together as tables in Markdown
+    /// Combine the JSON objects of a folder into tables in Markdown
     Report(report::Args),
 }
 

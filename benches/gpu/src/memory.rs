@@ -1,4 +1,4 @@
-//! Memory of the device.
+//! The memory of the device.
 
 use std::process::Command;
 
@@ -8,19 +8,19 @@ use serde::Serialize;
 
 const MIB: f64 = (1 << 20) as f64;
 
-/// What is held after some steps that began with nothing in reserve, in MiB. `None` where nobody tells.
+/// The memory in use after some steps that began with an empty pool, in MiB. `None` if unknown.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub(crate) struct Memory {
-    /// What Burn's allocator took from the device: the most that the steps needed at once, in whole pages.
+    /// The memory that Burn's allocator reserved on the device: the peak of the steps, in whole pages.
     reserved_mib: Option<f64>,
-    /// What is in use between steps: parameters, and the optimizer's state.
+    /// The memory in use between steps: parameters, and the state of the optimizer.
     in_use_mib: Option<f64>,
-    /// What the driver says is in use, by all processes.
+    /// The memory in use by all processes, as the driver reports it.
     driver_mib: Option<f64>,
 }
 
 impl Memory {
-    /// Runs `steps` with an empty reserve, and tells what they left in it.
+    /// Runs `steps` with an empty pool, and measures the pool after them.
     pub(crate) fn of<E>(
         kind: BackendKind,
         device: &Device,
@@ -28,7 +28,7 @@ impl Memory {
     ) -> Result<Self, E> {
         release(device);
         steps()?;
-        // A device that cannot be waited for fails in the rounds that follow.
+        // If the device cannot be waited for, the rounds that follow fail.
         let _ = device.sync();
         let usage = device.memory_pool_usage();
         Ok(Self {
@@ -39,14 +39,14 @@ impl Memory {
     }
 }
 
-/// Gives memory that nobody uses back to the device.
+/// Returns unused memory to the device.
 pub(crate) fn release(device: &Device) {
     let _ = device.sync();
     device.memory_cleanup();
     let _ = device.sync();
 }
 
-/// Asks `nvidia-smi` about the first GPU.
+/// Asks `nvidia-smi` for the memory in use on the first GPU.
 fn driver() -> Option<f64> {
     let output = Command::new("nvidia-smi")
         .args([

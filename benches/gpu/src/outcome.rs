@@ -1,25 +1,25 @@
-//! What a command found.
+//! The outcome of a command.
 
 use std::error::Error;
 use std::path::Path;
 
 use serde::Serialize;
 
-/// Figures, or why there are none.
+/// A measurement, or the reason why there is none.
 #[derive(Clone, Debug, Serialize)]
 #[serde(untagged)]
 pub(crate) enum Outcome<T> {
-    /// It was measured.
+    /// The measurement.
     Measured(T),
-    /// The device cannot do it.
+    /// The device does not support it.
     Skipped {
-        /// Why.
+        /// The reason.
         skipped: String,
     },
 }
 
 impl<T> Outcome<T> {
-    /// What was measured, if it was.
+    /// Returns the measurement, if there is one.
     pub(crate) fn measured(&self) -> Option<&T> {
         match self {
             Self::Measured(value) => Some(value),
@@ -28,7 +28,7 @@ impl<T> Outcome<T> {
     }
 }
 
-/// Takes a refusal of the device for an outcome: only what fails in another way is an error.
+/// Turns the error that the device does not support something into an outcome; passes on all other errors.
 pub(crate) fn skip_unsupported<T>(
     found: Result<T, Box<dyn Error>>,
 ) -> Result<Outcome<T>, Box<dyn Error>> {
@@ -43,7 +43,7 @@ pub(crate) fn skip_unsupported<T>(
     }
 }
 
-/// The device does not compute in what was asked for.
+/// The error that the device does not support a precision.
 #[derive(Debug)]
 pub(crate) struct Unsupported(pub(crate) String);
 
@@ -55,7 +55,7 @@ impl std::fmt::Display for Unsupported {
 
 impl Error for Unsupported {}
 
-/// Prints a command's JSON object, and writes it to the file where one is given.
+/// Prints the JSON object of a command, and writes it to `out` if given.
 pub(crate) fn tell(out: Option<&Path>, value: &impl Serialize) -> Result<(), Box<dyn Error>> {
     let text = serde_json::to_string(value)?;
     println!("{text}");

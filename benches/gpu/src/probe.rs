@@ -1,4 +1,4 @@
-//! What the device is.
+//! Describes the device.
 
 use std::error::Error;
 
@@ -7,10 +7,10 @@ use accelerator_examples::DeviceName;
 use burn::tensor::{DType, Device, Distribution, Tensor};
 use serde::Serialize;
 
-/// Rows and columns of the matrices that are multiplied.
+/// The rows and columns of the matrices to multiply.
 const SIDE: usize = 512;
 
-/// What is looked at.
+/// The settings of `probe`.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct Args {
     /// The kind of device
@@ -18,25 +18,25 @@ pub(crate) struct Args {
     device: DeviceName,
 }
 
-/// What came out.
+/// The result.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Probe {
     measure: &'static str,
     device: String,
     name: Option<String>,
-    /// What makes machine code of kernels.
+    /// The compiler that makes machine code of kernels.
     kernel_compiler: Option<String>,
     fusion: bool,
     autotune: bool,
     bf16: bool,
     f16: bool,
     f64: bool,
-    /// The largest error of a product of matrices in f32, over its largest element: 1e-6 or less where it was
-    /// computed in f32, 1e-4 or more where in TF32.
+    /// The largest error of a matrix product in f32, over its largest element: at most 1e-6 if computed in f32, at
+    /// least 1e-4 in TF32.
     matmul_relative_error: f64,
 }
 
-/// Looks.
+/// Probes the device.
 pub(crate) fn run(args: &Args) -> Result<Probe, Box<dyn Error>> {
     let accelerator = Accelerator::builder()
         .device(BackendKind::from(args.device))
@@ -80,7 +80,7 @@ fn kernel_compiler(device: DeviceName) -> Option<String> {
     }
 }
 
-/// Multiplies on the device, and beside it in f64 on the CPU.
+/// Multiplies on the device, and in f64 on the CPU to compare.
 fn matmul_error(device: &Device) -> f64 {
     let cpu = Device::flex();
     let draw = || Tensor::<2>::random([SIDE, SIDE], Distribution::Uniform(-1.0, 1.0), &cpu);

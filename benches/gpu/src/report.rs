@@ -1,4 +1,4 @@
-//! Tables of what was found.
+//! Makes tables of the results.
 
 use std::error::Error;
 use std::fmt::Write;
@@ -6,14 +6,14 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
-/// What is put together.
+/// The settings of `report`.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct Args {
-    /// The folder with the JSON objects; the tables are written there, too, as `gpu.md`
+    /// The folder with the JSON objects; the tables are written into it as `gpu.md`
     folder: PathBuf,
 }
 
-/// Reads what is there, and writes the tables. What is missing is left out.
+/// Reads the results in the folder and writes their tables; leaves out missing ones.
 pub(crate) fn run(args: &Args) -> Result<(), Box<dyn Error>> {
     let found = read(&args.folder)?;
     let text = tables(&found, &args.folder)?;
@@ -22,8 +22,8 @@ pub(crate) fn run(args: &Args) -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// The JSON objects of a folder, in the order of their files' names. A part that failed may have left half
-/// of one, which is passed over.
+/// Reads the JSON objects of a folder, in the order of the file names. Skips an object that a failed part has left
+/// incomplete.
 fn read(folder: &Path) -> Result<Vec<Value>, Box<dyn Error>> {
     let mut paths = std::fs::read_dir(folder)?
         .map(|entry| entry.map(|entry| entry.path()))
@@ -156,7 +156,7 @@ fn torch<'a>(text: &mut String, rows: impl Iterator<Item = &'a Value>) -> std::f
     Ok(())
 }
 
-/// What both have measured on the same batch.
+/// Writes the ratio of the results that both have for the same batch.
 fn side_by_side(text: &mut String, found: &[Value]) -> std::fmt::Result {
     *text += "## Prepared Burn beside Accelerate\n\n\
         | model | in | TF32 there | prepared Burn, samples/s | Accelerate | ours / theirs |\n|---|---|---|---|---|---|\n";
@@ -260,7 +260,7 @@ fn word(value: &Value) -> String {
     value.as_str().unwrap_or("?").to_owned()
 }
 
-/// With four digits that count.
+/// Formats a number with up to four significant digits.
 fn number(value: &Value) -> String {
     match value.as_f64() {
         None => "?".to_owned(),

@@ -1,4 +1,4 @@
-//! Words of the command line that several commands share.
+//! Values of the command line that several commands share.
 
 use std::error::Error;
 
@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::outcome::Unsupported;
 
-/// What forward and backward compute in; parameters stay in f32.
+/// The precision of forward and backward; parameters stay in f32.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Computing {
@@ -23,7 +23,7 @@ pub(crate) enum Computing {
 }
 
 impl Computing {
-    /// The type of a working copy; `None` where the parameters themselves are used.
+    /// Returns the type of the working copy; `None` if the parameters themselves are used.
     pub(crate) fn dtype(self) -> Option<FloatDType> {
         match self {
             Self::F32 => None,
@@ -43,21 +43,21 @@ impl From<Computing> for Precision {
     }
 }
 
-/// How large models and batches are.
+/// The size of models and batches.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Size {
-    /// What gives a GPU something to do
+    /// Enough work for a GPU
     Full,
-    /// What a CPU does in a moment, to rehearse
+    /// Quick on a CPU, to rehearse
     Tiny,
 }
 
-/// An accelerator that computes so.
+/// Creates an accelerator that computes in that precision.
 ///
 /// # Errors
 ///
-/// [`Unsupported`] where the device is there and does not compute so.
+/// [`Unsupported`] if the device exists but does not support the precision.
 pub(crate) fn open(
     device: DeviceName,
     computing: Computing,

@@ -2,19 +2,19 @@
 
 use serde::{Deserialize, Serialize};
 
-/// The median of numbers, and the quartiles on both sides of it.
+/// The median of a sample, and the quartiles around it.
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Serialize)]
 pub(crate) struct Spread {
-    /// A quarter of the numbers is below.
+    /// A quarter of the numbers lie below.
     pub(crate) lower: f64,
-    /// Half of the numbers is below.
+    /// Half of the numbers lie below.
     pub(crate) median: f64,
-    /// A quarter of the numbers is above.
+    /// A quarter of the numbers lie above.
     pub(crate) upper: f64,
 }
 
 impl Spread {
-    /// Quantiles by linear interpolation between the numbers, as NumPy's default; NaN of none.
+    /// Computes quantiles by linear interpolation between the numbers, like NumPy's default; NaN without numbers.
     pub(crate) fn of(numbers: impl IntoIterator<Item = f64>) -> Self {
         let mut numbers: Vec<f64> = numbers.into_iter().collect();
         numbers.sort_unstable_by(f64::total_cmp);

@@ -1,5 +1,5 @@
-//! The side of [`Trainer`] in `benches/compare/trainer.py`: the same transformer, data, batches and arguments, and the same
-//! keys in the last line of the output.
+//! The [`Trainer`] side of `benches/compare/trainer.py`: the same transformer, data, batches and arguments, and the
+//! same keys in the last line of the output.
 //!
 //! `accel-launch --nproc-per-node 2 target/release/trainer_steps --steps 200 --batch 16`
 
@@ -34,16 +34,16 @@ const HEADS: usize = 4;
 const INNER: usize = 256;
 const LAYERS: usize = 2;
 const CLASSES: usize = 16;
-/// Steps that do not count.
+/// The steps before the clock starts.
 const WARMUP: u64 = 20;
 
-/// Measures how many samples a second a trainer trains a small transformer with.
+/// Measure how many samples per second a trainer trains a small transformer with
 #[derive(Debug, Parser)]
 struct Args {
-    /// Steps that count, after 20 that do not
+    /// The number of timed steps, after 20 untimed ones
     #[arg(long, default_value_t = 200)]
     steps: u64,
-    /// Samples of each process a step
+    /// The samples of each process per step
     #[arg(long, default_value_t = 16)]
     batch: usize,
 }
@@ -86,7 +86,7 @@ fn main() -> Result<ExitCode> {
     trainer.finish()
 }
 
-/// From the end of the last step that does not count to the end of the last one.
+/// The ends of the last untimed step and of the last step.
 #[derive(Clone, Default)]
 struct Clock(Arc<Mutex<Option<(Instant, Instant)>>>);
 
@@ -115,7 +115,7 @@ struct Batch {
     labels: Tensor<1, Int>,
 }
 
-/// The class of a sequence is in its tokens.
+/// The sequences of `benches/compare/trainer.py`: the tokens of each reveal its class.
 struct Sequences;
 
 impl Batcher<usize, Batch> for Sequences {

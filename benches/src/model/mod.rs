@@ -1,4 +1,4 @@
-//! The networks that are trained, and what they are trained on.
+//! The networks to train, and the samples to train them on.
 
 mod mlp;
 mod samples;
@@ -14,21 +14,21 @@ use mlp::Mlp;
 pub use samples::{Batch, Numbers, SampleBatcher, SampleKind, Samples};
 pub use transformer::{Shape, Transformer};
 
-/// Classes of the networks that classify.
+/// The classes of the networks that classify.
 const CLASSES: usize = 10;
 
-/// Samples that are not alike.
+/// The number of distinct samples.
 const DIFFERENT: usize = 1024;
 
 /// A network to train.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize, ValueEnum)]
 #[serde(rename_all = "snake_case")]
 pub enum Model {
-    /// The network of the example `mnist`, 1.2 million parameters
+    /// The network of the `mnist` example, 1.2 million parameters
     Cnn,
     /// Dense layers 784-1024-1024-10, 1.9 million parameters
     Mlp,
-    /// Dense layers 256-256-256-10, whose step takes about a millisecond
+    /// Dense layers 256-256-256-10, with a step of about a millisecond
     SmallMlp,
     /// A causal transformer of 4 layers of width 256 over 64 tokens, 3.3 million parameters
     Transformer,
@@ -43,7 +43,7 @@ pub struct Net {
 }
 
 impl Model {
-    /// Its name on the command line.
+    /// Returns the name on the command line.
     pub fn name(self) -> &'static str {
         match self {
             Self::Cnn => "cnn",
@@ -53,7 +53,7 @@ impl Model {
         }
     }
 
-    /// Samples in a batch, where nothing else is asked for.
+    /// Returns the default number of samples in a batch.
     pub fn batch_size(self) -> usize {
         match self {
             Self::Cnn | Self::SmallMlp => 64,
@@ -62,7 +62,7 @@ impl Model {
         }
     }
 
-    /// The network with new weights.
+    /// Creates the network with new weights.
     pub fn init(self, device: &Device) -> Net {
         let mut net = Net {
             cnn: None,
@@ -78,17 +78,17 @@ impl Model {
         net
     }
 
-    /// Numbers of one sample.
+    /// Returns the number of values in a sample.
     fn inputs(self) -> usize {
         match self {
             Self::Cnn | Self::Mlp => 784,
             Self::SmallMlp => 256,
-            // It reads labels only; a tensor has no side of length 0 in every kernel.
+            // It reads only labels; not every kernel supports a dimension of length 0.
             Self::Transformer => 1,
         }
     }
 
-    /// Samples that suit it.
+    /// Creates samples that fit the network.
     pub fn samples(self) -> Samples {
         let (labels, classes) = match self {
             Self::Cnn | Self::Mlp | Self::SmallMlp => (1, CLASSES),
@@ -105,7 +105,7 @@ impl Model {
 }
 
 impl Net {
-    /// The mean cross-entropy over a batch.
+    /// Returns the mean cross-entropy over a batch.
     pub fn loss(&self, batch: &Batch) -> Tensor<1> {
         let labels = batch.labels.clone();
         let [samples, count] = labels.dims();

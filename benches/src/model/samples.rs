@@ -4,28 +4,27 @@ use burn::data::dataloader::batcher::Batcher;
 use burn::data::dataset::{Dataset, DatasetError};
 use burn::tensor::{Device, Int, Tensor, TensorData};
 
-/// What samples are like.
+/// The sizes of samples.
 #[derive(Clone, Copy, Debug)]
 pub struct SampleKind {
-    /// Numbers of one sample.
+    /// The number of values in a sample.
     pub values: usize,
-    /// Labels of one sample.
+    /// The number of labels in a sample.
     pub labels: usize,
-    /// How many different labels there are.
+    /// The number of different labels.
     pub classes: usize,
 }
 
 /// A batch of samples.
 #[derive(Clone, Debug)]
 pub struct Batch {
-    /// `[samples, numbers]`.
+    /// The values, `[samples, values]`.
     pub values: Tensor<2>,
-    /// `[samples, labels]`.
+    /// The labels, `[samples, labels]`.
     pub labels: Tensor<2, Int>,
 }
 
-/// Noise and labels that have nothing to do with it, so that the loss stays where it is however
-/// long a bench trains.
+/// Noise with unrelated labels, so that the loss stays the same however long a bench trains.
 #[derive(Clone, Debug)]
 pub struct Samples {
     values: Arc<[f32]>,
@@ -38,12 +37,12 @@ pub struct Samples {
 #[derive(Clone, Copy, Debug)]
 pub struct Numbers(usize);
 
-/// Makes a [`Batch`] of samples, which are given by their numbers.
+/// Makes a [`Batch`] of the samples with the given numbers.
 #[derive(Clone, Debug)]
 pub struct SampleBatcher(Samples);
 
 impl Samples {
-    /// So many different ones, through which a data set goes again and again.
+    /// Creates `different` distinct samples, which a data set repeats again and again.
     pub fn new(kind: SampleKind, different: usize) -> Self {
         let mut state = 42_u64;
         let mut random = move || {
@@ -66,12 +65,12 @@ impl Samples {
         }
     }
 
-    /// A data set of so many samples.
+    /// Creates a data set of `count` samples.
     pub fn dataset(count: usize) -> Numbers {
         Numbers(count)
     }
 
-    /// What makes batches of them.
+    /// Creates the batcher of these samples.
     pub fn batcher(&self) -> SampleBatcher {
         SampleBatcher(self.clone())
     }

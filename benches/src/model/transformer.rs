@@ -9,19 +9,19 @@ use burn::tensor::{Device, Int, Tensor};
 /// The sizes of a [`Transformer`].
 #[derive(Clone, Copy, Debug)]
 pub struct Shape {
-    /// How many different tokens there are.
+    /// The number of different tokens.
     pub tokens: usize,
-    /// Tokens of one sample, without the last one, which is only predicted.
+    /// The tokens of a sample, without the last one, which is only predicted.
     pub length: usize,
-    /// Numbers that stand for a token.
+    /// The width of the model.
     pub width: usize,
-    /// Attention heads of a layer.
+    /// The attention heads of each layer.
     pub heads: usize,
-    /// Encoder layers.
+    /// The number of encoder layers.
     pub layers: usize,
 }
 
-/// A language model of encoder layers under a causal mask, normalised first, GELU, without dropout.
+/// A language model without dropout: encoder layers with a causal mask, normalised first, with GELU.
 #[derive(Debug, Module)]
 pub struct Transformer {
     tokens: Embedding,
@@ -40,7 +40,7 @@ impl Shape {
         layers: 4,
     };
 
-    /// How many numbers are trained.
+    /// Returns the number of trained parameters.
     pub const fn parameters(&self) -> usize {
         let Self {
             tokens,
@@ -49,7 +49,8 @@ impl Shape {
             layers,
             ..
         } = *self;
-        // Attention: four matrices; feed-forward: two of four times the width; each with biases; two norms.
+        // Attention has four matrices, feed-forward two of four times the width, all with biases; a layer has two
+        // norms.
         let layer =
             4 * (width + 1) * width + (width + 1) * 4 * width + (4 * width + 1) * width + 4 * width;
         tokens * width + length * width + layers * layer + (width + 1) * tokens
@@ -57,7 +58,7 @@ impl Shape {
 }
 
 impl Transformer {
-    /// One with new weights.
+    /// Creates a model with new weights.
     pub fn new(shape: Shape, device: &Device) -> Self {
         let Shape {
             tokens,
@@ -77,7 +78,7 @@ impl Transformer {
         }
     }
 
-    /// The logits of what follows each token of `[batch, length]`: `[batch · length, tokens]`.
+    /// Returns the logits of the token after each one of `[batch, length]`: `[batch · length, tokens]`.
     pub fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<2> {
         let [batch, length] = tokens.dims();
         let device = tokens.device();

@@ -1,4 +1,4 @@
-//! The networks that are trained, and what they are trained on.
+//! The networks to train, and the samples to train them on.
 
 use accelerator_benches::{Batch, SampleKind, Samples, Shape, Transformer};
 use accelerator_examples::{Cnn, CnnConfig, cross_entropy};
@@ -18,7 +18,7 @@ const FULL: Shape = Shape {
     layers: 12,
 };
 
-/// One to try things out.
+/// A transformer to try things out.
 const TINY: Shape = Shape {
     tokens: 64,
     length: 16,
@@ -27,20 +27,20 @@ const TINY: Shape = Shape {
     layers: 2,
 };
 
-/// Samples that are not alike.
+/// The number of distinct samples.
 const DIFFERENT: usize = 4096;
 
-/// Classes of the network that classifies.
+/// The classes of the network that classifies.
 const CLASSES: usize = 10;
 
-/// Pixels of its images.
+/// The pixels of an image.
 const PIXELS: usize = 784;
 
-/// Which network.
+/// The network.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Kind {
-    /// The network of the example `mnist`, 1.2 million parameters
+    /// The network of the `mnist` example, 1.2 million parameters
     Cnn,
     /// A causal transformer, 50 million parameters
     Transformer,
@@ -65,7 +65,7 @@ impl Model {
         Self { kind, size }
     }
 
-    /// Samples in a batch, where nothing else is asked for.
+    /// Returns the default number of samples in a batch.
     pub(crate) fn batch_size(self) -> usize {
         match (self.kind, self.size) {
             (Kind::Cnn, Size::Full) => 1024,
@@ -75,7 +75,7 @@ impl Model {
         }
     }
 
-    /// The network with new weights, without dropout.
+    /// Creates the network with new weights, without dropout.
     pub(crate) fn init(self, device: &Device) -> Net {
         let net = match self.kind {
             Kind::Cnn => Net {
@@ -87,12 +87,12 @@ impl Model {
                 transformer: Some(Transformer::new(self.shape(), device)),
             },
         };
-        // Burn draws weights when they are first used, in an order of its own.
+        // Without this, Burn would draw each weight on first use, in an order that depends on the loop.
         net.parameters();
         net
     }
 
-    /// Samples that suit it.
+    /// Creates samples that fit the network.
     pub(crate) fn samples(self) -> Samples {
         let kind = match self.kind {
             Kind::Cnn => SampleKind {
@@ -101,7 +101,7 @@ impl Model {
                 classes: CLASSES,
             },
             Kind::Transformer => SampleKind {
-                // It reads labels only; a tensor has no side of length 0 in every kernel.
+                // It reads only labels; not every kernel supports a dimension of length 0.
                 values: 1,
                 labels: self.shape().length + 1,
                 classes: self.shape().tokens,
@@ -119,7 +119,7 @@ impl Model {
 }
 
 impl Net {
-    /// The logits of a batch, `[predictions, classes]`. What goes in as floats goes through `to_working`.
+    /// Returns the logits of a batch, `[predictions, classes]`. Float inputs pass through `to_working`.
     pub(crate) fn logits(
         &self,
         batch: &Batch,
@@ -136,7 +136,7 @@ impl Net {
         }
     }
 
-    /// The mean cross-entropy of such logits, which are in full precision.
+    /// Returns the mean cross-entropy of such logits, which are in full precision.
     pub(crate) fn loss(&self, logits: Tensor<2>, batch: &Batch) -> Tensor<1> {
         let labels = batch.labels.clone();
         let [samples, count] = labels.dims();
@@ -149,7 +149,7 @@ impl Net {
         cross_entropy(logits, targets)
     }
 
-    /// How many numbers are trained.
+    /// Returns the number of trained parameters.
     pub(crate) fn parameters(&self) -> usize {
         struct Count(usize);
         impl ModuleVisitor for Count {

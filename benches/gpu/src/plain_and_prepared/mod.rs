@@ -1,8 +1,7 @@
-//! A plain Burn loop beside the prepared one.
+//! Compares a plain Burn loop with the prepared one.
 //!
-//! Both train the same network from the same weights on the same batches, which they make themselves.
-//! Neither reads anything from the device in what is timed: a round ends when the device has done all
-//! that it was given.
+//! Both train the same network from the same weights on the same batches, which they make themselves. Neither reads
+//! anything from the device in the timed part: a round ends when the device has finished all its work.
 
 mod plain;
 mod prepared;
@@ -25,24 +24,24 @@ use crate::outcome::{Outcome, skip_unsupported};
 use crate::setting::{self, Computing, Size};
 use crate::spread::Spread;
 
-/// Steps of either loop that come before anything is timed, twice: kernels are compiled and chosen.
+/// The steps of either loop before anything is timed, twice: kernels are compiled and chosen.
 const WARM_UP: usize = 8;
 
-/// Steps that are started one after the other to see how far the program runs ahead of the device.
+/// The steps to start one after the other, to see how far the program runs ahead of the device.
 const BURST: usize = 3;
 const BURSTS: usize = 10;
 
-/// Pairs of rounds that are measured in any case.
+/// The fewest pairs of rounds to measure.
 const FEWEST: usize = 3;
 
-/// Learning is slow enough that both sides go on computing with numbers of the same size.
+/// The learning rate: so low that both sides keep computing with numbers of the same magnitude.
 pub(super) const RATE: f64 = 1e-5;
 const SEED: u64 = 42;
 
-/// Batches of an epoch, which nobody ever comes to the end of.
+/// The batches of an epoch, more than are ever reached.
 const ENDLESS: usize = 1_000_000;
 
-/// What is compared.
+/// The settings of `plain-and-prepared`.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct Args {
     /// The kind of device
@@ -51,30 +50,30 @@ pub(crate) struct Args {
     /// The network
     #[arg(long, value_enum)]
     model: Kind,
-    /// What it computes in
+    /// The precision to compute in
     #[arg(long, value_enum, default_value = "f32")]
     precision: Computing,
-    /// How large network and batch are
+    /// The size of network and batch
     #[arg(long, value_enum, default_value = "full")]
     size: Size,
-    /// Samples in a batch [default: what suits network and size]
+    /// The samples in a batch [default: what suits network and size]
     #[arg(long)]
     batch_size: Option<usize>,
-    /// Pairs of rounds
+    /// The number of pairs of rounds
     #[arg(long, default_value_t = 20)]
     pairs: usize,
-    /// How long a round takes, about
+    /// The approximate duration of a round, in seconds
     #[arg(long, default_value_t = 1.0)]
     seconds: f64,
-    /// Stops with fewer pairs, but not with fewer than three, when the program has run for so many seconds
+    /// Stop after this many seconds of the program, even with fewer pairs, but not with fewer than three
     #[arg(long, default_value_t = f64::INFINITY)]
     limit: f64,
-    /// Threads that make batches, of both loaders alike; without one, the loop makes them
+    /// The threads of each loader that make batches; with 0, the loop makes them
     #[arg(long, default_value_t = 0)]
     workers: usize,
 }
 
-/// What came out.
+/// The result.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Comparison {
     measure: &'static str,
@@ -93,7 +92,7 @@ struct Figures {
     parameters: usize,
     pairs: usize,
     steps_a_round: usize,
-    /// How long the very first steps took, in which kernels are compiled and chosen.
+    /// The seconds of the very first steps, in which kernels are compiled and chosen.
     first_steps_seconds: f64,
     /// The time of a prepared step over that of a plain one, pair by pair.
     ratio: Spread,
@@ -105,35 +104,35 @@ struct Figures {
 struct SideFigures {
     step_ms: Spread,
     samples_per_second: Spread,
-    /// The loss after all of it: the same on both sides where a device is deterministic.
+    /// The loss at the end: the same on both sides if the device is deterministic.
     loss: f64,
     memory: Memory,
     ahead: Ahead,
 }
 
-/// How far the program runs ahead of the device, which is idle at first.
+/// The lead of the program over a device that is idle at first.
 #[derive(Clone, Debug, Serialize)]
 struct Ahead {
-    /// Steps that are started one after the other.
+    /// The number of steps started one after the other.
     steps: usize,
-    /// How long it took until the program had started them.
+    /// The time until the program had started them.
     started_ms: Spread,
-    /// How long it took until the device had done them.
+    /// The time until the device had finished them.
     done_ms: Spread,
-    /// The difference. Where it is more than a step, nothing in the last one waited for the device.
+    /// The difference. If it is more than a step, nothing in the last step waited for the device.
     ahead_ms: Spread,
 }
 
 /// One of the two loops.
 pub(super) trait Side {
-    /// Trains so many steps, and reads nothing from the device.
+    /// Trains for `steps` steps, and reads nothing from the device.
     fn train(&mut self, steps: usize) -> Result<(), Box<dyn Error>>;
 
-    /// One more step, with its loss.
+    /// Takes one more step, and returns its loss.
     fn loss(&mut self) -> Result<f64, Box<dyn Error>>;
 }
 
-/// Measures.
+/// Compares the two loops.
 pub(crate) fn run(args: &Args) -> Result<Comparison, Box<dyn Error>> {
     let model = Model::new(args.model, args.size);
     let batch_size = args.batch_size.unwrap_or(model.batch_size());
@@ -223,7 +222,7 @@ fn measure(args: &Args, model: Model, batch_size: usize) -> Result<Figures, Box<
     Ok(figures)
 }
 
-/// The seconds that the first steps of a loop take, and the memory that it needs, while there is nothing else.
+/// Returns the seconds of a loop's first steps, and the memory that it needs, while nothing else runs.
 fn alone(
     kind: BackendKind,
     device: &Device,
@@ -236,7 +235,7 @@ fn alone(
     Ok((seconds, memory))
 }
 
-/// The seconds that a round takes, until the device is idle again.
+/// Returns the seconds of a round, until the device is idle again.
 fn round(device: &Device, side: &mut dyn Side, steps: usize) -> Result<f64, Box<dyn Error>> {
     wait(device)?;
     let start = Instant::now();

@@ -9,11 +9,11 @@ use burn::tensor::{FloatDType, Tensor};
 use super::{RATE, Side};
 use crate::model::Net;
 
-/// What Burn's users write by hand.
+/// The loop that users of Burn write by hand.
 pub(super) struct Plain<'a> {
     batches: Box<dyn DataLoaderIterator<Batch> + 'a>,
     half: Option<FloatDType>,
-    /// `None` where a step has failed.
+    /// `None` after a failed step.
     net: Option<Net>,
     optimizer: ModuleOptimizer,
 }
@@ -66,7 +66,7 @@ impl Side for Plain<'_> {
     }
 }
 
-/// Casts parameters inside of the graph, so that gradients come back to them in full precision.
+/// Casts parameters within the graph, so that their gradients are in full precision.
 struct Cast(FloatDType);
 
 impl ModuleMapper for Cast {

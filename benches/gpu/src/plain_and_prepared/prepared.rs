@@ -9,11 +9,11 @@ use burn::optim::AdamWConfig;
 use super::{RATE, Side};
 use crate::model::Net;
 
-/// The same, prepared.
+/// The loop with prepared parts.
 pub(super) struct Prepared<'a> {
     accelerator: &'a Accelerator,
     batches: Epoch<Batch>,
-    /// `None` where a step has failed.
+    /// `None` after a failed step.
     net: Option<Net>,
     optimizer: PreparedOptimizer<Manual>,
 }

@@ -3,12 +3,12 @@ use std::path::Path;
 
 use safetensors::{Dtype, SafeTensors};
 
-/// Of the tensors of two files, the largest difference of an element over the largest element of its
+/// Returns the largest difference of an element between the tensors of two files, over the largest element of its
 /// tensor in the first file.
 ///
 /// # Errors
 ///
-/// When a file cannot be read, when they hold other tensors, or others than in f32. NaN is an error too.
+/// If a file cannot be read, if the files hold different tensors, or tensors other than f32. NaN is an error too.
 pub(super) fn largest_difference(one: &Path, other: &Path) -> Result<f64, Box<dyn Error>> {
     let (one, other) = (std::fs::read(one)?, std::fs::read(other)?);
     let (one, other) = (

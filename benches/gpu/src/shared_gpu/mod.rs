@@ -1,8 +1,8 @@
-//! Two ranks on one device against one rank that has the same global batch.
+//! Compares two ranks on one device with one rank on the same global batch.
 //!
-//! Gradients go through the host's memory. The parameters must come out as those of one rank that takes the two
-//! halves of each batch in turn, but for rounding: sums are in another order. One that takes the whole batch at once
-//! differs by more where the device chooses kernels for that shape that round otherwise, as to TF32.
+//! Gradients go through the host's memory. The parameters must equal those of one rank that takes the two halves of
+//! each batch in turn, except for rounding: sums are in another order. A rank that takes the whole batch at once
+//! differs by more if the device chooses kernels for that shape that round differently, for example to TF32.
 
 mod difference;
 mod rank;
@@ -22,7 +22,7 @@ pub(crate) use self::rank::{RankArgs, run as rank};
 use crate::model::Kind;
 use crate::setting::Size;
 
-/// What is trained.
+/// The settings of `shared-gpu`.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct Args {
     /// The kind of device
@@ -31,33 +31,33 @@ pub(crate) struct Args {
     /// The network
     #[arg(long, value_enum, default_value = "cnn")]
     model: Kind,
-    /// How large network and batch are
+    /// The size of network and batch
     #[arg(long, value_enum, default_value = "full")]
     size: Size,
-    /// Samples of a step, of all ranks together [default: half of what suits one rank]
+    /// The samples of a step, over all ranks [default: half of what suits one rank]
     #[arg(long)]
     global_batch: Option<usize>,
-    /// Steps of SGD
+    /// The number of steps of SGD
     #[arg(long, default_value_t = 100)]
     steps: usize,
     /// The learning rate
     #[arg(long, default_value_t = 0.01)]
     rate: f64,
-    /// Bytes of a bucket of gradients
+    /// The bytes of a bucket of gradients
     #[arg(long, default_value_t = 1 << 20)]
     bucket_size: usize,
-    /// The largest relative difference between parameters that is allowed
+    /// The largest relative difference between parameters to allow
     #[arg(long, default_value_t = 1e-4)]
     tolerance: f64,
     /// The launcher [default: `accel-launch` beside this program, or else on the PATH]
     #[arg(long)]
     launcher: Option<PathBuf>,
-    /// Where models are written [default: a folder of its own, which is removed]
+    /// The folder to write models to [default: a temporary folder]
     #[arg(long)]
     work: Option<PathBuf>,
 }
 
-/// What came out. Differences are those of the parameter that differs most, over its largest element.
+/// The result. Each difference is that of the parameter that differs most, over its largest element.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Shared {
     measure: &'static str,
@@ -68,15 +68,15 @@ pub(crate) struct Shared {
     rate: f64,
     bucket_size: usize,
     tolerance: f64,
-    /// How far one rank's training moved the parameters.
+    /// The distance that the parameters moved in the training of one rank.
     moved: f64,
-    /// One rank against itself, started twice: what the device does not repeat.
+    /// One rank against itself, started twice: the nondeterminism of the device.
     repeated_difference: f64,
     /// One rank against one that takes the whole batch at once.
     difference_whole_batch: f64,
-    /// One rank against two, with nothing sent before backward has ended.
+    /// One rank against two, with buckets sent after backward.
     difference_overlap_off: f64,
-    /// The same, with buckets sent while backward runs.
+    /// One rank against two, with buckets sent during backward.
     difference_overlap_on: f64,
     whole_batch: StepSummary,
     overlap_off: StepSummary,
@@ -84,27 +84,27 @@ pub(crate) struct Shared {
     passed: bool,
 }
 
-/// Whether buckets are sent while backward runs.
+/// The time at which buckets are sent.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
 pub(crate) enum Sending {
-    /// When it has ended
+    /// After backward
     After,
-    /// While it runs
+    /// During backward
     Within,
 }
 
-/// Who takes what of a global batch.
+/// The split of a global batch over ranks.
 #[derive(Clone, Copy, Debug)]
 enum Batches {
-    /// One rank, all of it at once.
+    /// One rank takes all of it at once.
     Whole,
-    /// One rank, its two halves in turn.
+    /// One rank takes its two halves in turn.
     HalvesInTurn,
-    /// Two ranks, half of it each.
+    /// Two ranks take half of it each.
     HalfEach,
 }
 
-/// Starts the ranks, and compares.
+/// Starts the ranks, and compares their parameters.
 pub(crate) fn run(args: &Args) -> Result<Shared, Box<dyn Error>> {
     let folder = match &args.work {
         Some(work) => work.clone(),
@@ -113,14 +113,14 @@ pub(crate) fn run(args: &Args) -> Result<Shared, Box<dyn Error>> {
     std::fs::create_dir_all(&folder)?;
     let shared = compare(args, &folder);
     if args.work.is_none() {
-        // What is left over is in the system's folder for such things.
+        // What cannot be removed stays in the system's temporary folder.
         let _ = std::fs::remove_dir_all(&folder);
     }
     shared
 }
 
 impl Shared {
-    /// An error where parameters are not within tolerance.
+    /// Returns an error if parameters are not within tolerance.
     pub(crate) fn check(&self) -> Result<(), Box<dyn Error>> {
         if self.passed {
             return Ok(());
@@ -166,14 +166,14 @@ fn compare(args: &Args, folder: &Path) -> Result<Shared, Box<dyn Error>> {
         whole_batch: whole.summary,
         overlap_off: off.summary,
         overlap_on: on.summary,
-        // Parameters that did not move are alike, whatever the ranks did.
+        // Parameters that did not move are equal, whatever the ranks did.
         passed: off_by <= args.tolerance
             && on_by <= args.tolerance
             && moved > 10.0 * args.tolerance,
     })
 }
 
-/// What ranks that were started left behind.
+/// The output of ranks that have ended.
 struct Run {
     initial: PathBuf,
     model: PathBuf,
@@ -219,7 +219,7 @@ fn start(
     if let Some(samples) = args.global_batch {
         command.args(["--global-batch", &samples.to_string()]);
     }
-    // What is printed here is one JSON object.
+    // Standard output is for one JSON object only.
     command.stdout(std::io::stderr());
     let status = command
         .status()

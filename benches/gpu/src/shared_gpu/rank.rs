@@ -12,7 +12,7 @@ use crate::setting::Size;
 
 const SEED: u64 = 42;
 
-/// What a rank is told.
+/// The settings of `rank`.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct RankArgs {
     #[arg(long, value_enum)]
@@ -25,7 +25,7 @@ pub(crate) struct RankArgs {
     sending: Sending,
     #[arg(long)]
     global_batch: Option<usize>,
-    /// How many batches of a rank make a step
+    /// The number of batches of a rank in a step
     #[arg(long)]
     micro_batches: usize,
     #[arg(long)]
@@ -37,15 +37,15 @@ pub(crate) struct RankArgs {
     /// The file for the untrained model
     #[arg(long)]
     initial: PathBuf,
-    /// The file for the trained one
+    /// The file for the trained model
     #[arg(long)]
     save: PathBuf,
-    /// The file for where the time of the steps went, over all ranks
+    /// The file for the time breakdown of the steps, over all ranks
     #[arg(long)]
     summary: PathBuf,
 }
 
-/// Trains as a rank of the job that this process belongs to.
+/// Trains as a rank of this process's job.
 pub(crate) fn run(args: &RankArgs) -> Result<(), Box<dyn Error>> {
     let accelerator = Accelerator::builder()
         .device(BackendKind::from(args.device))
