@@ -1,8 +1,8 @@
 """A network link with a delay, for kernels without netem.
 
 delayed_link.py NAMESPACE SWITCH PORT DELAY makes the device eth0 in NAMESPACE and the device PORT in
-SWITCH, and hands what the host sends to the switch after DELAY (such as 500us or 1ms), the other way at
-once. It prints a line when both stand, and runs until it is ended. Use it through shaped_link.sh.
+SWITCH. It passes frames from the host to the switch after DELAY (such as 500us or 1ms), and the other way at
+once. It prints a line when both devices are up, and runs until it is killed. Use it through shaped_link.sh.
 """
 
 import collections

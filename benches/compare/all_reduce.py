@@ -4,25 +4,24 @@
     cargo build --release -p accel-launch
     PYTHON=/path/to/venv/bin/python benches/compare/all_reduce.py
 
-What is there is compared; what is missing is left out, and said. Nothing is installed.
+Compares the programs that exist here, and reports those that are missing. Installs nothing.
 
   accel-launch   target/release/accel-launch, or ACCEL_LAUNCH=...
   Open MPI       mpicc and mpirun on the PATH (Debian: apt install libopenmpi-dev openmpi-bin);
                  MPIRUN_FLAGS=... replaces the flags below
   gloo           a Python with torch: PYTHON=...
 
-All sides do the same: f32 sums in place, one operation after the other, on buffers of zeros; every sum of
-the warm-up and of one more operation checked; timed in up to 100 blocks of operations. The time of a block is its slowest rank's, that of a run the median over its blocks. The
-sides run in turn, round after round; shown are the median of the rounds' times, and the median of the
-rounds' ratios. --outside N also times, from outside, our whole processes with N and with 2N operations
-of each size, and subtracts.
+All sides do the same: f32 sums in place, one operation after the other, on buffers of zeros, timed in up to 100
+blocks of operations. Every sum of the warm-up and of one more operation is checked. The time of a block is that of
+its slowest rank, and the time of a run is the median over its blocks. The sides take turns, round after round; the
+output has the median of the rounds' times, and the median of the rounds' ratios. --outside N also times our whole
+processes with N and with 2N operations of each size, and subtracts.
 
-Open MPI is started with `--bind-to core` (with `--oversubscribe` instead where ranks outnumber
-cores), once with its defaults (`mpi`: on one host shared memory, and from 4 KiB on single copies from
-process to process where the kernel lets it) and once without such copies (`mpi-nocma`:
-OMPI_MCA_btl_vader_single_copy_mechanism=none), which of the two is faster depends on the size and the
-machine: the ratio is to the faster. Root needs --allow-run-as-root, which is added. gloo's ranks
-get OMP_NUM_THREADS = cores / ranks, as the launcher's own do.
+Open MPI is started with `--bind-to core` (with `--oversubscribe` instead if there are more ranks than cores): once
+with its defaults (`mpi`: shared memory on one host, and from 4 KiB on single copies between processes if the kernel
+allows them), and once without such copies (`mpi-nocma`: OMPI_MCA_btl_vader_single_copy_mechanism=none). Which of the
+two is faster depends on the size and the machine; the ratio is to the faster one. For root, --allow-run-as-root is
+added. The ranks of gloo get OMP_NUM_THREADS = cores / ranks, like those of the launcher.
 """
 
 import argparse
@@ -101,12 +100,12 @@ def size(text):
 
 
 def iterations(size):
-    """As many as accel-launch takes by default."""
+    """The number of iterations that accel-launch takes by default."""
     return max(20, min(10_000, 400_000_000 // size))
 
 
 def found(options, cores, folder):
-    """What can be run, each as a function that gives seconds (and more) by size."""
+    """The sides that can run here, each as a function that returns seconds (and more) by size."""
     sides = {}
     if ours().exists():
         sides["ours"] = lambda: run_ours(options, str(ours()))
@@ -140,7 +139,7 @@ def command(options, program, sizes):
 
 
 def from_outside(options, program, results):
-    """Adds to our results what N more operations cost a whole process, by the clock on the wall."""
+    """Adds to our results the wall-clock time of N more operations in a whole process."""
     for result in results:
         once = max(20, int(0.5 / result["seconds"]["ours"]))
         differences = []
@@ -186,7 +185,7 @@ def arguments(options):
 
 
 def output(commands, *environments):
-    """What the first of the processes says, all of which must succeed."""
+    """The output of the first process; all of them must succeed."""
     running = []
     try:
         for command, environment in zip(commands, environments):

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""How many iterations ASHA takes where random search trains every trial to its end, and how good the best trial is.
+"""Compares ASHA with random search, which trains every trial to its end: iterations, and the best accuracy.
 
     cargo build --release --example tune_mnist
     python3 benches/compare/asha.py target/release/examples/tune_mnist --data-dir mnist
 
-The same configurations, two trials at a time in an order that does not depend on timing, for each seed. A ratio is iterations by those of random search; accuracies
-are the best of any iteration of any trial.
+For each seed, both get the same configurations, and run two trials at a time in an order that does not depend on
+timing. A ratio is the iterations over those of random search; an accuracy is the best of any iteration of any trial.
 """
 
 import argparse
@@ -19,7 +19,7 @@ FORMS = ("asha", "asha-promotion")
 
 
 def search(args, seed, scheduler):
-    """Iterations of all trials, and the best accuracy."""
+    """The iterations of all trials, and the best accuracy."""
     with tempfile.TemporaryDirectory() as folder:
         settings = {
             "--data-dir": args.data_dir, "--num-samples": args.num_samples, "--max-iterations": args.max_iterations,

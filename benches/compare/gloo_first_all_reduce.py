@@ -1,5 +1,5 @@
-"""What accelerator/collective/examples/first_all_reduce.rs does, with torch.distributed over gloo. Started by start.py
-through torchrun, with the folder for its times.
+"""Does the same as accelerator/collective/examples/first_all_reduce.rs, with torch.distributed over gloo. Started by
+start.py through torchrun, with the folder for its times.
 """
 
 import os

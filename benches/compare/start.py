@@ -5,15 +5,15 @@
     cargo build --release -p burn-accelerate-collective --example first_all_reduce
     PYTHON=/path/to/venv/bin/python benches/compare/start.py
 
-The hosts are network namespaces of this machine, which an Ethernet pair joins; so it needs Linux, root and iproute2.
-torchrun is that of the Python with torch; without one, ours is timed alone, and said so. The sides run in turn, round
-after round: each starts its two launchers at once, with two ranks each, and every rank makes one all-reduce of one number.
+The hosts are network namespaces of this machine, joined by an Ethernet pair, so this needs Linux, root and iproute2.
+torchrun comes with the Python that has torch; without one, only accel-launch is timed. The sides take turns, round
+after round: each starts its two launchers at once, with two ranks each, and every rank all-reduces one number.
 Times are medians over the rounds, in milliseconds:
 
   all       from the start of the commands to the end of the slowest rank's all-reduce
   launch    from the start of the commands to the first line of the slowest rank's program
-  import    what `import torch` takes the slowest rank
-  meet      from when the slowest rank asks for the others to the end of its all-reduce
+  import    the time of `import torch` on the slowest rank
+  meet      from the time when the slowest rank asks for the others to the end of its all-reduce
 """
 
 import argparse
@@ -90,7 +90,7 @@ def address(host):
 
 
 class Hosts:
-    """Two network namespaces, with files for the network of their own."""
+    """Two network namespaces, each with its own network configuration files."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -126,7 +126,7 @@ class Hosts:
             shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
 
     def run(self, side, port, ranks):
-        """Seconds by what they were for, of one start on both hosts."""
+        """The seconds of each part of one start on both hosts."""
         times = Path(tempfile.mkdtemp(dir=self.folder))
         environment = os.environ | {"ACCEL_TOKEN_FILE": str(self.token), "GLOO_SOCKET_IFNAME": "eth0"}
         commands = [["ip", "netns", "exec", name, *side(host, port, ranks), times] for host, name in enumerate(self.names)]

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""What logging a step of 20 scalars costs the training thread, beside TensorBoard's own writers.
+"""Compares the time to log a step of 20 scalars on the training thread with TensorBoard's own writers.
 
     cargo bench -p burn-accelerate-track --bench log --no-run     # prints the binary
     benches/compare/track_log.py BINARY [--rounds 5] [--json]
 
 Runs the binary and each writer in turn, in rounds. `tensorboard.summary.Writer` is TensorBoard's; `SummaryWriter` is
-tensorboardX's, of which `torch.utils.tensorboard` has the interface. A writer that is not installed is left out, which
-is said. Times to the end of the program are until everything is in files.
+tensorboardX's, whose interface `torch.utils.tensorboard` has. Writers that are not installed are left out, and
+reported. Times to the end of the program include writing everything to files.
 """
 
 import argparse

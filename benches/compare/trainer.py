@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""How many samples a second Hugging Face's Trainer trains a small transformer with, on processes of this machine's CPU.
+"""Measures how many samples per second Hugging Face's Trainer trains on, with a small transformer on this machine's CPU.
 
     tests/trainer/install
     target/trainer-venv/bin/python benches/compare/trainer.py [--processes 2] [--steps 200] [--batch 16] [--threads 1]
 
-Prints one object as JSON. The model is a classifier of 16 classes in f32: embeddings of 1024 tokens and of 32 places, both
-64 wide, two encoder layers (4 heads, 256 inner, GELU, normalised after each part, no dropout), the mean over places, a linear
-layer. AdamW, a rate falling from 1e-3 to 0, norms clipped at 1, nothing logged or saved. Gradients are reduced by DDP over
-gloo. Samples are read in order by each process itself. The first steps do not count. `benches/src/bin/trainer_steps.rs` does the same by
-ours.
+Prints one JSON object. The model classifies 16 classes in f32: embeddings of 1024 tokens and of 32 positions, both 64
+wide, two encoder layers (4 heads, 256 inner, GELU, normalised after each part, no dropout), the mean over positions,
+and a linear layer. It trains with AdamW at a rate falling from 1e-3 to 0, with norms clipped at 1, and logs and saves
+nothing. DDP reduces gradients over gloo. Each process reads its samples in order. The first steps are not timed.
+`benches/src/bin/trainer_steps.rs` does the same with our Trainer.
 """
 
 import argparse
@@ -95,7 +95,7 @@ def train(rank, options, port, folder):
 
 
 class Clock(TrainerCallback):
-    """From the end of the last step that does not count to the end of the last one. Ranks meet in each step's all-reduce."""
+    """The ends of the last untimed step and of the last step. Ranks meet in the all-reduce of each step."""
 
     def on_step_end(self, args, state, control, **_):
         if state.global_step == WARMUP:
@@ -117,7 +117,7 @@ class Classifier(nn.Module):
 
 
 def sequences(count):
-    """The class of a sequence is in its tokens: token t of sample i is (i mod 16) + 16 ((7 i + 3 t) mod 64)."""
+    """Sequences whose tokens reveal their class: token t of sample i is (i mod 16) + 16 ((7 i + 3 t) mod 64)."""
     token = lambda sample, place: sample % CLASSES + CLASSES * ((7 * sample + 3 * place) % (TOKENS // CLASSES))
     tokens = [torch.tensor([token(sample, place) for place in range(PLACES)]) for sample in range(count)]
     return [{"tokens": row, "labels": sample % CLASSES} for sample, row in enumerate(tokens)]

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""What a trial costs besides its own work: of accelerator-tune, and of Ray Tune, in one run on the same cores.
+"""Compares the overhead of a trial in accelerator-tune and in Ray Tune, in one run on the same cores.
 
     python3 -m venv ray && ray/bin/pip install 'ray[tune]==2.60.0'
     ray/bin/python benches/compare/tune.py target/release/examples/quadratic
 
-Trials do nothing for one iteration. Each figure is the median of five searches: seconds of 16 trials less those of 4,
-by 12, times the trials at a time; so what a search costs once is not in it.
+Trials do nothing for one iteration. Each number is the median of five searches: the seconds of 16 trials minus those
+of 4, over 12, times the trials at a time. So it leaves out what a search costs once.
 """
 
 import contextlib

@@ -1,10 +1,9 @@
 #!/usr/bin/env python3
-"""PyTorch, plain and through Hugging Face Accelerate, on what `accel-gpu-bench plain-and-prepared` trains.
+"""Trains the networks of `accel-gpu-bench plain-and-prepared` with PyTorch, plain and through Hugging Face Accelerate.
 
-The same two networks, batches, optimizer and rounds; one JSON object on standard output, with the fields that
-the other side has. Where a network is not literally the same: PyTorch's encoder layers use its fused attention
-(`scaled_dot_product_attention`), and its AdamW updates many tensors in one kernel (`foreach`), as both are what
-PyTorch does by default.
+The networks, batches, optimizer and rounds are the same; the output is one JSON object with the fields of the other
+side. Two differences are defaults of PyTorch: its encoder layers use fused attention
+(`scaled_dot_product_attention`), and its AdamW updates many tensors in one kernel (`foreach`).
 
     torch_and_accelerate.py --model transformer --precision bf16 --out transformer-bf16.json
     torch_and_accelerate.py --model cnn --precision f32 --tf32
@@ -65,7 +64,7 @@ class Cnn(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Encoder layers under a causal mask, normalised first, GELU, without dropout."""
+    """Encoder layers with a causal mask, normalised first, with GELU, without dropout."""
 
     def __init__(self, tokens, length, width, heads, layers):
         super().__init__()
@@ -99,7 +98,7 @@ class Numbers(Dataset):
 
 
 class Samples:
-    """Noise, and labels that have nothing to do with it; makes a batch of samples given by their numbers."""
+    """Makes a batch of the samples with the given numbers: noise with unrelated labels."""
 
     def __init__(self, model, shape):
         generator = torch.Generator().manual_seed(SEED)
@@ -127,12 +126,12 @@ def loss_of(model, batch):
 
 
 def adamw(model):
-    """With the settings that Burn's has by default."""
+    """AdamW with the default settings of Burn."""
     return torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=1e-4, eps=1e-5)
 
 
 class Plain:
-    """What PyTorch's users write by hand."""
+    """The loop that users of PyTorch write by hand."""
 
     def __init__(self, bench):
         self.device = bench.device
@@ -154,7 +153,7 @@ class Plain:
 
 
 class Prepared:
-    """The same through Accelerate."""
+    """The loop through Accelerate."""
 
     def __init__(self, bench):
         from accelerate import Accelerator
@@ -227,7 +226,7 @@ class Bench:
         }
 
     def alone(self, make):
-        """The memory that a loop needs while there is nothing else."""
+        """The memory that a loop needs while nothing else runs."""
         side = make(self)
         self.round(side, WARM_UP)
         if self.device.type != "cuda":
@@ -307,7 +306,7 @@ def spread(numbers):
 
 
 def driver():
-    """What the driver says is in use on the first GPU, by all processes, in MiB."""
+    """The memory in use on the first GPU by all processes, as the driver reports it, in MiB."""
     command = ["nvidia-smi", "--id=0", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     try:
         return float(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
