@@ -1,4 +1,4 @@
-//! The tables and trajectories that Accelerate and PyTorch produced.
+//! The tables and trajectories produced by Accelerate and PyTorch.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 
-/// The folder of the fixtures: `ACCEL_FIXTURES`, a relative path counting from the workspace's
-/// root, else the one beside this crate's sources.
+/// Returns the folder of the fixtures: `ACCEL_FIXTURES`, relative to the workspace's root, or else the one beside the
+/// sources of this crate.
 pub fn folder() -> PathBuf {
     let here = Path::new(env!("CARGO_MANIFEST_DIR"));
     std::env::var_os("ACCEL_FIXTURES").map_or_else(
@@ -22,7 +22,7 @@ pub struct Sharding {
     pub cases: Vec<ShardingCase>,
 }
 
-/// One table of Accelerate's sharding classes.
+/// A table of Accelerate's sharding classes.
 #[derive(Clone, Debug, Deserialize)]
 pub struct ShardingCase {
     pub samples: i64,
@@ -30,13 +30,13 @@ pub struct ShardingCase {
     pub world_size: usize,
     pub drop_last: bool,
     pub split_batches: bool,
-    /// Of data sets that are read by index only.
+    /// For data sets read by index; `None` for iterable ones.
     pub even_batches: Option<bool>,
     pub ranks: Table,
 }
 
 impl ShardingCase {
-    /// Whether no rank gets a batch.
+    /// Returns true if no rank gets a batch.
     pub fn is_empty(&self) -> bool {
         match &self.ranks {
             Table::Batches(ranks) => ranks.iter().all(Vec::is_empty),
@@ -45,7 +45,7 @@ impl ShardingCase {
     }
 }
 
-/// What each rank gets.
+/// The batches or samples of each rank.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(untagged)]
 pub enum Table {
@@ -60,7 +60,7 @@ pub struct Training {
     pub cases: Vec<Case>,
 }
 
-/// Samples and initial weights, `[out, in]` as PyTorch keeps them.
+/// Samples and initial weights, `[out, in]` as in PyTorch.
 #[derive(Clone, Debug, Deserialize)]
 pub struct Problem {
     pub x: Vec<f32>,
@@ -81,7 +81,7 @@ pub struct Weights {
     pub output_bias: Vec<f32>,
 }
 
-/// One run of PyTorch DDP under Accelerate.
+/// A run of PyTorch DDP under Accelerate.
 #[derive(Clone, Debug, Deserialize)]
 pub struct Case {
     pub world_size: usize,
@@ -113,7 +113,7 @@ impl Sharding {
     ///
     /// # Panics
     ///
-    /// When it is missing, is not what it should be, or holds no case.
+    /// If it is missing or invalid, or holds no case.
     pub fn load() -> Self {
         let sharding: Self = load("sharding.json");
         assert!(!sharding.cases.is_empty(), "sharding.json holds no case");
@@ -126,21 +126,21 @@ impl Training {
     ///
     /// # Panics
     ///
-    /// When it is missing, is not what it should be, or holds no case.
+    /// If it is missing or invalid, or holds no case.
     pub fn load() -> Self {
         let training: Self = load("training.json");
         assert!(!training.cases.is_empty(), "training.json holds no case");
         training
     }
 
-    /// The samples of a case.
+    /// Returns the samples of a case.
     pub fn problem(&self, case: &Case) -> &Problem {
         &self.problems[&case.samples.to_string()]
     }
 }
 
 impl Weights {
-    /// All parameters, one after the other.
+    /// Returns all parameters, one after the other.
     pub fn flat(&self) -> Vec<f32> {
         [
             &self.hidden_weight[..],

@@ -1,4 +1,4 @@
-//! One training as a `Learner` of burn-train, and as a loop.
+//! Runs the same training as a `Learner` of burn-train and as a loop.
 
 use std::path::PathBuf;
 use std::sync::OnceLock;
@@ -27,21 +27,21 @@ use crate::resumable::{Net, RowBatch, RowBatcher, Rows};
 
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub struct LearnerJob {
-    /// That of burn-train's files; ranks other than 0 have one of their own, unless they read a checkpoint.
+    /// The folder of burn-train's files; ranks other than 0 have their own, unless they read a checkpoint.
     pub folder: PathBuf,
     pub way: Way,
     pub samples: usize,
     pub epochs: usize,
     pub rate: f64,
-    /// Without it, there is no norm either.
+    /// The probability of dropout; 0 also removes the normalisation.
     pub dropout: f64,
     pub accumulation: usize,
-    /// In epochs, for early stopping.
+    /// The patience of early stopping, in epochs.
     pub patience: Option<usize>,
     pub saves: bool,
-    /// The epoch of which the checkpoint is resumed.
+    /// The epoch whose checkpoint is resumed.
     pub resumes: Option<usize>,
-    /// In which step of which rank the training is stopped.
+    /// The rank and the step in which the training is stopped, and how.
     pub stops: Option<(usize, usize, Stop)>,
 }
 
@@ -61,9 +61,9 @@ pub enum Stop {
 pub struct LearnerOutcome {
     /// The bits of parameters and running statistics.
     pub parameters: Vec<u64>,
-    /// Forward passes of training, also those of idle batches.
+    /// The forward passes of training, including those of idle batches.
     pub steps: usize,
-    /// In percent, of the last validation, where this rank was told.
+    /// The accuracy of the last validation in percent, if this rank learns it.
     pub accuracy: Option<f64>,
     pub error: Option<String>,
     /// The rank that was lost.
@@ -76,7 +76,7 @@ pub struct LearnerOutcome {
 ///
 /// # Errors
 ///
-/// Those of the library, but for what ends the training of a learner, which is in its outcome.
+/// The errors of the library, except for those that end the training of a learner: they are in its outcome.
 pub fn train(job: &LearnerJob) -> Result<LearnerOutcome> {
     let accelerator = Accelerator::builder()
         .device(BackendKind::Flex)
@@ -129,7 +129,7 @@ fn learn(
     let training = accelerator
         .supervised_training(&folder, train, valid)
         .metrics((AccuracyMetric::new(), LossMetric::new()))
-        // No mean over batches.
+        // Not a mean over batches.
         .metrics((FBetaScoreMetric::multiclass(1.0, 1, ClassReduction::Macro),))
         .num_epochs(job.epochs)
         .summary();
@@ -154,7 +154,7 @@ fn learn(
     if let Some((rank, step, stop)) = job.stops
         && rank == accelerator.rank()
     {
-        // It is set once.
+        // It is set only once.
         let _ = STOP.set((step, stop, training.interrupter()));
     }
     let result = training.launch(Learner::new(model, optimizer, schedule));
@@ -218,7 +218,7 @@ fn parameters(model: &Net) -> Vec<u64> {
     values.into_iter().map(f64::to_bits).collect()
 }
 
-/// Of training, on this rank.
+/// The forward passes of training on this rank.
 static STEPS: AtomicUsize = AtomicUsize::new(0);
 
 static STOP: OnceLock<(usize, Stop, Interrupter)> = OnceLock::new();

@@ -1,5 +1,5 @@
-//! What the tests that need several processes, or more than one device, stand on: fixtures,
-//! small training problems, and ranks as processes. The program `rank` is what they start.
+//! The basis of tests that need several processes or more than one device: fixtures, small training problems, and ranks
+//! as processes. The tests start the program `rank`.
 
 #![allow(
     missing_docs,

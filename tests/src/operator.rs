@@ -1,4 +1,4 @@
-//! A training operator whose trainer starts processes, with what can go wrong.
+//! A training operator whose trainer starts processes, with mishaps.
 
 use std::path::Path;
 use std::time::Duration;
@@ -15,13 +15,13 @@ use burn::optim::SgdConfig;
 use burn::tensor::{Device, Tensor, TensorData};
 use serde::{Deserialize, Serialize};
 
-/// What happens in the third batch of rank 1.
+/// The mishap of a training; an error or a panic comes in the third batch of rank 1.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub enum Mishap {
     Error,
     None,
     Panic,
-    /// Each batch of each rank takes a while.
+    /// Each batch takes a while, on every rank.
     Slow,
 }
 
@@ -81,7 +81,7 @@ impl TrainingOperator for LineOperator {
     }
 }
 
-/// What a training came to.
+/// The result of a training.
 #[derive(Debug, Deserialize, PartialEq, Serialize)]
 pub struct Outcome {
     pub train: Vec<Metrics>,
@@ -90,8 +90,8 @@ pub struct Outcome {
     pub weights: Vec<u32>,
 }
 
-/// Trains two epochs on so many workers, the second with a trainer of its own where that can be, which loads what the first
-/// has saved.
+/// Trains two epochs on `num_workers` workers. If possible, a new trainer loads what the first one saved and trains the
+/// second epoch.
 pub fn train(num_workers: usize, folder: &Path) -> Result<Outcome> {
     let config = Config {
         samples: 22,
@@ -108,7 +108,7 @@ pub fn train(num_workers: usize, folder: &Path) -> Result<Outcome> {
     train.push(trainer.train(None)?);
     let val = trainer.validate()?;
     trainer.save(folder)?;
-    // A rank of a launcher joins its job once.
+    // A rank of a launcher can join its job only once.
     if std::env::var_os("RANK").is_none() {
         trainer.shutdown()?;
         trainer = self::trainer(num_workers, config)?;
@@ -131,7 +131,7 @@ pub fn train(num_workers: usize, folder: &Path) -> Result<Outcome> {
     })
 }
 
-/// The same weights by a loop, on the ranks that there are.
+/// Trains the same weights with a loop, on the ranks of this job.
 pub fn by_hand() -> Result<Vec<u32>> {
     let accelerator = builder().build()?;
     let optimizer = (SgdConfig::new().init(), ConstantLr::new(RATE));
@@ -148,7 +148,7 @@ pub fn by_hand() -> Result<Vec<u32>> {
     Ok(weights(&model))
 }
 
-/// Says how a training with a mishap fails, and that the trainer is of no more use.
+/// Returns the error of a training with a mishap, and checks that the trainer cannot be used any more.
 pub fn fail(mishap: Mishap) -> Result<String> {
     let config = Config {
         samples: 100_000,

@@ -1,4 +1,4 @@
-//! Ports of loopback that tests rely on: one on which a program listens later, and one on which nobody listens.
+//! Loopback ports for tests: one on which a program listens later, and one on which nobody listens.
 //!
 //! A port that was bound, read and closed is neither: the system gives it to the next program that asks for any. Tests
 //! of other packages include this file by its path.
@@ -10,12 +10,12 @@ use std::sync::Mutex;
 
 /// Reserves a port for a program that listens there later, until this process ends.
 ///
-/// It is below the ports that the system gives to outgoing connections and to programs that ask for any. Other tests
-/// skip it, since a UDP socket holds the same number; UDP ports are separate from those of TCP.
+/// It is below the ports that the system gives to outgoing connections and to programs that ask for any. A UDP socket
+/// with the same number marks it as taken for other tests; UDP ports are separate from those of TCP.
 ///
 /// # Panics
 ///
-/// If loopback has none.
+/// If loopback has no free one.
 pub fn free_port() -> u16 {
     static RESERVED: Mutex<Vec<UdpSocket>> = Mutex::new(Vec::new());
     let mut reserved = RESERVED.lock().unwrap();
@@ -32,7 +32,8 @@ pub fn free_port() -> u16 {
     port
 }
 
-/// An address that refuses connections while this is held: it is the near end of a connection, where nobody can listen.
+/// An address that refuses connections as long as this value lives: it is the near end of a connection, where nobody
+/// can listen.
 #[derive(Debug)]
 pub struct RefusingAddress {
     near: TcpStream,
@@ -44,7 +45,7 @@ impl RefusingAddress {
     ///
     /// # Panics
     ///
-    /// If loopback has none.
+    /// If loopback has no free one.
     pub fn take() -> Self {
         let far = TcpListener::bind(("127.0.0.1", 0)).unwrap();
         let near = TcpStream::connect(far.local_addr().unwrap()).unwrap();

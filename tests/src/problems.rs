@@ -1,4 +1,4 @@
-//! Small problems for which the world size must not matter.
+//! Small problems whose results must not depend on the world size.
 
 use accelerator::Clip;
 use accelerator::optim::Sharded;
@@ -17,27 +17,27 @@ use burn::tensor::activation::{relu, tanh};
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use serde::{Deserialize, Serialize};
 
-/// Which network, how it is optimized, and over what.
+/// The network to train, its optimizer, and its data.
 #[derive(Clone, Copy, Debug, Deserialize, Serialize)]
 pub struct Setting {
     pub net: Which,
     pub optimizer: Rule,
     pub clipping: Clipping,
     pub samples: usize,
-    /// Of all ranks together.
+    /// The samples of a global batch.
     pub global_batch: usize,
     pub epochs: u64,
-    /// Of the accelerator; it matters to dropout only.
+    /// The seed of the accelerator; only dropout depends on it.
     pub seed: u64,
-    /// The probability, in the MLP.
+    /// The probability of dropout in the MLP.
     pub dropout: f64,
     pub state: State,
 }
 
-/// Where the optimizer's state lives.
+/// The placement of the optimizer's state.
 #[derive(Clone, Copy, Debug, Deserialize, Serialize)]
 pub enum State {
-    /// Shared out over the ranks.
+    /// Sharded over the ranks.
     Sharded,
     Whole,
 }
@@ -46,9 +46,9 @@ pub enum State {
 pub enum Which {
     Cnn,
     Mlp,
-    /// Rows of pixels are its tokens.
+    /// Reads rows of pixels as tokens.
     Transformer,
-    /// An MLP with a parameter that is worth cutting.
+    /// An MLP with a parameter that is large enough to shard.
     Wide,
 }
 
@@ -82,18 +82,18 @@ impl Clipping {
     }
 }
 
-/// What a run came to.
+/// The result of a run.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub struct Outcome {
     pub losses: Vec<f64>,
     pub parameters: Vec<f64>,
     pub steps: u64,
-    /// How many of this rank's batches were idle.
+    /// The number of idle batches of this rank.
     pub idle: usize,
 }
 
 impl Outcome {
-    /// The largest difference of a parameter.
+    /// Returns the largest difference of a parameter.
     pub fn distance(&self, other: &Self) -> f64 {
         assert_eq!(self.parameters.len(), other.parameters.len());
         self.parameters
@@ -104,7 +104,7 @@ impl Outcome {
     }
 }
 
-/// Trains with shuffling and clipping, and gives the parameters back.
+/// Trains with shuffling and clipping, and returns the parameters.
 pub fn train(accelerator: &Accelerator, setting: &Setting) -> Result<Outcome> {
     match setting.net {
         Which::Cnn => fit(
@@ -209,7 +209,7 @@ pub(crate) struct Mlp {
     hidden: Linear,
     dropout: Dropout,
     output: Linear,
-    /// Never used: it must stay without a gradient, and as it is.
+    /// Never used: it must stay without a gradient, and unchanged.
     unused: Linear,
 }
 
@@ -257,7 +257,7 @@ impl Transformer {
     }
 }
 
-/// 8 × 8 values and a class, made from the sample's number.
+/// Pictures of 8 × 8 values and their classes, made from the numbers of the samples.
 #[derive(Clone, Debug)]
 pub(crate) struct Pictures {
     pub(crate) pictures: Tensor<4>,
@@ -282,13 +282,13 @@ impl Batcher<usize, Pictures> for PictureBatcher {
     }
 }
 
-/// From -0.5 to 0.5, from the number alone.
+/// Maps a number to a pseudorandom one from -0.5 to 0.5.
 pub(crate) fn noise(number: usize) -> f64 {
     let mixed = accelerator::plan::mix(&[number as u64]);
     (mixed >> 11) as f64 / (1_u64 << 53) as f64 - 0.5
 }
 
-/// Weights that do not depend on the generator of the process, which threads share.
+/// Replaces the weights by ones that do not depend on the generator of the process, which threads share.
 pub(crate) fn with_fixed_weights<M: Module>(model: M) -> M {
     struct Fixed(usize);
     impl burn::module::ModuleMapper for Fixed {
@@ -309,7 +309,7 @@ pub(crate) fn with_fixed_weights<M: Module>(model: M) -> M {
     model.map(&mut Fixed(0))
 }
 
-/// All floating-point values of a module, in the order of its fields.
+/// Appends all floating-point values of a module, in the order of its fields.
 pub(crate) fn flat<M: Module>(model: &M, values: &mut Vec<f64>) {
     model.visit(&mut Flat(values));
 }

@@ -1,4 +1,4 @@
-//! Ranks as processes: started with plain variables, watched, and ended by a deadline.
+//! Runs ranks as processes: starts them with plain variables, watches them, and kills them at a deadline.
 
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -8,11 +8,11 @@ use std::time::{Duration, Instant};
 
 use crate::ports::free_port;
 
-/// How long a job of a test may take before its processes are killed. Generous: the machine may
-/// be busy, and a deadline is there to end a hang, not to measure.
+/// The time limit of a test's job, after which its processes are killed. It is generous: the machine may be busy, and
+/// the limit is there to end a hang, not to measure.
 pub const DEADLINE: Duration = Duration::from_secs(240);
 
-/// How a rank ended.
+/// The exit status and output of a rank.
 #[derive(Debug)]
 pub struct Ended {
     pub status: ExitStatus,
@@ -20,12 +20,12 @@ pub struct Ended {
     pub stdout: String,
 }
 
-/// Runs `program args` as ranks 0 to `world_size - 1`, each with the variables of a launcher and
-/// those that `change` adds, and waits for all.
+/// Runs `program args` as ranks 0 to `world_size - 1`, each with the variables of a launcher and those that `change`
+/// adds, and waits for all of them.
 ///
 /// # Panics
 ///
-/// When a process cannot be started or the deadline passes.
+/// If a process cannot be started or the deadline passes.
 pub fn run_ranks(
     program: &Path,
     args: &[&str],
@@ -50,31 +50,31 @@ pub fn run_ranks(
     run_all(ranks)
 }
 
-/// Runs commands side by side and waits for all.
+/// Runs commands in parallel and waits for all of them.
 ///
 /// # Panics
 ///
-/// When one cannot be started or the deadline passes.
+/// If one cannot be started or the deadline passes.
 pub fn run_all(commands: impl Iterator<Item = Command>) -> Vec<Ended> {
     let _others = JOBS.read().unwrap_or_else(PoisonError::into_inner);
     wait_for_all(commands)
 }
 
-/// Runs a command that keeps short deadlines, while no other job of this process runs.
+/// Runs a command with short deadlines of its own, while no other job of this process runs.
 ///
 /// # Panics
 ///
-/// When it cannot be started or the deadline passes.
+/// If it cannot be started or the deadline passes.
 pub fn run_alone(command: Command) -> Ended {
     let _alone = JOBS.write().unwrap_or_else(PoisonError::into_inner);
     wait_for_all(std::iter::once(command)).remove(0)
 }
 
-/// Runs a command, does meanwhile what is told its process id, and waits for it.
+/// Runs a command, calls `meanwhile` with its process id, and waits for it.
 ///
 /// # Panics
 ///
-/// When it cannot be started or the deadline passes.
+/// If it cannot be started or the deadline passes.
 pub fn run_with(command: Command, meanwhile: impl FnOnce(u32)) -> Ended {
     let _others = JOBS.read().unwrap_or_else(PoisonError::into_inner);
     let running = Running::start(command);
@@ -82,11 +82,11 @@ pub fn run_with(command: Command, meanwhile: impl FnOnce(u32)) -> Ended {
     wait_for(vec![running]).remove(0)
 }
 
-/// Waits until there is an answer.
+/// Waits until `question` has an answer.
 ///
 /// # Panics
 ///
-/// When the deadline passes.
+/// If the deadline passes.
 pub fn wait_until<T>(what: &str, mut question: impl FnMut() -> Option<T>) -> T {
     let deadline = Instant::now() + DEADLINE;
     loop {
@@ -98,7 +98,7 @@ pub fn wait_until<T>(what: &str, mut question: impl FnMut() -> Option<T>) -> T {
     }
 }
 
-/// Read by jobs that may run beside others.
+/// Held for reading by jobs that may run beside others.
 static JOBS: RwLock<()> = RwLock::new(());
 
 fn wait_for_all(commands: impl Iterator<Item = Command>) -> Vec<Ended> {
@@ -121,15 +121,15 @@ fn wait_for(mut running: Vec<Running>) -> Vec<Ended> {
     running.into_iter().map(Running::end).collect()
 }
 
-/// The launcher that was built beside the tests, or that of `LAUNCHER_UNDER_TEST`.
+/// Returns the launcher that was built with the tests, or that of `LAUNCHER_UNDER_TEST`.
 ///
 /// # Panics
 ///
-/// When there is none.
+/// If there is none.
 pub fn launcher() -> PathBuf {
     let built = || {
         let own = std::env::current_exe().expect("the path of this program");
-        // Tests lie one folder deeper than programs.
+        // Tests are one folder deeper than programs.
         let beside = own.ancestors().skip(1).take(2);
         beside
             .map(|folder| folder.join("accel-launch"))
@@ -139,11 +139,11 @@ pub fn launcher() -> PathBuf {
     std::env::var_os("LAUNCHER_UNDER_TEST").map_or_else(built, PathBuf::from)
 }
 
-/// An example program that was built beside the tests.
+/// Returns an example program that was built with the tests.
 ///
 /// # Panics
 ///
-/// When it was not built.
+/// If it was not built.
 pub fn example(name: &str) -> PathBuf {
     let own = std::env::current_exe().expect("the path of this program");
     let folders = own.ancestors().skip(1).take(2);
@@ -153,7 +153,7 @@ pub fn example(name: &str) -> PathBuf {
         .unwrap_or_else(|| panic!("no example `{name}`: cargo build --release --examples"))
 }
 
-/// A process whose output is read as it comes, and which is killed when it is forgotten.
+/// A process whose output is read as it comes, and which is killed on drop.
 struct Running {
     child: Child,
     readers: Vec<std::thread::JoinHandle<String>>,
@@ -196,7 +196,7 @@ impl Running {
 
 impl Drop for Running {
     fn drop(&mut self) {
-        // No effect on one that has ended and was waited for.
+        // Has no effect if the process has ended and was waited for.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -205,7 +205,7 @@ impl Drop for Running {
 fn reader(mut from: impl Read + Send + 'static) -> std::thread::JoinHandle<String> {
     std::thread::spawn(move || {
         let mut bytes = Vec::new();
-        // What came before an error is still worth showing.
+        // The output before an error is still worth showing.
         let _ = from.read_to_end(&mut bytes);
         String::from_utf8_lossy(&bytes).into_owned()
     })

@@ -1,6 +1,5 @@
-//! A training job with everything that a resume must restore: shuffling, accumulation, dropout,
-//! augmentation, batch normalisation, a schedule, prefetching workers, two loaders, and a value of
-//! the user's own.
+//! A training job with everything that a resume must restore: shuffling, accumulation, dropout, augmentation, batch
+//! normalisation, a schedule, prefetching workers, two loaders, and a value of the user.
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -25,49 +24,49 @@ use serde::{Deserialize, Serialize};
 
 use crate::problems::{flat, noise};
 
-/// What to train, and where to write checkpoints and the result.
+/// The settings of a job, and the files for its checkpoints and its result.
 #[derive(Clone, Debug, Default, Deserialize, Serialize)]
 pub struct TrainingJob {
     /// The folder of the checkpoints.
     pub checkpoints: PathBuf,
-    /// Where rank 0 writes the [`TrainingResult`] as JSON, and each rank its [`StepRecord`]s as JSON lines
-    /// (`rank-N.jsonl` beside it).
+    /// The file for the [`TrainingResult`] of rank 0 as JSON; beside it, each rank writes its [`StepRecord`]s as JSON
+    /// lines (`rank-N.jsonl`).
     pub result: PathBuf,
     pub epochs: u64,
     pub samples: usize,
-    /// Of each rank, at the world size with which the job began.
+    /// The batch size of each rank, at the world size with which the job began.
     pub batch_size: usize,
-    /// In optimizer steps.
+    /// The optimizer steps between two saves.
     pub save_every: u64,
     pub dropout: f64,
     pub optimizer: OptimizerKind,
-    /// The pause before each batch, so that a signal reaches the job while it trains.
+    /// The pause before each batch, so that a signal arrives while the job trains.
     pub pause_ms: u64,
-    /// What rank 0 sends to ranks, before any restart of the launcher.
+    /// The signals that rank 0 sends to ranks, before any restart of the launcher.
     pub notices: Vec<Notice>,
     /// A file that preempts the job.
     pub leave: Option<PathBuf>,
-    /// The name of its run, where it has one.
+    /// The name of its run, if it has one.
     pub run: Option<String>,
-    /// A deadline that preempts the job, in seconds from now.
+    /// A deadline that preempts the job, in seconds from the start.
     pub seconds: Option<u64>,
 }
 
 /// A signal to a rank.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub struct Notice {
-    /// Such as `TERM`.
+    /// The signal, such as `TERM`.
     pub signal: String,
     pub rank: usize,
     pub place: Place,
 }
 
-/// A place in one life of a job, each counted from 0.
+/// A place in one attempt of a job, each counted from 0.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub enum Place {
     /// Before the backward pass of this step.
     Step(u64),
-    /// In an evaluation.
+    /// During an evaluation.
     Evaluation(u64),
     /// While rank 0 writes a checkpoint, and the others wait.
     Save(u64),
@@ -86,34 +85,34 @@ pub enum OptimizerKind {
 pub struct TrainingResult {
     /// The bits of all parameters and running statistics.
     pub parameters: Vec<u64>,
-    /// The bits of what is trained. Running statistics are combined in each save, so their last bits depend on when the
-    /// job saves.
+    /// The bits of the trained parameters. Running statistics are combined in each save, so their last bits depend on
+    /// when the job saves.
     pub weights: Vec<u64>,
     pub steps: u64,
-    /// The user's own value.
+    /// The value of the user.
     pub history: Vec<u64>,
-    /// How often the job was restarted.
+    /// The number of restarts of the job.
     pub restarts: u64,
     pub world_size: usize,
 }
 
-/// One optimizer step of one rank, with the samples that it used.
+/// An optimizer step of a rank, with the samples that it used.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub struct StepRecord {
     pub restart: u64,
     pub epoch: u64,
-    /// The number of the optimizer step that used them, from 1.
+    /// The number of the step, from 1.
     pub step: u64,
     pub rank: usize,
     pub world_size: usize,
     pub samples: Vec<u64>,
 }
 
-/// Trains from the newest checkpoint to the end, or until a rank is preempted; gives the exit code.
+/// Trains from the newest checkpoint to the end, or until a rank is preempted; returns the exit code.
 ///
 /// # Errors
 ///
-/// Those of the library.
+/// The errors of the library.
 pub fn train(accelerator: &Accelerator, job: &TrainingJob) -> Result<ExitCode> {
     let mut preemption = Preemption::new();
     if let Some(path) = &job.leave {
@@ -253,10 +252,10 @@ pub fn train(accelerator: &Accelerator, job: &TrainingJob) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Sends the notices of a job, on rank 0 before any restart.
+/// Sends the notices of a job, on rank 0 and before any restart.
 struct Notifier {
     due: Vec<Notice>,
-    /// Of each rank.
+    /// The process ids of all ranks.
     pids: Vec<u32>,
 }
 
@@ -305,7 +304,7 @@ impl Net {
 
     pub(crate) fn forward(&self, rows: Tensor<2>) -> Tensor<2> {
         let hidden = self.hidden.forward(rows);
-        // Statistics of a rank's own batch would depend on the world size.
+        // The statistics of a rank's own batch depend on the world size, so only jobs with dropout normalise.
         let hidden = match self.dropout.prob > 0.0 {
             true => self
                 .norm
@@ -317,7 +316,7 @@ impl Net {
     }
 }
 
-/// Rows made from their number, and changed a little by a generator that belongs to the sample.
+/// Rows made from their number, and changed a little by the generator of their sample.
 pub(crate) struct Rows {
     pub(crate) count: usize,
 }

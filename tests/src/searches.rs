@@ -1,4 +1,4 @@
-//! Searches whose trials are trainers.
+//! Runs searches whose trials are trainers.
 
 use std::path::Path;
 
@@ -21,7 +21,7 @@ use crate::operator::{Points, distance, line, loader};
 use crate::problems::{Mlp, PictureBatcher};
 use crate::trainers::{accuracy, mlp_loss};
 
-/// What trials are, and whether a scheduler pauses and promotes them.
+/// Runs a search with trials of the given kind, and with the given scheduler.
 pub fn run(trials: &str, scheduler: &str, folder: &Path) -> Result<()> {
     let metric = match trials {
         "operators" => "val_loss",
@@ -71,7 +71,7 @@ impl TrainingOperator for LineOfRate {
     }
 }
 
-/// Trains for four epochs, each with an evaluation. The evaluation of the untrained model is no iteration.
+/// Trains for four epochs, with an evaluation in each. The evaluation of the untrained model is not an iteration.
 fn train(session: &mut TrialSession, config: &accelerator::tune::Config) -> Result<(), BoxError> {
     let callback = TuneCallback::new(session);
     let arguments = TrainingArguments {

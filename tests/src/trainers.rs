@@ -1,4 +1,4 @@
-//! Trainings by arguments, of the networks and data of [`problems`](crate::problems).
+//! Trains networks of [`problems`](crate::problems) by arguments.
 
 use std::path::Path;
 use std::process::ExitCode;
@@ -18,8 +18,8 @@ use crate::problems::{
 /// Logits and labels.
 type Outputs = (Tensor<2>, Tensor<1, Int>);
 
-/// A job that is told by a file of arguments, with dropout, evaluations on samples that no ranks share evenly, and a
-/// metric. What it comes to is pushed into a folder.
+/// Trains by a file of arguments, with dropout, a metric, and evaluations on samples that ranks cannot share evenly.
+/// Pushes the result into a folder.
 pub fn train(file: &Path, pushed: &Path) -> Result<ExitCode> {
     let arguments = TrainingArguments::from_file(file)?;
     let accelerator = arguments.accelerator().device(BackendKind::Flex).build()?;
@@ -39,7 +39,7 @@ pub fn train(file: &Path, pushed: &Path) -> Result<ExitCode> {
     trainer.finish()
 }
 
-/// The CNN of [`problems::train`](crate::problems::train) with SGD and one norm, by arguments.
+/// Trains the CNN of [`problems::train`](crate::problems::train) by arguments, with SGD and norm clipping.
 pub fn fit_cnn(accelerator: &Accelerator, setting: &Setting) -> Result<Outcome> {
     let arguments = TrainingArguments {
         data_seed: Some(3),

@@ -1,4 +1,4 @@
-//! Runs a trajectory of the fixtures with this library, and compares.
+//! Runs a trajectory of the fixtures with this library, and compares the two.
 
 use accelerator::prelude::*;
 use burn::data::dataloader::batcher::Batcher;
@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::fixtures::{Case, Optimizer, Problem, Weights};
 
-/// What a run came to; the names are those of the fixtures.
+/// The result of a run, with the names of the fixtures.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub struct Trajectory {
     pub losses: Vec<f64>,
@@ -41,7 +41,7 @@ struct Samples {
 
 struct SampleBatcher;
 
-/// Trains as the case says.
+/// Trains with the settings of the case.
 pub fn run(accelerator: &Accelerator, case: &Case, problem: &Problem) -> Result<Trajectory> {
     assert!(case.even_batches, "the trajectories pad");
     let device = accelerator.device();
@@ -76,7 +76,7 @@ pub fn run(accelerator: &Accelerator, case: &Case, problem: &Problem) -> Result<
 }
 
 impl Trajectory {
-    /// The largest differences to what PyTorch got, as (losses, norms, weights).
+    /// Returns the largest differences from PyTorch's results: (losses, norms, weights).
     pub fn distance(&self, case: &Case) -> (f64, f64, f64) {
         let largest = |ours: &[f64], theirs: &[f64]| {
             assert_eq!(

@@ -1,7 +1,7 @@
-//! Every fault in every operation over every transport, as a table: see [`accelerator_tests::matrix`].
+//! Runs every fault in every operation over every transport, and writes a table: see [`accelerator_tests::matrix`].
 //!
-//! With `--sample`, every fault in every place once, over one transport after the other. Faults of hosts need networks,
-//! which `tests/hosts/faults` makes; it takes the same arguments.
+//! With `--sample`, runs every fault in every place once, over the transports in turn. The faults of hosts need
+//! networks, which `tests/hosts/faults` creates; it takes the same arguments.
 //!
 //! ```text
 //! cargo run --release -p accelerator-tests --bin matrix -- --report tests/FAULTS.md

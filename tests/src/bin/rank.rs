@@ -1,5 +1,4 @@
-//! One rank of a test's job. It does what its first argument says and prints its result as one
-//! line of JSON.
+//! One rank of a test's job. Runs the command of its first argument and prints its result as one line of JSON.
 
 #![allow(
     clippy::expect_used,
@@ -40,7 +39,7 @@ fn main() -> Result<ExitCode> {
                 .device(BackendKind::Flex)
                 .dtype(float(dtype))
                 .accumulation_steps(number(accumulate))
-                // Small, so that these small networks have several buckets.
+                // Small, so that even these small networks have several buckets.
                 .bucket_size(1024);
             let setting = from_json(setting);
             print(&problems::train(
@@ -92,7 +91,7 @@ fn main() -> Result<ExitCode> {
             let mishap = serde_json::from_value(mishap.into()).expect("a mishap");
             println!("failed: {}", operator::fail(mishap)?);
         }
-        // Ranks as threads: in a process of its own all the same, since Burn fixes the dtype.
+        // Ranks as threads still need a process of their own, since Burn fixes the dtype.
         ["train-threads", world_size, dtype, accumulate, setting] => {
             let setting = from_json(setting);
             let builder = Accelerator::builder()

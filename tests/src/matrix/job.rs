@@ -1,4 +1,4 @@
-//! A cell's job: started, watched, judged.
+//! Starts, watches and judges the job of a cell.
 
 use std::fs;
 use std::process::Command;
@@ -66,8 +66,8 @@ pub(super) fn plan(operation: &str, fault: Fault) -> String {
     let Some(action) = fault.action() else {
         return String::new();
     };
-    // Where a stopped rank wakes up after a while, its process ends by itself: what it says then
-    // is judged as well. All sleep longer than the deadline of the survivors with its allowance.
+    // A stopped rank that wakes up ends its own process, and its output is judged as well. All sleep longer than the
+    // survivors' deadline plus its allowance.
     let action = match (fault, operation) {
         (Fault::Stop, "rendezvous") => "stop 6s",
         (Fault::Stop, _) => "stop 4s",
@@ -78,7 +78,7 @@ pub(super) fn plan(operation: &str, fault: Fault) -> String {
     };
     let place = match operation {
         "rendezvous" | "connect" => operation.to_owned(),
-        // The second of those that are started together.
+        // The second of the operations that are started together.
         "start_several_within" => format!("op={} within", OPERATION * STARTED + 1),
         _ if is_within(operation) => format!("op={OPERATION} within"),
         _ => format!("op={OPERATION}"),
@@ -86,7 +86,7 @@ pub(super) fn plan(operation: &str, fault: Fault) -> String {
     format!("rank={CULPRIT} {place} {action}")
 }
 
-/// How long the slowest survivor took, where all is as it should be.
+/// Returns the seconds of the slowest survivor, if all is as it should be.
 fn judge(way: Way, operation: &str, fault: Fault, ended: &[Ended]) -> Result<f64, String> {
     let seen: Vec<Seen> = ended
         .iter()
@@ -102,7 +102,7 @@ fn judge(way: Way, operation: &str, fault: Fault, ended: &[Ended]) -> Result<f64
     let mut slowest: f64 = 0.0;
     for survivor in (0..way.world_size()).filter(|rank| *rank != CULPRIT) {
         let Some(seen) = seen.iter().find(|seen| seen.rank == survivor) else {
-            // A process that has not come to the store yet is ended with the job.
+            // A process that has not joined the store yet is killed with the job.
             let block = ended.iter().any(|x| x.stderr.contains("rank 1 (pid"));
             if way.is_launched() && operation == "rendezvous" && block {
                 continue;
@@ -167,7 +167,7 @@ fn judge(way: Way, operation: &str, fault: Fault, ended: &[Ended]) -> Result<f64
     Ok(slowest)
 }
 
-/// Marks the processes of a cell, with all that they start.
+/// Returns a mark for the processes of a cell, which all their children inherit.
 fn sign() -> String {
     static CELLS: AtomicUsize = AtomicUsize::new(0);
     let cell = CELLS.fetch_add(1, Ordering::Relaxed);
@@ -185,7 +185,7 @@ fn nothing_is_left(sign: &str) -> Result<(), String> {
     loop {
         let processes = fs::read_dir("/proc").map_err(|error| format!("/proc: {error}"))?;
         let left = processes.flatten().find(|process| {
-            // Of those that ended meanwhile, and of other users, nothing can be read.
+            // Unreadable for processes that have ended meanwhile, and for those of other users.
             fs::read(process.path().join("environ")).is_ok_and(has_sign)
         });
         let Some(left) = left else { return Ok(()) };
@@ -197,7 +197,7 @@ fn nothing_is_left(sign: &str) -> Result<(), String> {
     }
 }
 
-/// The files that jobs of ours have in `/dev/shm`.
+/// Returns the files that our jobs have in `/dev/shm`.
 pub(super) fn files_in_memory() -> Vec<String> {
     let files = fs::read_dir("/dev/shm").into_iter().flatten().flatten();
     let names = files.map(|file| file.file_name().to_string_lossy().into_owned());
@@ -206,7 +206,7 @@ pub(super) fn files_in_memory() -> Vec<String> {
 
 const SIGN: &str = "MATRIX_CELL";
 
-/// What wakes a stopped process may outlive the others of its cell by so much.
+/// The longest that the process that wakes a stopped one may outlive the others of its cell.
 const LAST: Duration = Duration::from_secs(15);
 
 fn output(ended: &[Ended]) -> String {

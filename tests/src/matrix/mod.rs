@@ -1,8 +1,8 @@
 //! The fault matrix: transport × operation × fault.
 //!
-//! A job of three ranks, or of two hosts with two each, calls one operation again and again. In one call rank 1 suffers a fault,
-//! and the survivors have to end with a typed error that names it, inside the deadline. A cell that
-//! cannot be is marked `n/a` with its reason. Over namespaces, it is a host that suffers: see `hosts/`.
+//! A job of three ranks, or of two hosts with two ranks each, calls one operation again and again. In one call rank 1
+//! suffers a fault, and each survivor must end with a typed error that names it before the deadline. A cell that is
+//! impossible is marked `n/a` with its reason. In network namespaces, it is a host that suffers: see `hosts/`.
 
 mod hosts;
 mod job;
@@ -18,10 +18,10 @@ use std::time::Duration;
 use hosts::HostFault;
 pub use rank::{rank, threads};
 
-/// How the ranks are connected and started.
+/// The way ranks are started and connected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Way {
-    /// Processes, started by hand with `RANK` and the like.
+    /// Processes, started by hand with variables such as `RANK`.
     Plain(Transport),
     /// Processes, started by `accel-launch`.
     Launched(Transport),
@@ -31,17 +31,17 @@ pub(crate) enum Way {
     Hosts,
 }
 
-/// What connects the processes of a job.
+/// The transport between the processes of a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Transport {
     Shm,
     Tcp,
-    /// Shared memory within each of two hosts, TCP between them. What makes the second host is its
-    /// ranks' variables: they count their local ranks anew.
+    /// Shared memory within each of two hosts, TCP between them. The second host exists only in its ranks' variables,
+    /// which count local ranks anew.
     Hierarchical,
 }
 
-/// What happens to rank 1, or to a host.
+/// A fault of rank 1, or of a host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Fault {
     Kill,
@@ -56,10 +56,10 @@ pub(crate) enum Fault {
     OfHost(HostFault),
 }
 
-/// Where it happens: in an operation of the group, or before there is one.
+/// The places of a fault: an operation of the group, or a step before there is a group.
 ///
-/// Where a name ends with `_within`, it happens behind the first data of a collective of several
-/// steps; `op=5 within` in the words of a plan. `leave` is a broadcast by rank 1, after which all ranks leave.
+/// If the name ends with `_within`, the fault strikes after the first data of a collective with several steps:
+/// `op=5 within` in a fault plan. `leave` is a broadcast by rank 1, after which all ranks leave.
 pub(crate) const OPERATIONS: [&str; 25] = [
     "rendezvous",
     "connect",
@@ -88,7 +88,7 @@ pub(crate) const OPERATIONS: [&str; 25] = [
     "leave",
 ];
 
-/// What can happen to a rank.
+/// The faults of a rank.
 pub(crate) const RANK_FAULTS: [Fault; 9] = [
     Fault::Kill,
     Fault::Segv,
@@ -111,23 +111,23 @@ pub(crate) const WAYS: [Way; 7] = [
     Way::Hosts,
 ];
 
-/// The rank that suffers; the second of the first host where there are several.
+/// The rank that suffers; with several hosts, the second of the first host.
 pub(crate) const CULPRIT: usize = 1;
 
-/// The operation of the group, by its sequence number, in which it happens.
+/// The sequence number of the operation in which the fault strikes.
 pub(crate) const OPERATION: u64 = 5;
 
-/// How many operations one call of `start_several_within` starts.
+/// The number of operations that one call of `start_several_within` starts.
 pub(crate) const STARTED: u64 = 3;
 
 pub(crate) const LIVENESS: Duration = Duration::from_secs(1);
 pub(crate) const PROGRESS: Duration = Duration::from_secs(2);
 pub(crate) const CONNECT: Duration = Duration::from_secs(4);
 
-/// What a cell may take longer before it fails: the machine may be busy.
+/// The allowance on top of a cell's deadline, since the machine may be busy.
 pub(crate) const ALLOWANCE: Duration = Duration::from_millis(1500);
 
-/// One cell and what became of it.
+/// A cell and its verdict.
 #[derive(Debug)]
 pub(crate) struct Cell {
     pub(crate) way: Way,
@@ -138,11 +138,11 @@ pub(crate) struct Cell {
 
 #[derive(Debug)]
 pub(crate) enum Verdict {
-    /// All survivors named the culprit; the slowest after so many seconds.
+    /// All survivors named the culprit, the slowest after `seconds`.
     Named {
         seconds: f64,
     },
-    /// The job succeeded, so many seconds after the fault.
+    /// The job succeeded, `seconds` after the fault.
     Survived {
         seconds: f64,
     },
@@ -150,7 +150,7 @@ pub(crate) enum Verdict {
     Failed(String),
 }
 
-/// Runs the cells whose name (`plain/all_reduce/kill`) contains one of the filters, or all, and
+/// Runs the cells whose name (such as `plain/all_reduce/kill`) contains one of the filters, or all without filters, and
 /// writes the report.
 pub fn run(report: Option<&Path>, filter: &[&str]) -> ExitCode {
     let wanted = |(way, operation, fault): &(Way, &str, Fault)| {
@@ -160,7 +160,7 @@ pub fn run(report: Option<&Path>, filter: &[&str]) -> ExitCode {
     run_cells(report, &all().filter(wanted).collect::<Vec<_>>())
 }
 
-/// Runs every fault of a rank in every place once, over one way after the other.
+/// Runs every fault of a rank in every place once, over the ways in turn.
 pub fn sample() -> ExitCode {
     let places = OPERATIONS[..OPERATIONS.len() - 1].iter().enumerate();
     let ways = WAYS.into_iter().filter(|way| *way != Way::Hosts);
@@ -176,7 +176,7 @@ pub fn sample() -> ExitCode {
     run_cells(None, &cells.collect::<Vec<_>>())
 }
 
-/// Runs one fault of a host in every place, one after the other, and all of them where ranks leave.
+/// Runs one fault of a host in every place, in turn, and all of them in the place where ranks leave.
 pub fn sample_of_hosts() -> ExitCode {
     let faults = hosts::FAULTS.into_iter().cycle();
     let places = OPERATIONS[..OPERATIONS.len() - 1].iter().copied();
@@ -275,7 +275,7 @@ fn run_cells(report: Option<&Path>, todo: &[(Way, &'static str, Fault)]) -> Exit
     }
 }
 
-/// Why a cell cannot be.
+/// Returns the reason why a cell is impossible.
 fn impossible(way: Way, operation: &str, fault: Fault) -> Option<&'static str> {
     let before = matches!(operation, "rendezvous" | "connect");
     match (way, fault) {
@@ -300,7 +300,7 @@ fn impossible(way: Way, operation: &str, fault: Fault) -> Option<&'static str> {
     }
 }
 
-/// Whether the fault strikes behind the first data of the operation.
+/// Returns true if the fault strikes after the first data of the operation.
 pub(crate) fn is_within(operation: &str) -> bool {
     operation.ends_with("_within")
 }
@@ -324,7 +324,7 @@ impl Way {
         }
     }
 
-    /// The operations there. What is on its way when a rank leaves is lost between hosts only.
+    /// Returns the operations of this way. Only between hosts can the data of a leaving rank be lost in transit.
     pub(crate) fn operations(self) -> &'static [&'static str] {
         match self {
             Self::Hosts => &OPERATIONS,
@@ -332,7 +332,7 @@ impl Way {
         }
     }
 
-    /// What can happen there.
+    /// Returns the faults of this way.
     pub(crate) fn faults(self) -> Vec<Fault> {
         match self {
             Self::Hosts => hosts::FAULTS.map(Fault::OfHost).to_vec(),
@@ -340,7 +340,7 @@ impl Way {
         }
     }
 
-    /// The number of ranks.
+    /// Returns the number of ranks.
     pub(crate) fn world_size(self) -> usize {
         match self.hosts() {
             1 => 3,
@@ -348,7 +348,7 @@ impl Way {
         }
     }
 
-    /// On how many hosts the ranks believe to be.
+    /// Returns the number of hosts that the ranks see.
     pub(crate) fn hosts(self) -> usize {
         match self {
             Self::Plain(Transport::Hierarchical) | Self::Launched(Transport::Hierarchical) => 2,
@@ -362,7 +362,7 @@ impl Way {
 }
 
 impl Transport {
-    /// As `ACCEL_TRANSPORT` has it.
+    /// Returns the name in `ACCEL_TRANSPORT`.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Shm => "shm",
@@ -403,24 +403,23 @@ impl Fault {
             .unwrap_or_else(|| panic!("unknown fault {name}"))
     }
 
-    /// What the plan of the library calls it; a return is the program's own doing.
+    /// Returns the action in a fault plan; `None` for a return, which the program itself does.
     pub(crate) fn action(self) -> Option<&'static str> {
         match self {
             Self::Exit => Some("exit 3"),
             Self::Return => None,
             Self::Slow => Some("slow 4s"),
-            // It strikes meanwhile.
+            // The fault strikes during this pause.
             Self::OfHost(_) => Some("slow 1s"),
             other => Some(other.name()),
         }
     }
 
-    /// How long the survivors may take: a death one second, silence the liveness deadline,
-    /// slowness the progress timeout; a rank that never came, the connect timeout. The allowance
-    /// for a busy machine comes on top.
+    /// Returns the deadline of the survivors: one second for a death, the liveness timeout for silence, the progress
+    /// timeout for slowness, and the connect timeout for a rank that never came. [`ALLOWANCE`] comes on top.
     pub(crate) fn deadline(self, way: Way, operation: &str) -> Duration {
         let death = Duration::from_secs(1);
-        // Without a launcher nobody knows of a process that has not come.
+        // Without a launcher, nobody knows of a process that has not come.
         let unknown = operation == "rendezvous" && !way.is_launched();
         match self {
             _ if unknown => CONNECT,
@@ -432,11 +431,11 @@ impl Fault {
         }
     }
 
-    /// What the survivors' error must say of the cause, one of these.
+    /// Returns the words for the cause, one of which must be in the survivors' error.
     pub(crate) fn words(self, way: Way, operation: &str) -> &'static [&'static str] {
         let launched = way.is_launched();
         match (self, operation) {
-            // Nobody knows more of a process that has not come.
+            // Nobody knows more about a process that has not come.
             (_, "rendezvous") if !launched => &["missing: rank 1"],
             (Self::Stop | Self::Slow, "rendezvous") => &["missing: rank 1"],
             (Self::DropConnection, "rendezvous") => &["ended with exit code 1"],
@@ -452,12 +451,12 @@ impl Fault {
             (Self::Slow, _) => &["waited"],
             (Self::CorruptFrame, _) => &["a wrong checksum"],
             (Self::OfHost(fault), _) => fault.words(),
-            // Cut off, its process ends, and the launcher tells that.
+            // A process that is cut off ends, and the launcher reports that.
             (Self::DropConnection, _) if launched => &["its connection", "ended with exit code 1"],
             (Self::DropConnection, _) => &["its connection"],
         }
     }
 }
 
-/// Cells that run at once: most of them wait.
+/// The number of cells that run at once: most of them wait.
 const AT_ONCE: usize = 8;

@@ -1,4 +1,4 @@
-//! One rank of a cell.
+//! A rank of a cell.
 
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -12,18 +12,18 @@ use serde::{Deserialize, Serialize};
 
 use super::{CONNECT, CULPRIT, Fault, LIVENESS, OPERATION, PROGRESS, STARTED, Way};
 
-/// What a rank saw at its end; one line of JSON on its standard output.
+/// The report of a rank at its end: one line of JSON on standard output.
 #[derive(Debug, Deserialize, Serialize)]
 pub(crate) struct Seen {
     pub(crate) rank: usize,
     pub(crate) pid: u32,
-    /// `None` where nothing went wrong.
+    /// `None` if nothing went wrong.
     pub(crate) error: Option<SeenError>,
     /// The error of one more call afterwards.
     pub(crate) later: Option<String>,
-    /// What the group was connected by, where there was one.
+    /// The transport of the group, if there was one.
     pub(crate) transport: Option<String>,
-    /// From the beginning of the call that failed.
+    /// The seconds since the beginning of the call that failed.
     pub(crate) seconds: f64,
 }
 
@@ -43,7 +43,7 @@ pub(crate) struct SeenCulprit {
     pub(crate) cause: String,
 }
 
-/// A rank that is a process.
+/// Runs a rank that is a process.
 pub fn rank(operation: &str, fault: &str) -> ExitCode {
     let started = Instant::now();
     let launch = match Launch::from_env() {
@@ -60,11 +60,11 @@ pub fn rank(operation: &str, fault: &str) -> ExitCode {
             print(&seen);
         }
     }
-    // As a program ends whose `main` returns an error.
+    // Like a program whose `main` returns an error.
     ExitCode::FAILURE
 }
 
-/// All ranks of a cell as threads.
+/// Runs all ranks of a cell as threads.
 pub fn threads(operation: &str, fault: &str) -> ExitCode {
     let fault = Fault::of(fault);
     let groups = ProcessGroup::threads(Way::Threads.world_size(), &options(fault))
@@ -79,7 +79,7 @@ pub fn threads(operation: &str, fault: &str) -> ExitCode {
 
 fn options(fault: Fault) -> GroupOptions {
     if let Fault::OfHost(_) = fault {
-        // Silence is found as where nobody sets a timeout.
+        // Silence is detected with the default liveness timeout.
         return GroupOptions::new()
             .with_connect_timeout(5 * CONNECT)
             .with_progress_timeout(10 * PROGRESS);
@@ -90,7 +90,7 @@ fn options(fault: Fault) -> GroupOptions {
         .with_progress_timeout(PROGRESS)
 }
 
-/// Calls the operation again and again; success where nothing goes wrong.
+/// Calls the operation again and again; returns success if nothing goes wrong.
 fn live(group: &ProcessGroup, operation: &str, fault: Fault) -> ExitCode {
     let rank = group.rank();
     let mut number = 0;
@@ -119,7 +119,7 @@ fn live(group: &ProcessGroup, operation: &str, fault: Fault) -> ExitCode {
             _ => OPERATION + 4,
         };
         if number >= last {
-            // The fault did not strike, nobody noticed, or it was survived.
+            // The fault did not strike, or nobody noticed it, or the job survived it.
             print(&Seen::new(rank, None, None, started.elapsed()).over(group));
             return match group.close() {
                 Ok(()) => ExitCode::SUCCESS,
@@ -130,10 +130,11 @@ fn live(group: &ProcessGroup, operation: &str, fault: Fault) -> ExitCode {
     }
 }
 
-/// Nothing is pending while the culprit dies; the next call knows. The culprit calls alone.
+/// Lets the culprit die while nothing is pending; the others must learn of it in their next call. The culprit calls
+/// alone.
 fn idle(group: &ProcessGroup, started: &mut Instant) -> Result<(), Error> {
     if group.rank() != CULPRIT {
-        // The others are busy elsewhere for longer than any deadline, and then call.
+        // The others are busy for longer than any deadline before they call.
         std::thread::sleep(LIVENESS + Duration::from_millis(1500));
         *started = Instant::now();
     }
@@ -167,7 +168,7 @@ fn call(group: &ProcessGroup, operation: &str) -> Result<(), Error> {
         }
         "broadcast" => group.broadcast(&mut [rank as u64; 1000], 0),
         "broadcast_from_culprit" => group.broadcast(&mut [rank as u64; 1000], CULPRIT),
-        // Rank 1 pauses before the second chunk, which is small enough to be in no one's way.
+        // Rank 1 pauses before the second chunk, which is so small that sending it does not block.
         "leave" => group.broadcast(&mut vec![rank as u8; 300_000], CULPRIT),
         "all_gather" => group.all_gather(&[rank as u64; 1000]).map(drop),
         "all_gather_varied" => group.all_gather_varied(&vec![1_u8; 1000 * rank]).map(drop),
@@ -211,7 +212,7 @@ fn call(group: &ProcessGroup, operation: &str) -> Result<(), Error> {
     }
 }
 
-/// All ranks keep equally many elements.
+/// Returns a layout in which all ranks keep equally many elements.
 fn even(group: &ProcessGroup, len: usize) -> Result<Arc<ShardLayout>, Error> {
     let partition = Partition::new(len, group.world_size());
     let parts = (0..group.world_size()).map(|rank| vec![partition.range(rank)]);
@@ -258,5 +259,5 @@ impl Seen {
     }
 }
 
-/// Elements of a large buffer: several chunks, whatever the transport.
+/// The elements of a large buffer: several chunks over any transport.
 const LARGE: usize = 1_000_000;

@@ -1,4 +1,4 @@
-//! The matrix as a table.
+//! Writes the matrix as a table.
 
 use std::fmt::Write;
 
@@ -74,7 +74,7 @@ pub(super) fn table(cells: &[Cell]) -> String {
     text
 }
 
-/// `new`, with the sections of `old` for ways of which no cell was run.
+/// Returns `new`, with the sections of `old` for ways without a cell in this run.
 pub(super) fn with_sections_of(old: &str, new: &str) -> String {
     let section = |text: &str, way: Way| {
         let begin = text.find(&format!("\n## {}\n", way.title()))?;
@@ -94,7 +94,7 @@ pub(super) fn with_sections_of(old: &str, new: &str) -> String {
     text
 }
 
-/// What is to be known of a way, before its table.
+/// Returns the text before the table of a way.
 fn introduction(way: Way) -> &'static str {
     match way {
         Way::Hosts => {

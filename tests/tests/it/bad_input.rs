@@ -1,4 +1,4 @@
-//! What people get wrong is answered at once, by name.
+//! Mistakes of users get an immediate error that names them.
 
 use std::path::Path;
 use std::process::Command;
@@ -14,7 +14,7 @@ fn ranks(world_size: usize, args: &[&str], change: impl Fn(usize, &mut Command))
     )
 }
 
-/// One process, with these variables instead of those that it would get.
+/// Runs one process, with these variables in place of those that it would get.
 fn alone(variables: &[(&str, &str)]) -> Ended {
     ranks(1, &["connect", "2"], |_, command| {
         for (name, value) in variables {

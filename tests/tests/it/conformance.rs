@@ -1,4 +1,4 @@
-//! The conformance table names all tests that have a number, and no others.
+//! The conformance table names all tests with a number, and no others.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -40,7 +40,7 @@ fn the_table_names_the_tests_that_there_are() {
     assert_eq!(only(&there, &named), [], "there, and not named");
 }
 
-/// The name in `fn c12_…()`.
+/// Returns the name in `fn c12_…()`.
 fn test_name(line: &str) -> Option<&str> {
     let name = line.trim_start().strip_prefix("fn ")?.split('(').next()?;
     let digits = name.strip_prefix('c')?.split('_').next()?;

@@ -1,5 +1,4 @@
-//! A checkpoint whose files were cut, changed or lost is found out, named, and left alone; the one
-//! before it is used.
+//! A checkpoint with a truncated, changed or missing file is detected, named and kept; the one before it is used.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -57,7 +56,7 @@ fn every_file_of_a_checkpoint_is_missed_when_damaged_and_the_one_before_is_used(
             );
             assert_eq!(listing(&copy), before, "verifying changed the folder");
 
-            // The resume goes on from the one before, and comes to the same end.
+            // The resume uses the checkpoint before, and reaches the same result.
             let ended = train(&job(&copy));
             assert!(
                 ended.status.success(),
@@ -78,7 +77,7 @@ fn every_file_of_a_checkpoint_is_missed_when_damaged_and_the_one_before_is_used(
     }
 }
 
-/// One rank, alone; warnings go to its standard error.
+/// Trains on a single rank; warnings go to its standard error.
 fn train(job: &TrainingJob) -> Ended {
     let args = ["train-resumable", &serde_json::to_string(job).unwrap()];
     run_ranks(Path::new(env!("CARGO_BIN_EXE_rank")), &args, 1, |_, _| {}).remove(0)
@@ -108,7 +107,7 @@ fn newest(folder: &Path) -> PathBuf {
     entries.filter(|path| path.is_dir()).max().unwrap()
 }
 
-/// The files below a folder, by their names in it.
+/// Returns the files below a folder, by their paths in it.
 fn files(folder: &Path) -> Vec<PathBuf> {
     listing(folder).into_iter().map(|(path, _)| path).collect()
 }

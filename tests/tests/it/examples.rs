@@ -1,4 +1,4 @@
-//! The example programs learn, and every rank tells the same of it.
+//! The example programs learn, and every rank reports the same result.
 
 use std::process::Command;
 
@@ -7,9 +7,9 @@ use accelerator_tests::processes::{
     Ended, example, launcher, run_all, run_ranks, run_with, wait_until,
 };
 
-/// Runs an example on one process and on two. Each rank says, in its last line,
-/// `rank 0: loss 2.1 in the first tenth, 0.4 in the last`: the figure falls by 30 % at least, and is the
-/// same on both ranks. Gives what rank 0 printed, alone and as one of two.
+/// Runs an example on one process and on two. The last line of each rank is like
+/// `rank 0: loss 2.1 in the first tenth, 0.4 in the last`: the value falls by at least 30 %, and is the same on all
+/// ranks. Returns the output of rank 0, alone and as one of two.
 fn learns(name: &str, args: &[&str]) -> [String; 2] {
     [1, 2].map(|ranks| {
         let ended = run_ranks(&example(name), args, ranks, |_, command| {
@@ -74,7 +74,7 @@ fn accumulation_in_half_precision() {
     }
 }
 
-/// The schedule is that of the whole training, on any number of processes: another one would be refused.
+/// The schedule is that of the whole training for any number of processes; resuming with another one would fail.
 #[test]
 fn accumulation_goes_on_at_another_number_of_processes() {
     let folder = tempfile::tempdir().unwrap();
@@ -90,7 +90,7 @@ fn accumulation_goes_on_at_another_number_of_processes() {
         ended.into_iter().next().unwrap()
     };
     ended(2);
-    // The epoch after the first is not known to this checkpoint any more.
+    // Only the checkpoint after the first epoch is left.
     for number in [2, 3] {
         std::fs::remove_dir_all(format!("{folder}/checkpoint-{number:06}")).unwrap();
     }
@@ -103,9 +103,7 @@ fn accumulation_goes_on_at_another_number_of_processes() {
     assert!(!ended.stderr.contains("another one"), "{}", ended.stderr);
 }
 
-/// Rounds that do not fill an epoch, and one that is short in the end.
-/// Two epochs, and a third from the checkpoint of the second.
-/// The tutorials' lines, of rank 0 alone, with each sample in one batch.
+/// Rank 0 alone prints the lines of the tutorials.
 #[test]
 fn ddp_mnist() {
     let folder = tempfile::tempdir().unwrap();
@@ -153,7 +151,7 @@ fn ddp_mnist() {
     assert!(log_dir.join("ddp_mnist").is_dir());
 }
 
-/// The banner and a row for each evaluation, and then the rest of it.
+/// Prints the banner and a row for each evaluation, and then resumes.
 #[test]
 fn trainer_mnist() {
     let folder = tempfile::tempdir().unwrap();
@@ -200,7 +198,7 @@ fn trainer_mnist() {
     let line = "  Resuming training from checkpoint with epoch 0.2 and global step 20";
     says(&said, line);
     assert_eq!(rows(&said).len(), 1, "{said}");
-    // In half precision, what goes in and comes out is cast.
+    // In half precision, inputs and outputs are cast.
     run("--per-device-train-batch-size 4 --bf16 --max-steps 3 --save-strategy no");
 }
 
@@ -317,7 +315,7 @@ fn metrics() {
     }
 }
 
-/// The first rank's clock stops both.
+/// The clock of rank 0 stops both ranks.
 #[test]
 fn metrics_within_a_time_limit() {
     let args = ["--limit", "320", "--time-limit", "0"];
@@ -361,7 +359,7 @@ fn operator_mnist() {
 fn cross_validation() {
     let args = ["--limit", "320", "--batch-size", "8", "--folds", "2"];
     for stdout in learns("cross_validation", &args) {
-        // Each one was left out and asked about once.
+        // Each sample was left out and validated once.
         assert!(stdout.contains("all 320 of 320 samples"), "{stdout}");
     }
 }
@@ -394,7 +392,7 @@ fn big_batch() {
     }
 }
 
-/// Neither memory nor the number of processes divides them.
+/// Neither the memory nor the number of processes divides 33; no division fits 37.
 #[test]
 fn big_batch_takes_what_it_says_or_refuses() {
     let run = |step, ranks| {
@@ -446,7 +444,7 @@ fn nlp_transformer() {
     }
 }
 
-/// Also where it has fewer steps than there are between two saves.
+/// Even with fewer steps than there are between two saves.
 #[test]
 fn resumable_saves_its_end_once() {
     let folder = tempfile::tempdir().unwrap();
@@ -490,7 +488,7 @@ fn resumable_saves_and_leaves_on_a_signal() {
     assert_eq!(ended.status.code(), Some(75), "{}", ended.stderr);
 }
 
-/// The launcher takes a slot for lost, whose process failed twice, and tries it again.
+/// The launcher takes a slot for lost after its process has failed twice, and tries it again later.
 #[test]
 fn resumable_goes_on_live_when_a_process_is_back() {
     let folder = tempfile::tempdir().unwrap();
@@ -518,14 +516,14 @@ fn resumable_goes_on_live_when_a_process_is_back() {
     let run = RunHistory::read(folder.path().join("runs/digits")).unwrap();
     let steps = run.series("train/loss").unwrap().points.iter();
     let steps: Vec<_> = steps.map(|point| point.step).collect();
-    // Each once: three epochs in steps of 16 samples, those of the two ranks that began anew.
+    // Each step once: three epochs in steps of 16 samples, as on the two ranks that began.
     assert_eq!(steps, (1..=150).collect::<Vec<_>>());
     assert_eq!(run.status(), RunStatus::Finished);
     assert_eq!((run.attempts.len(), &*run.tags["world"]), (3, "3"));
     assert_eq!(run.system.len(), 3);
 }
 
-/// Without the flags, nothing is written.
+/// Without the flags, nothing is recorded.
 #[test]
 fn mnist_is_recorded_where_it_is_told_to() {
     let folder = tempfile::tempdir().unwrap();

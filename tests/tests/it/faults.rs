@@ -1,5 +1,5 @@
-//! A dead rank is named: every fault in every operation, over one transport after the other.
-//! `matrix` without `--sample` runs them over all.
+//! A dead rank is named: runs every fault in every operation, over the transports in turn. `matrix` without `--sample`
+//! runs them over all transports.
 
 use std::process::Command;
 

@@ -1,4 +1,4 @@
-//! The number of ranks does not change what is learnt.
+//! The number of ranks does not change the result of a training.
 
 use std::path::Path;
 
@@ -54,7 +54,7 @@ fn threads(world_size: usize, dtype: &str, accumulate: usize, setting: &Setting)
     serde_json::from_str(&rank.stdout).unwrap()
 }
 
-/// `bound` is the largest difference allowed in a parameter.
+/// Compares ranks with a single one; `bound` is the largest difference allowed in a parameter.
 fn check(one: &Outcome, ranks: &[Outcome], bound: f64) {
     for rank in ranks {
         assert_eq!(
@@ -75,8 +75,8 @@ fn check(one: &Outcome, ranks: &[Outcome], bound: f64) {
     assert!(last < first, "the loss fell from {first}, to {last}");
 }
 
-/// 61 samples in global batches of 12: the last one holds a single sample, so that all ranks but
-/// one are idle in it. Six micro-steps in windows of 4: the last window is short.
+/// The number of samples: in global batches of 12, the last batch holds a single sample, so all ranks but one are idle
+/// in it. Of six micro-steps in windows of 4, the last window is short.
 const RAGGED: usize = 61;
 
 fn invariance(net: Which, clipping: Clipping) {
@@ -244,8 +244,8 @@ fn dropout_follows_the_seed_and_differs_between_ranks() {
     let first = run(1);
     assert_eq!(first, run(1), "the same seed, the same masks");
     assert_ne!(first, run(2), "another seed, other masks");
-    // Were masks the same on both ranks, two ranks would do what one does only by chance; and one
-    // rank draws other masks than two.
+    // With the same masks on both ranks, two ranks would not match one rank except by chance; and one rank draws other
+    // masks than two.
     assert_ne!(
         first,
         processes(1, "f32", 1, &setting(1)).remove(0).parameters

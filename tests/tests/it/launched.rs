@@ -1,4 +1,4 @@
-//! A program that starts its own ranks, as processes.
+//! A program starts its own ranks as processes.
 
 #![allow(clippy::unwrap_used, reason = "these are tests")]
 
@@ -35,7 +35,7 @@ fn ranks_are_processes_and_what_follows_runs_once() {
     );
 }
 
-/// The program that a rank starts has the rank's variables.
+/// The program that a rank starts inherits the rank's variables.
 #[test]
 fn a_program_that_a_rank_starts_has_ranks_of_its_own() {
     let ended = run(&["launch-processes", "2", "nest"]);
@@ -104,7 +104,7 @@ fn a_token_for_jobs_on_several_hosts_is_in_no_way() {
     assert_eq!(ranks(&ended.unwrap()), 2);
 }
 
-/// How many ranks a program says it has run.
+/// Returns how many ranks a program reports to have run.
 fn ranks(ended: &Output) -> usize {
     let stdout = String::from_utf8_lossy(&ended.stdout);
     assert!(ended.status.success(), "{ended:?}");

@@ -5,7 +5,7 @@ use std::path::Path;
 use accelerator_tests::learner::{LearnerJob, LearnerOutcome, Stop, Way};
 use accelerator_tests::processes::{Ended, run_ranks};
 
-/// Six steps of two ranks, and one sample for rank 0 alone.
+/// A job of six full steps of two ranks, and one sample for rank 0 alone.
 fn job(folder: &Path) -> LearnerJob {
     LearnerJob {
         folder: folder.join("files"),
@@ -62,7 +62,7 @@ fn a_learner_on_two_processes_ends_with_the_bits_of_a_loop() {
         assert_eq!((learnt[0].steps, learnt[1].steps), (21, 21));
         let (ours, loops) = (learnt[0].accuracy.unwrap(), looped[0].accuracy.unwrap());
         assert!((ours - loops).abs() < 1e-4, "{ours} and {loops}");
-        // Rank 0 alone writes, and shows anything.
+        // Only rank 0 writes files and shows anything.
         assert!(!learner.folder.with_extension("others").exists());
         assert!(ended[0].stdout.contains("Starting training for 3 epochs"));
         assert_eq!(ended[1].stdout.lines().count(), 1, "{}", ended[1].stdout);
@@ -80,7 +80,7 @@ fn metrics_of_a_validation_see_the_samples_of_all_ranks() {
             ..job(folder.path())
         };
         assert_eq!(run(&frozen, ranks)[0].error, None);
-        // The second is no mean over batches.
+        // The second is not a mean over batches.
         ["Accuracy", "FBetaScore"].map(|name| {
             let mut logs = std::fs::read_dir(frozen.folder.join("valid/epoch-1")).unwrap();
             let is_its = |path: &Path| {
@@ -105,7 +105,7 @@ fn metrics_of_a_validation_see_the_samples_of_all_ranks() {
 fn early_stopping_ends_all_ranks_at_the_same_epoch() {
     let folder = tempfile::tempdir().unwrap();
     let job = LearnerJob {
-        // It diverges.
+        // The training diverges.
         rate: 30.0,
         epochs: 9,
         patience: Some(2),
@@ -120,7 +120,7 @@ fn early_stopping_ends_all_ranks_at_the_same_epoch() {
 
 #[test]
 fn an_interruption_of_one_rank_ends_all_at_the_same_step() {
-    // At the end of the window, which is the first of the second epoch.
+    // Ranks stop at the end of the window; with accumulation, that is the first one of the second epoch.
     for (accumulation, steps) in [(1, 9), (3, 10)] {
         let folder = tempfile::tempdir().unwrap();
         let job = LearnerJob {

@@ -1,4 +1,4 @@
-//! What programs on several processes do, and what documents say of tests, a module for each subject.
+//! Tests of programs on several processes, and of what documents say about tests: a module per subject.
 
 #![allow(clippy::unwrap_used, reason = "these are tests, helpers included")]
 

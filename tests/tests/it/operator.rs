@@ -48,7 +48,7 @@ fn workers_train_as_ranks_of_a_launcher_and_as_a_loop_by_hand() {
         assert_eq!(started.count(), 2 * world_size, "two trainers");
         let own = outcome(&ended.stdout);
 
-        // What it says of workers is not asked then.
+        // As ranks of a launcher, the trainer ignores the number of workers.
         let args = ["operator", "7", &path(&format!("placed-{number}"))];
         for placed in ranks(&args, world_size) {
             assert_eq!(outcome(&placed), own);
@@ -62,7 +62,7 @@ fn workers_train_as_ranks_of_a_launcher_and_as_a_loop_by_hand() {
         assert_eq!(samples(0) + samples(1) + samples(2), 22.0);
         assert_eq!(samples(3), 22.0);
         assert_eq!(own.train[3].value("epoch"), Some(2.0));
-        // Each sample of the validation counts once, also where workers have not as many.
+        // Each sample of the validation counts once, even if workers have unequal numbers of them.
         assert_eq!(own.val.value("num_samples"), Some(7.0));
     }
 }
@@ -82,7 +82,7 @@ fn a_worker_that_fails_is_named_with_its_error() {
     }
 }
 
-/// A trainer with two workers that train for long, and their process ids by rank.
+/// Starts a trainer with two workers that train for long; returns their process ids by rank.
 fn slow() -> (Child, BufReader<ChildStdout>, [String; 2]) {
     let mut parent = program(&["operator-fails", "Slow"])
         .stdout(Stdio::piped())

@@ -1,4 +1,4 @@
-//! A job whose ranks are told to leave saves, ends with exit code 75, and loses no step when it is started again.
+//! A job whose ranks are preempted saves, ends with exit code 75, and loses no step when it is started again.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -14,7 +14,7 @@ use super::restart::assert_exact;
 
 const RANKS: usize = 2;
 
-/// Twelve steps in three epochs; of its own accord it saves after the fifth and the tenth.
+/// A job of twelve steps in three epochs; unless preempted, it saves after the fifth and the tenth.
 fn job(folder: &Path) -> TrainingJob {
     TrainingJob {
         checkpoints: folder.join("checkpoints"),
@@ -53,7 +53,7 @@ fn assert_code(ended: &Ended, code: u8) {
     assert_eq!(status.code(), Some(i32::from(code)), "{stdout}\n{stderr}");
 }
 
-/// What came of a job that has ended well.
+/// Returns the result of a job that must have succeeded.
 #[track_caller]
 fn result(ended: &Ended, job: &TrainingJob) -> TrainingResult {
     assert_code(ended, 0);
@@ -69,7 +69,8 @@ fn undisturbed() -> &'static TrainingResult {
     })
 }
 
-/// The last life has ended well. No step is missing, and none was done twice: not even one that came to nothing.
+/// Asserts that the last attempt has succeeded, and that every step was taken exactly once: even steps without an
+/// effect count.
 #[track_caller]
 fn assert_nothing_is_lost(folder: &Path, ended: &Ended, job: &TrainingJob) {
     let (found, expected) = (result(ended, job), undisturbed());
@@ -97,21 +98,21 @@ fn notice(signal: &str, rank: usize, place: Place) -> Notice {
     }
 }
 
-/// The launcher, which was told nothing, starts the group again.
+/// The launcher, which received no signal, restarts the group.
 #[test]
 fn a_signal_to_one_rank_is_a_restart_without_a_lost_step() {
     let places = [
-        // The first step; another one while it saves because of that.
+        // The first step; then another signal while the job saves because of the first one.
         vec![
             notice("TERM", 1, Place::Step(0)),
             notice("TERM", 1, Place::Save(0)),
         ],
         vec![notice("USR1", 0, Place::Step(2))],
-        // The last step of an epoch, whose evaluation is still to come.
+        // The last step of an epoch, before its evaluation.
         vec![notice("TERM", 1, Place::Step(3))],
         vec![notice("USR2", 1, Place::Evaluation(0))],
         vec![notice("TERM", 0, Place::Evaluation(2))],
-        // A save that is due anyhow.
+        // A save that is due anyway.
         vec![notice("TERM", 0, Place::Save(0))],
         vec![notice("TERM", 1, Place::Save(0))],
     ];
@@ -139,7 +140,7 @@ fn a_signal_to_the_launcher_ends_the_job_with_the_code() {
         };
         let first = launched(&["--max-restarts", "3"], &job);
         let ended = run_with(first, |launcher| {
-            // Any time will do, as long as all ranks have begun.
+            // Any time will do, once all ranks have begun.
             wait_until("steps of both ranks", || {
                 let ranks = ["rank-0.jsonl", "rank-1.jsonl"];
                 let has_begun = |rank: &&str| {
@@ -160,7 +161,7 @@ fn a_signal_to_the_launcher_ends_the_job_with_the_code() {
     }
 }
 
-/// With a step in each life. The launcher starts such a job once more, and then sees that it does not help.
+/// Each attempt takes one step. The launcher restarts such a job once, and then gives up because that does not help.
 #[test]
 fn a_deadline_and_a_file_end_the_job_until_they_are_gone() {
     let folder = tempfile::tempdir().unwrap();
@@ -187,7 +188,7 @@ fn a_deadline_and_a_file_end_the_job_until_they_are_gone() {
     assert_nothing_is_lost(folder.path(), &run(&[], &by_file), &job);
 }
 
-/// At places, to ranks and by signals that are drawn from a seed.
+/// Draws places, ranks and signals from a seed.
 #[test]
 fn a_hundred_notices_lose_nothing() {
     let mut notices = 0;

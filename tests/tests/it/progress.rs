@@ -1,4 +1,4 @@
-//! Progress bars, as a terminal shows them.
+//! Progress bars as a terminal shows them.
 
 use std::ffi::OsStr;
 use std::fs::{File, OpenOptions};
@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 
-/// Two ranks that each show how far they are, in a process that the tests below have started.
+/// Shows a bar on each of two ranks, in a process that the tests below start.
 #[test]
 #[ignore = "a part of other tests"]
 fn bars_in_a_child() {

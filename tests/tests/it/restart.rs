@@ -1,4 +1,4 @@
-//! Nothing is lost: a job that is killed again and again ends as one that was never disturbed.
+//! A job that is killed again and again ends like one that was never disturbed.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -13,7 +13,7 @@ fn job(folder: &Path, dropout: f64, optimizer: OptimizerKind) -> TrainingJob {
         checkpoints: folder.join("checkpoints"),
         result: folder.join("result.json"),
         epochs: 3,
-        // 5 batches of each of two ranks and a ragged rest, in windows of two.
+        // Five batches for each of two ranks and a ragged rest, in windows of two.
         samples: 97,
         batch_size: 8,
         save_every: 2,
@@ -42,7 +42,7 @@ fn result(job: &TrainingJob, ended: &Ended) -> TrainingResult {
     serde_json::from_slice(&std::fs::read(&job.result).unwrap()).unwrap()
 }
 
-/// The records of each step, from the last attempt of the job that ran it.
+/// Returns the records of each step, from the last attempt of the job that ran it.
 fn history(folder: &Path) -> BTreeMap<u64, Vec<StepRecord>> {
     let mut steps: BTreeMap<u64, Vec<StepRecord>> = BTreeMap::new();
     for entry in std::fs::read_dir(folder).unwrap() {
@@ -51,7 +51,7 @@ fn history(folder: &Path) -> BTreeMap<u64, Vec<StepRecord>> {
             .extension()
             .is_some_and(|extension| extension == "jsonl")
         {
-            // The last line of a rank that was killed may be torn.
+            // The last line of a killed rank may be torn.
             let text = std::fs::read_to_string(path).unwrap();
             let lines = text
                 .lines()
@@ -67,7 +67,7 @@ fn history(folder: &Path) -> BTreeMap<u64, Vec<StepRecord>> {
     steps
 }
 
-/// Each sample of an epoch once.
+/// Asserts that each epoch has each sample once.
 pub(super) fn assert_exact(folder: &Path, job: &TrainingJob) {
     let mut epochs: BTreeMap<u64, Vec<u64>> = BTreeMap::new();
     for step in history(folder).into_values().flatten() {
@@ -85,7 +85,7 @@ pub(super) fn assert_exact(folder: &Path, job: &TrainingJob) {
     }
 }
 
-/// Ten attempts end in ten ways: one between data and name of a checkpoint, one by rank 0.
+/// Ten attempts end in ten ways, three of them within a save.
 #[test]
 fn a_job_killed_ten_times_ends_bit_equal_to_one_never_disturbed() {
     let reference = tempfile::tempdir().unwrap();
@@ -114,14 +114,14 @@ fn a_job_killed_ten_times_ends_bit_equal_to_one_never_disturbed() {
     assert_eq!(points(&run), points(&whole));
     assert_eq!(table(killed.path()), table(reference.path()));
     assert_eq!(run.status(), RunStatus::Finished);
-    // One of them ended before there was an accelerator.
+    // One attempt ended before there was an accelerator.
     assert_eq!((whole.attempts.len(), run.attempts.len()), (1, 10));
     let launches: BTreeSet<_> = run.attempts.iter().map(|attempt| &attempt.launch).collect();
     assert_eq!(launches.len(), 1);
     assert_eq!(run.checkpoints.last(), whole.checkpoints.last());
 }
 
-/// Before there is a checkpoint, and with one of which only the name is missing.
+/// All attempts but the last end before the first checkpoint.
 #[test]
 fn a_job_that_is_restarted_without_a_checkpoint_is_one_run() {
     let reference = tempfile::tempdir().unwrap();
@@ -144,20 +144,20 @@ fn a_job_that_is_restarted_without_a_checkpoint_is_one_run() {
     assert_eq!(disturbed.attempts.len(), 4);
     assert!(disturbed.attempts[3].resumed == Some(None));
 
-    // Another launch is another run: the second is told from the first by its name.
+    // Another launch is another run, with another name.
     result(&killed_job, &launch(&["-n", "1"], &killed_job, ""));
     let runs = std::fs::read_dir(killed.path().join("runs")).unwrap();
     assert_eq!(runs.count(), 2);
 }
 
-/// The run of a job, which has only one.
+/// Returns the run of a job, which has only one.
 fn run(folder: &Path) -> RunHistory {
     let runs = folder.join("runs");
     assert_eq!(std::fs::read_dir(&runs).unwrap().count(), 1);
     RunHistory::read(runs.join("digits")).unwrap()
 }
 
-/// What was logged, in order, with its bits.
+/// Returns what was logged, in order, with its bits.
 fn points(run: &RunHistory) -> Vec<(&str, u64, u64, Option<u64>)> {
     let series = run.series.iter().flat_map(|series| {
         let points = series.points.iter();
@@ -168,14 +168,14 @@ fn points(run: &RunHistory) -> Vec<(&str, u64, u64, Option<u64>)> {
     points
 }
 
-/// What is in the table of the run: all but numbers of entries and times.
+/// Returns the table of the run, without entry numbers and times.
 fn table(folder: &Path) -> Vec<String> {
     let text = std::fs::read_to_string(folder.join("runs/digits/metrics.csv")).unwrap();
     let rows = text.lines().map(|row| row.splitn(3, ',').skip(2).collect());
     rows.collect()
 }
 
-/// Rank 2 fails in two attempts: the job goes on from the checkpoint with two ranks.
+/// Rank 2 fails in two attempts: the job continues from the checkpoint with two ranks.
 #[test]
 fn a_job_that_loses_a_slot_goes_on_with_fewer_ranks_and_misses_no_sample() {
     let folder = tempfile::tempdir().unwrap();
@@ -192,7 +192,7 @@ fn a_job_that_loses_a_slot_goes_on_with_fewer_ranks_and_misses_no_sample() {
     );
     assert_exact(folder.path(), &job);
 
-    // The global batch stays, so the trajectory does too, up to rounding.
+    // The global batch stays the same, and so does the trajectory, up to rounding.
     let reference = tempfile::tempdir().unwrap();
     let reference_job = TrainingJob {
         checkpoints: reference.path().join("checkpoints"),
@@ -210,12 +210,12 @@ fn a_job_that_loses_a_slot_goes_on_with_fewer_ranks_and_misses_no_sample() {
     }
 }
 
-/// The program knows preemptions, and no live change: it saves, and is started again.
+/// The program supports preemptions but not live changes: it saves and is restarted.
 #[test]
 fn a_job_that_has_a_slot_back_goes_on_with_more_ranks_and_misses_no_sample() {
     let folder = tempfile::tempdir().unwrap();
     let job = TrainingJob {
-        // The job is not over when the process is back.
+        // The job must not end before the process is back.
         pause_ms: 400,
         ..job(folder.path(), 0.0, OptimizerKind::Sgd)
     };
@@ -232,7 +232,7 @@ fn a_job_that_has_a_slot_back_goes_on_with_more_ranks_and_misses_no_sample() {
     assert_exact(folder.path(), &job);
 }
 
-/// Nothing but checkpoints and `latest`: drafts of dead processes are swept by the next save.
+/// Asserts that nothing but checkpoints and `latest` is left: each save sweeps the drafts of dead processes.
 fn assert_only_checkpoints(folder: &Path) {
     for entry in std::fs::read_dir(folder).unwrap() {
         let name = entry.unwrap().file_name().into_string().unwrap();

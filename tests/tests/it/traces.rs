@@ -1,4 +1,4 @@
-//! Traces by a schedule that the environment names, of ranks that are processes.
+//! Processes write traces by a schedule from the environment.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -7,7 +7,7 @@ use accelerator_tests::problems::{Clipping, Rule, Setting, State, Which};
 use accelerator_tests::processes::{Ended, run_ranks};
 use serde_json::Value;
 
-/// Ten steps on two ranks, which are told the schedule by the environment.
+/// Trains for ten steps on two ranks, with schedules from the environment.
 fn train(folder: &Path, schedules: [&str; 2]) -> Vec<Ended> {
     let setting = Setting {
         net: Which::Mlp,
@@ -66,7 +66,7 @@ fn each_cycle_has_the_scheduled_steps_of_every_process() {
                     .collect()
             };
             assert_eq!(steps("step"), scheduled, "{name}, rank {rank}");
-            // What is within a step is there as well, and of no other step.
+            // The parts of a step are traced as well, and those of no other step.
             for part in ["forward", "backward", "all_reduce", "optimizer"] {
                 let found: BTreeSet<u64> = steps(part).into_iter().collect();
                 let all: BTreeSet<u64> = scheduled.iter().copied().collect();

@@ -1,4 +1,4 @@
-//! A trainer comes to what a loop by hand comes to, and to the same where it is killed.
+//! A trainer reaches the same result as a loop by hand, even if it is killed.
 
 use std::path::Path;
 use std::process::Command;
@@ -9,7 +9,7 @@ use accelerator_tests::processes::{Ended, launcher, run_all};
 use accelerator_tests::trainers;
 use serde_json::Value;
 
-/// Accumulation, clipping, and a last batch that two ranks share unevenly, the last one of its window.
+/// Covers accumulation, clipping, and a last batch that two ranks share unevenly and that ends its window.
 #[test]
 fn it_has_the_bits_of_a_loop_by_hand() {
     let setting = Setting {
@@ -42,7 +42,7 @@ fn it_has_the_bits_of_a_loop_by_hand() {
     }
 }
 
-/// Weights, averages, logs, the table and the best model.
+/// Compares weights, averages, logs, the table and the best model.
 #[test]
 fn a_trainer_killed_ten_times_ends_bit_equal_to_one_never_disturbed() {
     let undisturbed = tempfile::tempdir().unwrap();
@@ -70,7 +70,7 @@ fn a_trainer_killed_ten_times_ends_bit_equal_to_one_never_disturbed() {
     let model = |folder: &Path| std::fs::read(folder.join("pushed/model.safetensors")).unwrap();
     assert_eq!(model(killed.path()), model(undisturbed.path()));
     assert_eq!(state(killed.path()), state(undisturbed.path()));
-    // A row that was printed before a kill is printed again.
+    // A row printed before a kill is printed again.
     let mut printed = rows(&ended.stdout);
     let last = printed.pop();
     assert_eq!(last.as_ref(), table.last());
@@ -103,7 +103,7 @@ fn launch(folder: &Path, options: &[&str], faults: &str) -> Ended {
     run_all(std::iter::once(command)).remove(0)
 }
 
-/// What was logged, but for times and paths.
+/// Returns what was logged, without times and paths.
 fn state(folder: &Path) -> Value {
     let text = std::fs::read(folder.join("pushed/trainer_state.json")).unwrap();
     let mut state: Value = serde_json::from_slice(&text).unwrap();

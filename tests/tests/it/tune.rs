@@ -6,9 +6,9 @@ use std::process::Command;
 
 use accelerator_tests::processes::{example, launcher, run_alone};
 
-/// The last accuracy and loss of each trial, and its iterations.
+/// Returns the last accuracy and loss of each trial, and its iterations.
 fn search(folder: &Path, args: &[&str]) -> Vec<Vec<String>> {
-    // Trials of several ranks are started by it.
+    // The search starts trials of several ranks with it.
     let path = launcher().parent().unwrap().display().to_string();
     let path = format!("{path}:{}", std::env::var("PATH").unwrap_or_default());
     let mut command = Command::new(example("tune_mnist"));
@@ -112,7 +112,7 @@ fn trainers_and_operators_are_trials_that_pause_and_go_on_with_the_same_bits() {
     }
 }
 
-/// Of the trials that came to the end, what is measured and no time.
+/// Returns the metrics of the trials that trained to the end, without times.
 fn last_metrics(csv: &Path) -> Vec<Vec<(String, String)>> {
     let text = fs::read_to_string(csv).unwrap();
     let mut lines = text

@@ -1,4 +1,4 @@
-//! Every trajectory that PyTorch DDP produced, on both CPU devices, on threads and on processes.
+//! Compares with every trajectory of PyTorch DDP, on both CPU devices, on threads and on processes.
 
 use std::io::Write;
 use std::path::Path;
@@ -12,7 +12,7 @@ use burn::data::dataloader::batcher::Batcher;
 use burn::data::dataset::InMemDataset;
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 
-/// PyTorch's kernels add in another order than Burn's.
+/// The bound for losses: PyTorch's kernels add in another order than Burn's.
 const LOSS: f64 = 1e-4;
 const NORM: f64 = 1e-4;
 const WEIGHT: f64 = 1e-5;
@@ -34,19 +34,19 @@ fn check(case: &Case, ranks: &[Trajectory]) {
     }
 }
 
-/// Past the test harness, which swallows what a passing test prints.
+/// Prints past the test harness, which swallows the output of passing tests.
 fn say(line: std::fmt::Arguments<'_>) {
     let _ = writeln!(std::io::stderr(), "{line}");
 }
 
-/// Every table of Accelerate's, read through prepared loaders.
+/// Compares with every table of Accelerate, read through prepared loaders.
 fn sharding(device: BackendKind) {
     let sharding = Sharding::load();
     for case in &sharding.cases {
         let tail = match case.even_batches {
             _ if case.drop_last => TailPolicy::Drop,
             Some(false) => TailPolicy::Uneven,
-            // Accelerate's iterable data sets know no other way than to pad.
+            // Accelerate's iterable data sets always pad.
             Some(true) | None => TailPolicy::Pad,
         };
         let ranks = Accelerator::builder()
@@ -62,7 +62,7 @@ fn sharding(device: BackendKind) {
                 };
                 let dataset = || InMemDataset::new((0..case.samples).collect());
                 if case.is_empty() {
-                    // A training on it would end at once, in silence.
+                    // A training on it would silently end at once.
                     let error = accelerator.prepare(builder().build(dataset())).unwrap_err();
                     assert!(error.is_config(), "{case:?}: {error}");
                     return Ok(Vec::new());
@@ -78,7 +78,7 @@ fn sharding(device: BackendKind) {
                 if case.even_batches.is_some() {
                     return read(builder().build(dataset));
                 }
-                // Those of iterable data sets hold for streams, whoever reads them.
+                // Tables of iterable data sets also hold for streams, both local and dispatched.
                 let samples = case.samples;
                 let stream = move |_part| (0..samples).map(std::io::Result::Ok);
                 let batches = read(builder().build(dataset))?;

@@ -1,4 +1,4 @@
-//! Whether all of a job saw what they should.
+//! Judges whether every process of a job saw what it should.
 
 use std::time::{Duration, Instant};
 
@@ -6,7 +6,7 @@ use super::{HostFault, Job, LAYOUT};
 use crate::matrix::rank::Seen;
 
 impl Job {
-    /// How long the slowest took, where all is as it should be.
+    /// Returns the seconds of the slowest process, if all is as it should be.
     pub(super) fn judge(
         &self,
         operation: &str,
@@ -30,7 +30,7 @@ impl Job {
         }
     }
 
-    /// Every rank has gone on, and the job has succeeded.
+    /// Expects every rank to have continued, and the job to have succeeded.
     fn judge_survived(&self) -> Result<Vec<Instant>, String> {
         self.expect_codes(&[Some(0); LAYOUT.len()])?;
         let ranks = 0..LAYOUT.iter().sum();
@@ -44,7 +44,7 @@ impl Job {
         times.collect()
     }
 
-    /// The ranks of the other hosts and all launchers name the host, or one of its ranks.
+    /// Expects the ranks of the other hosts and all launchers to name the host, or one of its ranks.
     fn judge_loss(&self, operation: &str, fault: HostFault) -> Result<Vec<Instant>, String> {
         let host = fault.host();
         let own = match fault {
@@ -110,8 +110,8 @@ impl Job {
         Ok(times)
     }
 
-    /// The launchers of the other hosts name host 0; their ranks are ended at once. Host 0, where it still runs, names
-    /// the hosts that it cannot reach.
+    /// Expects the launchers of the other hosts to name host 0; their ranks are killed at once. Host 0, if it still
+    /// runs, names the hosts that it cannot reach.
     fn judge_loss_of_head(&self, fault: HostFault) -> Result<Vec<Instant>, String> {
         let is_there = matches!(fault, HostFault::Cut(_));
         let codes: Vec<_> = (0..LAYOUT.len())
@@ -123,7 +123,7 @@ impl Job {
         others.chain(own).collect()
     }
 
-    /// What a rank saw, and when that was shown.
+    /// Returns what a rank saw, and the time at which it was shown.
     fn seen_by(&self, rank: usize) -> Result<(Instant, Seen), String> {
         for line in &self.seen {
             let Some(text) = line.text.strip_prefix("SEEN ") else {
@@ -137,7 +137,7 @@ impl Job {
         Err(format!("rank {rank} said nothing"))
     }
 
-    /// When the last rank called the operation of which it tells.
+    /// Returns the time of the last call of the operation that a rank reports.
     fn latest_call(&self) -> Option<Instant> {
         let seen = (0..LAYOUT.iter().sum()).filter_map(|rank| self.seen_by(rank).ok());
         let calls =
@@ -145,7 +145,7 @@ impl Job {
         calls.max()
     }
 
-    /// When a launcher said something.
+    /// Returns the time at which the launcher of a host printed `text`.
     fn said_by(&self, host: usize, text: &str) -> Result<Instant, String> {
         let mut lines = self.seen.iter().filter(|line| line.host == host);
         let line = lines.find(|line| line.text.contains(text));
@@ -153,7 +153,7 @@ impl Job {
             .ok_or_else(|| format!("the launcher of host {host} does not say: {text}"))
     }
 
-    /// Compares the launchers' exit codes; those that are killed have none.
+    /// Compares the exit codes of the launchers; those that are killed have none.
     fn expect_codes(&self, codes: &[Option<i32>]) -> Result<(), String> {
         let found = self
             .ended

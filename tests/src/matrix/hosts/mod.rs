@@ -1,4 +1,4 @@
-//! Cells over hosts: network namespaces, which `tests/hosts/faults` makes.
+//! The cells over hosts: network namespaces, which `tests/hosts/faults` creates.
 //!
 //! Each host has its own launcher. While rank 1 pauses in the operation, a host or its link suffers a fault.
 
@@ -16,20 +16,20 @@ use accelerator_collective::launcher::Token;
 use super::{ALLOWANCE, Verdict, job};
 use crate::processes::launcher;
 
-/// What happens to a host.
+/// A fault of a host or its link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum HostFault {
     /// Its launcher is killed.
     KillAgent(usize),
     /// All of its processes are killed at once.
     KillAll(usize),
-    /// Its link is down for good.
+    /// Its link goes down for good.
     Cut(usize),
-    /// Its link is down for [`BRIEF`], less than the liveness timeout.
+    /// Its link goes down for [`BRIEF`], less than the liveness timeout.
     CutBriefly(usize),
-    /// One of ten packets to it is lost.
+    /// One in ten packets to it is lost.
     Loss(usize),
-    /// Its link is slow, so packets wait.
+    /// Its link is slow, so packets queue.
     Delay(usize),
 }
 
@@ -46,13 +46,13 @@ pub(crate) const FAULTS: [HostFault; 10] = [
     HostFault::CutBriefly(0),
 ];
 
-/// The ranks of the hosts: host 1 has ranks 1 and 2.
+/// The number of ranks of each host: host 1 has ranks 1 and 2.
 pub(crate) const LAYOUT: [usize; 3] = [1, 2, 1];
 
-/// For how long rank 1 pauses in the operation, in which the fault strikes.
+/// The pause of rank 1 in the operation, during which the fault strikes.
 pub(crate) const PAUSE: Duration = Duration::from_secs(1);
 
-/// The networks that cells may use, each of as many hosts as there are in the layout.
+/// Returns the networks that cells may use, each with as many hosts as the layout.
 pub(crate) fn networks() -> Vec<String> {
     let names = std::env::var("MATRIX_NETWORKS").unwrap_or_default();
     names.split_whitespace().map(str::to_owned).collect()
@@ -74,7 +74,7 @@ impl HostFault {
         }
     }
 
-    /// Whether the job goes on as if nothing had happened.
+    /// Returns true if the job continues as if nothing had happened.
     pub(crate) fn is_survived(self) -> bool {
         matches!(self, Self::CutBriefly(_) | Self::Loss(_) | Self::Delay(_))
     }
@@ -87,7 +87,7 @@ impl HostFault {
         }
     }
 
-    /// How long it may take from the fault until everyone has named the host, or until the job has ended.
+    /// Returns the longest time from the fault until everyone has named the host, or until the job has ended.
     fn deadline(self) -> Duration {
         let deadline = match self {
             Self::KillAgent(_) | Self::KillAll(_) => Duration::from_secs(1),
@@ -97,7 +97,7 @@ impl HostFault {
         deadline + ALLOWANCE
     }
 
-    /// What the survivors' error says of the cause, one of these.
+    /// Returns the words for the cause, one of which must be in the survivors' error.
     pub(crate) fn words(self) -> &'static [&'static str] {
         match self {
             Self::Cut(_) => &["silent for", "was lost at", "nothing came from it for"],
@@ -116,8 +116,8 @@ pub(super) fn run(network: &str, operation: &'static str, fault: HostFault) -> V
     })
 }
 
-/// Runs the job once; returns `None` if the job failed and its link was down for longer than it should. Whatever the job
-/// leaves behind is a failure then, too.
+/// Runs the job once; returns `None` if the job failed because its link was down for too long. A process left behind is
+/// a failure even then.
 fn attempt(network: &str, operation: &'static str, fault: HostFault) -> Option<Verdict> {
     let mut job = match Job::start(network, operation, fault) {
         Ok(job) => job,
@@ -134,20 +134,20 @@ fn attempt(network: &str, operation: &'static str, fault: HostFault) -> Option<V
     }
 }
 
-/// The liveness timeout where nobody sets one, in launchers and ranks.
+/// The default liveness timeout of launchers and ranks.
 const LIVENESS: Duration = Duration::from_secs(5);
 
-/// How long a link is down that comes up again.
+/// The time for which a link is down that comes up again.
 const BRIEF: Duration = Duration::from_secs(3);
 
-/// How much longer it may be down: what is left of [`LIVENESS`] is for the heartbeat before the fault and for TCP, which
-/// sends again within a second.
+/// The most that the link may be down longer: the rest of [`LIVENESS`] is for the heartbeat before the fault and for
+/// TCP, which retransmits within a second.
 const LATE: Duration = Duration::from_millis(400);
 
-/// How often a job is run whose link was down for too long.
+/// The most runs of a job whose link was down for too long.
 const ATTEMPTS: u32 = 5;
 
-/// How long a job may take before its processes are killed.
+/// The time limit of a job, after which its processes are killed.
 const LIMIT: Duration = Duration::from_secs(60);
 
 /// A job on all hosts of a network.
@@ -157,7 +157,7 @@ struct Job {
     lines: Receiver<Line>,
     seen: Vec<Line>,
     ended: Vec<Option<ExitStatus>>,
-    /// `true` if the link was down for longer than the fault says, since this machine was busy.
+    /// `true` if the link was down for longer than the fault says, because this machine was busy.
     was_late: bool,
     _folder: tempfile::TempDir,
 }
@@ -217,7 +217,7 @@ impl Job {
         Ok(job)
     }
 
-    /// Lets the fault happen, and waits until all launchers have ended; gives when it happened.
+    /// Lets the fault happen, and waits until all launchers have ended; returns the time of the fault.
     fn watch(&mut self, operation: &str, fault: HostFault) -> Result<Instant, String> {
         let until = Instant::now() + LIMIT;
         let is_before = matches!(operation, "rendezvous" | "connect");
@@ -258,12 +258,12 @@ impl Job {
             }
             self.next(mend_at.unwrap_or(until).min(now + TICK))?;
         }
-        // What readers still hold.
+        // Drains the lines that readers still hold.
         while self.next(Instant::now() + TICK)? {}
         Ok(struck)
     }
 
-    /// Adds a line of this test to those of the host of the fault.
+    /// Adds a line of this test to those of the host that suffers the fault.
     fn note(&mut self, fault: HostFault, what: &str) {
         self.seen.push(Line {
             host: fault.host(),
@@ -272,7 +272,7 @@ impl Job {
         });
     }
 
-    /// Whether the ranks are where the fault is to strike.
+    /// Returns true once the ranks are where the fault is to strike.
     fn has_come(&self, is_before: bool) -> bool {
         let has = |word: &str| self.seen.iter().any(|line| line.text.starts_with(word));
         match is_before {
@@ -281,7 +281,7 @@ impl Job {
         }
     }
 
-    /// Waits for a line, and looks which launchers have ended; gives whether there was a line.
+    /// Waits for a line, and checks which launchers have ended; returns true if there was a line.
     fn next(&mut self, until: Instant) -> Result<bool, String> {
         for (child, ended) in self.launchers.iter_mut().zip(&mut self.ended) {
             if ended.is_none() {
@@ -338,7 +338,7 @@ impl Drop for Job {
     fn drop(&mut self) {
         for (host, child) in self.launchers.iter_mut().enumerate() {
             let network = &self.network;
-            // What a failed cell has left behind, too.
+            // Also kills what a failed cell has left behind.
             let _ = strike(network, &name(host), "kill");
             let _ = strike(network, &name(host), "heal");
             let _ = child.kill();
@@ -347,13 +347,13 @@ impl Drop for Job {
     }
 }
 
-/// How often it is looked which launchers have ended.
+/// The interval between checks of which launchers have ended.
 const TICK: Duration = Duration::from_millis(20);
 
-/// What ends a job may outlive its launchers by so much.
+/// The longest that the processes of a job may outlive its launchers.
 const LAST: Duration = Duration::from_secs(5);
 
-/// The host's name in the network, which counts from 1.
+/// Returns the name of a host in the network, which counts from 1.
 fn name(host: usize) -> String {
     format!("h{}", host + 1)
 }
@@ -362,7 +362,7 @@ fn strike(network: &str, host: &str, what: &str) -> Result<(), String> {
     output_of(lib(&["strike", network, host, what])).map(drop)
 }
 
-/// A function of `tests/hosts/lib.sh`.
+/// Returns the command that calls a function of `tests/hosts/lib.sh`.
 fn lib(args: &[&str]) -> Command {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("hosts/lib.sh");
     let mut command = Command::new(script);
@@ -387,7 +387,7 @@ fn read(host: usize, pipe: impl Read + Send + 'static, lines: Sender<Line>) {
     std::thread::spawn(move || {
         for text in BufReader::new(pipe).lines().map_while(Result::ok) {
             let at = Instant::now();
-            // Nobody listens where the cell has failed.
+            // Nobody receives lines once the cell has failed.
             let _ = lines.send(Line { host, at, text });
         }
     });
