@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
-# What the engines share: their folder, their namespaces, and their end. To be sourced.
+# The parts that engines share: their folder, their namespaces, and their shutdown. To be sourced.
 . "$(dirname "${BASH_SOURCE[0]}")/../hosts/lib.sh"
 
 CACHE=${ENGINE_TESTS_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/accelerate-tests}
 DEBIAN_MIRROR=${DEBIAN_MIRROR:-http://deb.debian.org/debian}
 START_LIMIT=${START_LIMIT:-300}         # seconds until an engine is up
-LIFETIME=${LIFETIME:-3600}  # seconds until it is taken down, whoever forgot it
+LIFETIME=${LIFETIME:-3600}  # seconds until it is taken down in any case
 
-# The version in Debian 12, and which of our changes to it is built.
+# The version in Debian 12, and the number of our changes to it.
 KUBERNETES=$CACHE/kubernetes-1.20.2-1
 KUBERNETES_SERVERS='kube-apiserver kube-controller-manager kube-scheduler kubelet'
 RAY=$CACHE/ray
 
 say() { printf '%s\n' "$*" >&2; }
 
-# begin DIR: a new folder, and the name of its network. What fails or is interrupted from here on is taken down.
+# begin DIR: makes a new folder and the name of its network. From here on, a failure or an interruption takes both down.
 begin() {
     local why
     why=$(net_possible) || { say "no engine can run here: $why"; exit 1; }
@@ -35,17 +35,17 @@ begin() {
     DEADLINE=$((SECONDS + START_LIMIT))
 }
 
-# The engine is up.
+# done_: notes that the engine is up.
 done_() { UP=1; }
 
-# again DIR: an engine that is there.
+# again DIR: finds an engine that is up.
 again() {
     DIR=$(realpath -m "$1")
     NET=$(cat "$DIR/net" 2>/dev/null) || { say "there is no engine in $DIR"; exit 2; }
     DEADLINE=$((SECONDS + START_LIMIT))
 }
 
-# until_ WHAT COMMAND...: waits for a command to succeed, until the deadline.
+# until_ WHAT COMMAND...: waits until the command succeeds, or until the deadline.
 until_() {
     local what=$1
     shift
@@ -58,18 +58,19 @@ until_() {
     done
 }
 
-# inside HOST COMMAND...: in the network of a host, or of `sw`. `ip netns exec` would hide the control groups.
+# inside HOST COMMAND...: runs a command in the network of a host, or of `sw`. `ip netns exec` would hide the control
+# groups.
 inside() { nsenter --net="/run/netns/$NET-$1" "${@:2}"; }
 
-# daemon HOST NAME COMMAND...: starts it in the network of a host. It ends with its namespace.
+# daemon HOST NAME COMMAND...: starts a daemon in the network of a host. It ends with its namespace.
 daemon() {
     setsid nsenter --net="/run/netns/$NET-$1" "${@:3}" >>"$DIR/log/$2" 2>&1 </dev/null &
     echo $! >"$DIR/$2.pid"
-    # Nothing is said of its end.
+    # The shell must not report its end.
     disown
 }
 
-# The ends of the logs, after a failure.
+# logs: prints the ends of the logs, after a failure.
 logs() {
     local log
     for log in "$DIR"/log/*; do
@@ -79,11 +80,11 @@ logs() {
     done
 }
 
-# stop_keeper: nobody has to take the engine down any more.
+# stop_keeper: stops the process that would take the engine down.
 stop_keeper() {
     local pid
     pid=$(cat "$DIR/keeper.pid" 2>/dev/null) || return 0
-    # It may be the one that does it now.
+    # The keeper may be the process that runs this now.
     [ "$pid" = $$ ] || ! grep -qF "$DIR" "/proc/$pid/cmdline" 2>/dev/null || kill -- "-$pid" 2>/dev/null || true
 }
 
@@ -98,7 +99,7 @@ end() {
     set -e
 }
 
-# engine COMMAND ARGUMENT...: what every engine does. `run` is up, a command in the network `sw`, and down.
+# engine COMMAND ARGUMENT...: the commands of every engine. `run` is up, a command in the network `sw`, and down.
 engine() {
     case ${1:-} in
     up)

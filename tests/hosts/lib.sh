@@ -2,11 +2,11 @@
 # Hosts that are network namespaces of this machine, and their faults. To be sourced, or run as
 # `lib.sh FUNCTION ARGUMENT...`.
 #
-# The hosts h1, h2, ... of a network NET are the namespaces NET-h1, NET-h2, ... at 10.77.0.1 and fd77::1, .2 and ::2, ..., on a bridge in the
-# namespace NET-sw. A machine may have several networks: they do not see one another. NET is short, since interfaces are
-# named by it.
+# The hosts h1, h2, ... of a network NET are the namespaces NET-h1, NET-h2, ... at 10.77.0.1 and fd77::1, .2 and ::2,
+# ..., on a bridge in the namespace NET-sw. A machine may have several networks, which do not see one another. NET must
+# be short: the names of interfaces begin with it.
 
-# Fails, and says why, where there can be no hosts.
+# net_possible: fails and says why if there can be no hosts.
 net_possible() {
     if ! command -v ip >/dev/null; then
         echo 'there is no ip (iproute2)'
@@ -18,7 +18,7 @@ net_possible() {
     return 1
 }
 
-# net_up NET COUNT
+# net_up NET COUNT: creates a network of hosts.
 net_up() {
     local net=$1 count=$2 i
     ip netns add "$net-sw" || return 1
@@ -40,19 +40,19 @@ net_up() {
     done
 }
 
-# net_down NET: ends what runs there, and takes it away.
+# net_down NET: kills what runs in a network, and removes it.
 net_down() {
     local net=$1 name pid
     for name in $(ip netns list 2>/dev/null | cut -d' ' -f1); do
         [[ $name = "$net-sw" || $name =~ ^"$net"-h[0-9]+$ ]] || continue
-        # Whatever runs in our namespaces is ours.
+        # Everything that runs in our namespaces is ours.
         for pid in $(ip netns pids "$name" 2>/dev/null); do kill -9 "$pid" 2>/dev/null; done
         ip netns del "$name" 2>/dev/null
         rm -rf "/etc/netns/$name"
     done
 }
 
-# net_names NET NAME COUNT: the host file that a namespace sees.
+# net_names NET NAME COUNT: writes the host file that a namespace sees.
 net_names() {
     local i
     mkdir -p "/etc/netns/$1-$2"
@@ -60,30 +60,30 @@ net_names() {
         >"/etc/netns/$1-$2/hosts"
 }
 
-# on NET HOST COMMAND...: replaces this shell by a command on a host, which has a host name of its own.
+# on NET HOST COMMAND...: replaces this shell by a command on a host, with a host name of its own.
 on() {
     exec ip netns exec "$1-$2" unshare --uts sh -c 'hostname "host${0#h}"; exec "$@"' "${@:2}"
 }
 
-# strike NET HOST FAULT: lets a host or its link fail, and `heal` again.
+# strike NET HOST FAULT: lets a host or its link fail; `mend` and `heal` undo it.
 strike() {
     local net=$1 host=$2 link="$1-v${2#h}"
     case $3 in
-    # Every process of the host at once.
+    # Kills every process of the host at once.
     kill) ip netns pids "$net-$host" | xargs -r kill -9 2>/dev/null || true ;;
-    # Its link is down, and up again.
+    # Takes its link down, and up again.
     cut) ip -n "$net-sw" link set "$link" down ;;
     mend) ip -n "$net-sw" link set "$link" up ;;
-    # One packet of ten is lost.
+    # Loses one packet in ten.
     loss)
         ip netns exec "$net-$host" "$(net_iptables)" -A INPUT -i eth0 -m statistic --mode random --probability 0.1 -j DROP
         ;;
-    # A link of 50 Mbit/s: packets wait in line, for up to 160 ms.
+    # Limits its link to 50 Mbit/s: packets queue, for up to 160 ms.
     delay)
         ip netns exec "$net-sw" tc qdisc replace dev "$link" root tbf rate 50mbit burst 16kb limit 1mb &&
             ip netns exec "$net-$host" tc qdisc replace dev eth0 root tbf rate 50mbit burst 16kb limit 1mb
         ;;
-    # Its link is as it was at first.
+    # Restores its link.
     heal)
         strike "$net" "$host" mend
         ip netns exec "$net-sw" tc qdisc del dev "$link" root 2>/dev/null
@@ -94,9 +94,11 @@ strike() {
     esac
 }
 
-# slurm_up NET DIR sw|hosts CPUS...: a real Slurm with a node for each number of processors: n1, n2, ... It is on `sw`, with
-# files in DIR. Nodes are there too, at 127.0.0.1, or on the hosts h1, h2, ... Lines of SLURM_MORE go into its configuration,
-# SLURM_AUTH into what it says of authentication. Commands find it with `slurm_on`.
+# slurm_up NET DIR sw|hosts CPUS...: starts a real Slurm with a node per number of processors: n1, n2, ... The
+# controller is on
+# `sw`, with files in DIR. The nodes are also on `sw`, at 127.0.0.1, or on the hosts h1, h2, ... SLURM_MORE adds lines
+# to its
+# configuration, SLURM_AUTH options to that of authentication. Commands find it with `slurm_on`.
 slurm_up() {
     local net=$1 dir=$2 where=$3 i=0 cpus host address=127.0.0.1
     shift 3
@@ -155,13 +157,14 @@ CONF
     return 1
 }
 
-# slurm_node NET DIR HOST NUMBER: starts a node, at first and after its loss.
+# slurm_node NET DIR HOST NUMBER: starts a node, at first or after its loss.
 slurm_node() {
     mkdir -p "$2/slurm/n$4"
     SLURM_CONF=$2/slurm.conf slurm_on "$1" "$2" "$3" timeout -k 5 60 /usr/sbin/slurmd -f "$2/slurm.conf" -N "n$4"
 }
 
-# slurm_on NET DIR HOST COMMAND...: with the names of nodes, a name of its own on a host, and with the control groups that
+# slurm_on NET DIR HOST COMMAND...: runs a command with the names of nodes, a host name of its own, and the control
+# groups that
 # slurmd needs: `ip netns exec` hides those.
 slurm_on() {
     local name=
@@ -170,17 +173,17 @@ slurm_on() {
         '[ -z "$0" ] || hostname "$0"; mount --bind "$1" /etc/hosts && shift && exec "$@"' "$name" "$2/slurm/hosts" "${@:4}"
 }
 
-# slurm_down DIR: its last process, where `net_down` ended the others.
+# slurm_down DIR: kills the last process, after `net_down` has killed the others.
 slurm_down() {
     local pid
     pid=$(cat "$1/munge/pid" 2>/dev/null) || return 0
     ! grep -qF "$1/munge" "/proc/$pid/cmdline" 2>/dev/null || kill -9 "$pid" 2>/dev/null || true
 }
 
-# The older of the two programs of that name, where both are there: it needs less of the kernel.
+# net_iptables: prints the path of iptables, preferably of the legacy one: it needs less of the kernel.
 net_iptables() { command -v iptables-legacy || command -v iptables; }
 
-# left NET: the processes that run on its hosts, a line each.
+# left NET: lists the processes that run on its hosts, one per line.
 left() {
     local name pid
     for name in $(ip netns list | cut -d' ' -f1 | grep -E "^$1-h[0-9]+$"); do
@@ -190,7 +193,7 @@ left() {
     done
 }
 
-# install_missing PROGRAM PACKAGE...: installs the packages of programs that are missing, where that is possible here.
+# install_missing PROGRAM PACKAGE...: installs the packages of missing programs, if that is possible here.
 install_missing() {
     local missing=()
     while [ $# -gt 1 ]; do

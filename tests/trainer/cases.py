@@ -47,7 +47,7 @@ def saved(steps, **more):
 
 LOGGED = dict(logging_steps=1)
 BY_EPOCH = dict(eval_strategy="epoch")
-# Burn keeps these in f32: powers of two are the same there.
+# Burn keeps these in f32, which represents powers of two exactly.
 POWERS = dict(adam_beta1=0.5, adam_beta2=0.75, adam_epsilon=2**-10)
 
 
@@ -238,7 +238,7 @@ def cnn():
         ),
         Case(
             "adamw two ranks short batch f32",
-            # With the default, a gradient of almost 0 makes a step of the size of its rounding.
+            # With the default, a gradient of almost 0 would cause a step of the size of its rounding.
             defaults | accumulate(2) | BY_EPOCH | dict(adam_epsilon=2**-10),
             92,
             37,

@@ -129,7 +129,7 @@ class Attention(nn.Module):
     def forward(self, x, padding):
         rows = len(x)
         split = lambda of: of(x).reshape(rows, LENGTH, HEADS, WIDTH // HEADS).transpose(1, 2)
-        # The root of 4: where it is no whole number, Burn takes it in f32.
+        # The root of 4: a root that is not a whole number would be f32 in Burn.
         scores = split(self.query) @ split(self.key).mT / math.sqrt(WIDTH // HEADS)
         weights = scores.masked_fill(padding[:, None, None, :], -1e4).softmax(-1)
         return self.output((weights @ split(self.value)).transpose(1, 2).reshape(rows, LENGTH, WIDTH))
@@ -141,7 +141,7 @@ class FeedForward(nn.Module):
         self.linear_inner, self.linear_outer = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
 
     def forward(self, x):
-        # Some of Burn's backends differentiate the exact one by a formula of few digits.
+        # Some of Burn's backends differentiate the exact GELU with a formula of few digits.
         return self.linear_outer(F.gelu(self.linear_inner(x), approximate="tanh"))
 
 
@@ -171,7 +171,7 @@ class Encoder(nn.Module):
 class Classifier(nn.Module):
     """Tokens and places are embedded and added, encoded, and averaged over the tokens that are not padding."""
 
-    # Trainer asks for one where labels are smoothed.
+    # Trainer asks for a config if labels are smoothed.
     config = None
 
     def __init__(self):

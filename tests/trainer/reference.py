@@ -37,7 +37,7 @@ from problems import PROBLEMS, TOKENS, Tokens, burn_parameters
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures/trainer"
 PRECISIONS = {"f32": torch.float32, "f64": torch.float64}
-# Up to here, per precision, the plain loop and Hugging Face's Trainer agree.
+# The bounds, by precision, within which the plain loop and Hugging Face's Trainer agree.
 TOLERANCES = {"f32": 2e-5, "f64": 1e-10}
 
 

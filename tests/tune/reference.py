@@ -64,7 +64,7 @@ def asha(name, events, **settings):
         else:
             report = result(*rest)
             decision = "STOP" if kind == "end" else scheduler.on_trial_result(None, live[trial], report)
-            if decision == "STOP":  # As TuneController.stop_trial does.
+            if decision == "STOP":  # Like TuneController.stop_trial.
                 scheduler.on_trial_complete(None, live.pop(trial), report)
         taken.append([trial, kind, *rest[:1], *map(number, rest[1:])])
         decisions.append(decision)

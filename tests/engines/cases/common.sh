@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# What is tested on every engine. To be sourced by `tests/engines/run`, from the project's folder.
+# The tests of every engine. To be sourced by `tests/engines/run`, from the project's folder.
 #
-# An engine's file defines
+# The file of an engine defines
 #   engine_missing       prints why the engine cannot run here, or nothing
 #   engine_up            starts it, with its files in $ENGINE_DIR
-#   engine_down          ends all that engine_up has started; may be called twice
-#   here COMMAND...      runs a command where the engine is reached
+#   engine_down          stops all that engine_up has started; may be called twice
+#   here COMMAND...      runs a command in a place that reaches the engine
 #   SUBMIT=(...)         options of every `submit`
 #   program NAME         the program's name on the nodes (an example's)
-#   lose_node JOB        takes away a node that runs a worker of the job, and brings it back
-#   engine_left JOB      prints what the engine still has of a job that was stopped, or nothing
-#   engine_tests         what only this engine has
+#   lose_node JOB        kills a node that runs a worker of the job, and brings it back
+#   engine_left JOB      prints what a stopped job has left in the engine, or nothing
+#   engine_tests         runs the tests of this engine alone
 
 LIMIT=${LIMIT:-180}                 # seconds for one job
 CI=${CI:-}
@@ -24,7 +24,7 @@ declare -a RESULTS=()
 say() { printf '%s\n' "$*" >&2; }
 fail() { FAILED=1; say "FAILED: $ENGINE: $*"; }
 
-# expect PATTERN COMMAND...: the command succeeds, and its output has the pattern.
+# expect PATTERN COMMAND...: the command must succeed, and its output must match the pattern.
 expect() {
     local pattern=$1 output code=0
     shift
@@ -36,7 +36,7 @@ expect() {
     fi
 }
 
-# refuse PATTERN COMMAND...: the command fails, and its message has the pattern.
+# refuse PATTERN COMMAND...: the command must fail, and its message must match the pattern.
 refuse() {
     local pattern=$1 output code=0
     shift
@@ -48,7 +48,7 @@ refuse() {
     fi
 }
 
-# until_shown PATTERN COMMAND...: the output has the pattern within LIMIT.
+# until_shown PATTERN COMMAND...: waits until the output matches the pattern, for at most LIMIT.
 until_shown() {
     local pattern=$1 output='' end=$((SECONDS + LIMIT))
     shift
@@ -64,7 +64,7 @@ until_shown() {
 
 jobs() { here timeout "$LIMIT" "$JOBS" "$@"; }
 
-# submit NAME OPTION... -- PROGRAM ARGUMENT...: four ranks on two nodes.
+# submit NAME OPTION... -- PROGRAM ARGUMENT...: submits four ranks on two nodes.
 submit() {
     local name=$1
     shift
@@ -76,7 +76,7 @@ arguments() {
     case $1 in
     regression) ;;
     mnist) echo --optimizer sgd --dropout 0 --epochs 2 --limit 512 --save "$2/mnist.safetensors" ;;
-    # Long enough for a node to be lost within it.
+    # Long enough to lose a node during the training.
     resumable)
         echo --optimizer sgd --dropout 0 --limit 1024 --save-every 2 --checkpoints "$2/checkpoints" \
             --save "$2/resumable.safetensors" --epochs "${EPOCHS:-8}"
@@ -84,7 +84,7 @@ arguments() {
     esac
 }
 
-# The weights that a program has saved, or what rank 0 has printed where it saves none.
+# Prints a hash of the weights that a program has saved, or of the output of rank 0 if it saves none.
 result() {
     local folder=$1 program=$2
     if [ -e "$folder/$program.safetensors" ]; then
@@ -146,7 +146,7 @@ run_engine() {
     engine_down || fail "it does not end"
 }
 
-# A program ends with the weights of four local ranks.
+# A program must end with the weights of four local ranks.
 same_bits() {
     local program=$1 began=$SECONDS
     local name=$ENGINE-$program
@@ -168,7 +168,7 @@ compare() {
     [ "$expected" = "$found" ] || fail "$name: its weights are $found, those of four local ranks $expected"
 }
 
-# The commands of a job that runs, and of one that is stopped.
+# Runs every command on a running job and on a stopped one.
 command_set() {
     local name=$ENGINE-commands
     mkdir -p "$ENGINE_DIR/commands"
@@ -185,7 +185,7 @@ command_set() {
     expect "^$name +0 +0 +RUNNING" jobs top jobs || true
     expect 'GPUs In Cluster' jobs top nodes --engine "$ENGINE" || true
     [ "$(jobs logs "$name" -t 2 | wc -l)" = 2 ] || fail "logs -t 2 are not two lines"
-    # Of another node than that of rank 0, whose agent says where it has joined.
+    # The agent of a node without rank 0 says where it has joined.
     until_shown "joined|host 0|[Rr]ank" jobs logs "$name" -i "$name-worker-0" || true
     refuse 'worker-0' jobs logs "$name" -i nobody || true
     expect stopped jobs stop "$name" || true
@@ -202,7 +202,7 @@ command_set() {
     expect stopped jobs stop "$name" --forget || true
 }
 
-# A job that loses a node goes on from its checkpoint, to the same bits.
+# A job that loses a node must resume from its checkpoint, and end with the same bits.
 node_loss() {
     local name=$ENGINE-loss began=$SECONDS follower
     mkdir -p "$ENGINE_DIR/out"
@@ -221,7 +221,7 @@ node_loss() {
     expect stopped jobs stop "$name" --forget || true
 }
 
-# A search of hyperparameters runs its trials on the slots of both nodes. An image has only the programs of other tests.
+# A hyperparameter search runs its trials on the slots of both nodes. The image on Kubernetes lacks its program.
 search() {
     local name=$ENGINE-search
     [ "$ENGINE" != kubernetes ] || return 0

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Kubernetes: the real cluster of two nodes of tests/engines/kubernetes. Nodes are network namespaces of this machine and
+# Kubernetes: a real cluster of two nodes from tests/engines/kubernetes. Nodes are network namespaces of this machine
+# and
 # see its files, so a volume is a folder.
 
 CASES=$PWD/tests/engines/cases
@@ -23,7 +24,7 @@ engine_up() {
     CLUSTER=$ENGINE_DIR/cluster
     PREFIX=${PREFIX:-ak$$} "$KUBERNETES" up "$CLUSTER" || return 1
     REGISTRY=$(here printenv ENGINE_REGISTRY)
-    # In place of the cluster's DNS.
+    # Replaces the DNS of a cluster.
     here setsid "$CASES/kubernetes-dns.py" "${REGISTRY%:*}" "$CLUSTER" >"$CLUSTER/log/dns" 2>&1 </dev/null &
     local node
     for node in 1 2; do
@@ -35,7 +36,7 @@ engine_up() {
     SUBMIT=(--image "$REGISTRY/team/app:1" --data "training-data:$ENGINE_DIR")
 }
 
-# An image with the programs, and one with git.
+# Makes an image with the programs, and one with git.
 images() {
     local app=$ENGINE_DIR/app git=$ENGINE_DIR/git name library
     mkdir -p "$app/usr/local/bin" "$app/app" "$git/usr/bin" "$git/lib64"
@@ -67,10 +68,10 @@ nothing_left() {
     [ -z "$left" ] || fail "$1 leaves $left"
 }
 
-# One rank a node.
+# Submits a job with one rank per node.
 one_rank() { jobs submit --engine kubernetes --name "$1" "${SUBMIT[@]}" "${@:2}"; }
 
-# The same, as a user of the cluster with that kubeconfig.
+# Runs a command as a user of the cluster, with the kubeconfig of that name.
 as() { here env KUBECONFIG="$CLUSTER/$1.kubeconfig" timeout "$LIMIT" "$JOBS" "${@:2}"; }
 
 engine_tests() {
@@ -81,7 +82,7 @@ engine_tests() {
     done
 }
 
-# A program of this machine, whose image is made and pushed by the submission.
+# Submits a program of this machine; the submission makes and pushes its image.
 kubernetes_image() {
     local build=(here env PATH="$(dirname "$LAUNCHER"):$PATH" timeout "$LIMIT" "$JOBS" submit --engine kubernetes --nodes 2
         --nproc-per-node 2 --env ACCEL_TRANSPORT=tcp --env RAYON_NUM_THREADS=1 --base-image "$REGISTRY/base:1"
@@ -101,7 +102,8 @@ kubernetes_image() {
     nothing_left built
 }
 
-# The commands of docs/kubernetes.md, with this registry. This server has no Indexed Jobs, and so a Job a node.
+# Runs the commands of docs/kubernetes.md with this registry. This server has no Indexed Jobs, so there is a Job per
+# node.
 kubernetes_course() {
     "$KUBERNETES" gpus "$CLUSTER" 1 2 && "$KUBERNETES" gpus "$CLUSTER" 2 2
     here "$CASES/course.py" "$PWD/docs/kubernetes.md" "$JOBS" "registry.example/team/mnist:1=$REGISTRY/team/app:1" \
@@ -110,7 +112,7 @@ kubernetes_course() {
     nothing_left mnist-dist
 }
 
-# Rank 1, on the other node, takes more memory than its pod has.
+# Rank 1, on the other node, uses more memory than its pod has.
 kubernetes_out_of_memory() {
     expect submitted one_rank memory --nodes 2 --memory 64Mi -- \
         'if [ "$RANK" = 1 ]; then x=0123456789abcdef; while :; do x=$x$x; done; else sleep 100; fi' || return 0
@@ -120,7 +122,7 @@ kubernetes_out_of_memory() {
     nothing_left memory
 }
 
-# Jobs that wait, and why.
+# Jobs that wait must say why.
 kubernetes_waits() {
     expect submitted submit large --gpus 8 -- /app/regression
     until_shown 'Unschedulable: .*Insufficient nvidia.com/gpu' jobs get large
@@ -144,26 +146,26 @@ kubernetes_waits() {
 }
 
 kubernetes_refusals() {
-    # Someone else's object has the name.
+    # Another object has the name.
     kube create service clusterip --tcp=80 taken >/dev/null
     refuse 'service/taken is already in namespace default' submit taken -- /app/regression
     nothing_left taken
     refuse 'no job' jobs get taken
     kube delete service taken >/dev/null
-    # The server takes each Job, and then not both: the first is removed again.
+    # The server accepts each Job but not both: the first is removed again.
     kube create quota one --hard=count/jobs.batch=1 >/dev/null
     until_shown 'count/jobs.batch: 0/1' kube get quota one
     refuse 'job.batch/half-1 does not fit the quota' submit half -- /app/regression
     nothing_left half
     kube delete quota one >/dev/null
-    # Pods that do not fit.
+    # Pods exceed the quota.
     kube create quota pods --hard=pods=1 >/dev/null
     until_shown 'pods: 0/1' kube get quota pods
     expect submitted submit narrow -- 'sleep 100'
     until_shown 'FailedCreate: .*exceeded quota' jobs get narrow
     expect stopped jobs stop narrow --forget
     kube delete quota pods >/dev/null
-    # What is printed is what the server takes.
+    # The server must accept what --dry-run prints.
     submit dry --dry-run -- /app/regression >"$ENGINE_DIR/dry.yaml"
     expect 'job.batch/dry-1 created' kube create --dry-run=server -f "$ENGINE_DIR/dry.yaml"
     nothing_left dry
@@ -173,13 +175,13 @@ kubernetes_refusals() {
     refuse 'cannot be reached' as closed submit --engine kubernetes --name a --image b -- c
     sed 's/token: .*}}/token: expired}}/' "$CLUSTER/kubeconfig" >"$CLUSTER/expired.kubeconfig"
     refuse 'log in again' as expired submit --engine kubernetes --name a --image b -- c
-    # A job is looked for in its own cluster.
+    # A job is only looked for in its own cluster.
     expect submitted submit where -- 'sleep 100'
     refuse 'give the one that leads there by --context' as closed stop where
     expect stopped jobs stop where --forget
 }
 
-# A user who may do nothing, and then what docs/kubernetes-rbac.yaml lets one do in one namespace.
+# A user without rights, and then with those that docs/kubernetes-rbac.yaml grants in one namespace.
 kubernetes_rights() {
     local submit=(submit --engine kubernetes --name rights --nodes 2 --image "$REGISTRY/team/app:1")
     refuse 'forbids .*cannot create resource' as nobody "${submit[@]}" -- /app/regression
@@ -196,7 +198,7 @@ kubernetes_rights() {
     nothing_left rights
 }
 
-# Nothing makes pods of these here: their schemas are checked, and they are removed.
+# No operator makes pods of these objects here: the server checks them against their schemas, and they are removed.
 kubernetes_kubeflow() {
     local kind
     for kind in pytorchjob trainjob; do
@@ -240,7 +242,7 @@ kubernetes_tensorboard() {
     nothing_left board
 }
 
-# The same objects, by `submit` and by kubectl.
+# Compares the time to create the same objects with `submit` and with kubectl.
 kubernetes_speed() {
     local began yaml=$ENGINE_DIR/fast.yaml command=(-- 'echo here; sleep 100')
     began=$(date +%s%N)
@@ -264,5 +266,5 @@ kubernetes_speed() {
 
 pod_phases() { kube get pods -l "accel-jobs/job=$1" -o 'jsonpath={.items[*].status.phase}'; }
 
-# Milliseconds since then.
+# since TIME: prints the milliseconds since TIME, in nanoseconds.
 since() { echo $((($(date +%s%N) - $1) / 1000000)); }

@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# The local engine: agents of this machine.
+# The local engine: agents on this machine.
 
 engine_missing() { :; }
 engine_up() { :; }
 engine_down() { :; }
 
-# The launcher of the second agent is killed; its supervisor starts it again.
+# Kills the launcher of the second agent; its supervisor restarts it.
 lose_node() {
     local state=$XDG_STATE_HOME/accel-jobs/$1/state.json
     kill -9 "$(python3 -c 'import json, sys; print(json.load(open(sys.argv[1]))["nodes"][1]["agent"]["pid"])' "$state")"
 }
 
-# Processes that the supervisor has started, and those whose command line names the job's folder.
+# Lists the processes that the supervisor has started, and those with the job's folder in their command line.
 engine_left() {
     local state=$XDG_STATE_HOME/accel-jobs/$1/state.json pid
     for pid in $(python3 -c 'import json, sys; print(*(x["agent"]["pid"] for x in json.load(open(sys.argv[1]))["nodes"]))' "$state"); do
@@ -28,7 +28,7 @@ engine_tests() {
     expect stopped jobs stop "$name" --forget
     refuse 'not a program' jobs submit --name "$name" -- ./no-such-program
     refuse 'no job' jobs get "$name"
-    # Whose supervisor is killed.
+    # A job whose supervisor is killed.
     expect submitted jobs submit --name "$name" --nodes 2 -- sleep 100
     kill -9 "$(python3 -c 'import json, sys; print(json.load(open(sys.argv[1]))["pid"])' "$XDG_STATE_HOME/accel-jobs/$name/supervisor.lock")"
     until_shown 'supervisor was killed' jobs get "$name"

@@ -14,13 +14,14 @@ engine_up() { tests/engines/ray up "$RAY_DIR"; }
 engine_down() { tests/engines/ray down "$RAY_DIR"; }
 here() { tests/engines/ray in "$RAY_DIR" "$@"; }
 
-# Host 1 has the head of Ray, so all that is lost with it is Ray itself.
+# Host 1 has the head of Ray, and losing it would lose Ray itself.
 lose_node() {
     tests/engines/ray lose "$RAY_DIR" 2 && tests/engines/ray return "$RAY_DIR" 2 || return
     until_shown "REASON: $1-(master|worker)-0: lost on node 10.77.0.2" jobs get "$1"
 }
 
-# What Ray lists of the job, and the processes of jobs; Ray removes actors after the end of their driver.
+# Lists what Ray has of the job, and processes of jobs. Ray removes actors after the end of their driver, so wait for
+# that.
 engine_left() {
     local left='' end=$((SECONDS + 20))
     while [ $SECONDS -lt $end ]; do
@@ -64,14 +65,14 @@ processes() {
 engine_tests() {
     local name=ray-own
     expect '^10.77.0.2 .*ready' jobs top nodes --engine ray
-    # No place.
+    # A job that does not fit.
     expect submitted submit "$name" --cpus 64 -- sleep 100
     until_shown 'REASON: Ray has no place for 2 agents with CPU 64 each.*10.77.0.2 has CPU 2' jobs get "$name"
     expect '^STATUS: PENDING' jobs get "$name"
-    # A name that Ray has, from another who has no record of it.
+    # A name that Ray already has; another user has no record of that job.
     refuse 'has a job ray-own already' jobs --jobs-dir "$DIR/other" submit --engine ray --name "$name" -- sleep 1
     expect stopped jobs stop "$name" --forget
-    # Files beside the program, a command of the shell, and a token that nobody sees.
+    # Files beside the program, a shell command, and a hidden token.
     echo 'it is included' >"$ENGINE_DIR/note"
     expect submitted submit "$name" --ray-include "$ENGINE_DIR/note" -- 'cat note; sleep 8'
     until_shown '^STATUS: RUNNING' jobs get "$name"
@@ -80,7 +81,7 @@ engine_tests() {
     if here curl -s "http://10.77.0.1:8265/api/jobs/$name" | grep -i token; then fail 'the token is shown'; fi
     expect '' jobs wait "$name" --timeout "${LIMIT}s"
     expect stopped jobs stop "$name" --forget
-    # Programs of a folder that the nodes share, which end in time.
+    # A program in a folder that the nodes share, with a time limit.
     expect submitted submit "$name" --no-upload --working-dir "$ENGINE_DIR" --time 2s -- sh -c 'pwd; sleep 100'
     refuse FAILED jobs wait "$name" --timeout "${LIMIT}s"
     expect 'REASON: its time limit is over' jobs get "$name"
@@ -90,7 +91,7 @@ engine_tests() {
     refuse FAILED jobs wait "$name" --timeout "${LIMIT}s"
     expect 'FAILURE: .*no-such-program|  .*no-such-program' jobs get "$name"
     expect stopped jobs stop "$name" --forget
-    # A driver that is killed takes its agents along.
+    # A driver that is killed ends its agents.
     expect submitted submit "$name" -- sleep 1000
     until_shown '^STATUS: RUNNING' jobs get "$name"
     kill -9 "$(pgrep -f "^python gang.py .*$name")"

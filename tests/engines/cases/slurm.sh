@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A real Slurm of four nodes of two processors.
+# A real Slurm with four nodes of two processors each.
 
 # shellcheck source=tests/hosts/lib.sh
 . tests/hosts/lib.sh
@@ -23,12 +23,12 @@ engine_down() { [ ! -e "$SLURM_DIR" ] || tests/engines/slurm down "$SLURM_DIR"; 
 
 here() { tests/engines/slurm in "$SLURM_DIR" env PATH="$DIR/bin:$PATH" "$@"; }
 
-# job_node JOB INSTANCE: the number of the node on which it is.
+# job_node JOB INSTANCE: prints the number of the node that runs the instance.
 job_node() { jobs get "$1" | sed -n "s/.* $1-$2 *n//p"; }
 
 job_id() { here squeue -h -t all -n "$1" -o %i | tail -n 1; }
 
-# The node comes back when Slurm has noticed.
+# The node comes back once Slurm has noticed its loss.
 lose_instance() {
     local node
     node=$(job_node "$1" "$2")
@@ -39,7 +39,7 @@ lose_instance() {
 
 lose_node() { lose_instance "$1" worker-0; }
 
-# What Slurm still has of it, its processes on the nodes, and its files there.
+# Lists the job's entries in Slurm, its processes on the nodes, and its files there.
 engine_left() {
     local host pid
     here squeue -h -n "$1" -o '%i %T'
@@ -53,7 +53,7 @@ engine_left() {
 
 engine_tests() {
     local test
-    # This one takes a minute or two: the others run meanwhile.
+    # This job takes a minute or two, so the others run meanwhile.
     expect submitted jobs submit --engine slurm --name slurm-limit --time 30s -- sleep 600 || return 0
     for test in ${SLURM_TESTS:-refused options pending said_by_hand environment broadcast board first_node no_restart preempted \
         cancelled forgotten documented silent}; do
@@ -61,14 +61,14 @@ engine_tests() {
     done
 }
 
-# `plain NAME OPTION... -- PROGRAM ARGUMENT...`: one node.
+# plain NAME OPTION... -- PROGRAM ARGUMENT...: submits a job without default options.
 plain() {
     local name=$1
     shift
     jobs submit --engine slurm --name "$name" "$@"
 }
 
-# gone NAME...: frees names, once their jobs have been looked at.
+# gone NAME...: frees the names of jobs that have been checked.
 gone() { jobs stop "$@" --forget >/dev/null || fail "stop $*"; }
 
 slurm_refused() {
@@ -78,17 +78,17 @@ slurm_refused() {
     refuse 'names them' plain slurm-refused --constraint nothing -- sleep 1
     refuse 'cannot stand' plain slurm-refused --account $'a\n#SBATCH --uid=0' -- sleep 1
     refuse 'not a program' plain slurm-refused -- ./nothing
-    # Slurm itself would start it in /tmp.
+    # Slurm itself would fall back to /tmp.
     expect submitted plain slurm-nowhere --working-dir /no/such -- true
     refuse 'ended as FAILED' jobs wait slurm-nowhere
     expect '/no/such: No such file' jobs get slurm-nowhere
     gone slurm-nowhere
-    # Nothing of it is left.
+    # A refused submission leaves nothing behind.
     refuse 'no job' jobs get slurm-refused
     [ -z "$(here squeue -h -n slurm-refused)" ] || fail 'a submission that is refused leaves a job'
 }
 
-# The command line counts more than the environment, and nothing hides a job.
+# The command line overrides the environment, and no variable hides a job.
 slurm_options() {
     here env SBATCH_PARTITION=nowhere SBATCH_TIMELIMIT=1 SBATCH_JOB_NAME=other SBATCH_NO_REQUEUE=1 SBATCH_MEM_PER_CPU=9999999 \
         "$JOBS" submit --engine slurm --name slurm-options --partition all --time 3h --memory 64Mi --max-restarts 1 -- sleep 600 >/dev/null ||
@@ -101,7 +101,7 @@ slurm_options() {
     done
     refuse 'known by the file of its output' plain slurm-hidden --sbatch-arg=--output=/tmp/x -- sleep 1
     refuse 'SLURM_CLUSTERS is set' here env SLURM_CLUSTERS=other "$JOBS" submit --engine slurm --name slurm-hidden -- sleep 1
-    # Of the cluster that it was submitted to, whatever the environment says now.
+    # The job is on the cluster that it was submitted to, whatever the environment says now.
     expect stopped here env SLURM_CLUSTERS=other "$JOBS" stop slurm-options
     gone slurm-options
 }
@@ -119,7 +119,7 @@ slurm_pending() {
     gone slurm-many slurm-later slurm-busy
 }
 
-# The script that --dry-run prints, behind the options, is the one that Slurm runs.
+# The script that --dry-run prints after the options is the one that Slurm runs.
 slurm_said_by_hand() {
     plain slurm-script --env 'A=it'"'"'s' -- sleep 100 >/dev/null
     local dry
@@ -146,7 +146,7 @@ slurm_environment() {
     expect 'here' jobs --jobs-dir "$ENGINE_DIR/100% 'odd' %j" logs slurm-odd
 }
 
-# The program may change, or go, while its job waits.
+# The program may change or be deleted while its job waits.
 slurm_broadcast() {
     cp "$(program regression)" "$ENGINE_DIR/program"
     submit slurm-copy --broadcast --sbatch-arg=--begin=now+2 -- "$ENGINE_DIR/program" >/dev/null
@@ -157,7 +157,7 @@ slurm_broadcast() {
     gone slurm-copy
 }
 
-# A TensorBoard, played by a program that says the same.
+# A program that prints the same as TensorBoard.
 slurm_board() {
     cat >"$DIR/bin/tensorboard" <<'PROGRAM'
 #!/usr/bin/env python3
@@ -176,7 +176,7 @@ PROGRAM
     gone slurm-board
 }
 
-# The node of the batch script, and of the head.
+# Loses the node of the batch script and of the head.
 slurm_first_node() {
     local out=$ENGINE_DIR/first
     mkdir "$out"
@@ -199,7 +199,7 @@ slurm_no_restart() {
     gone slurm-none
 }
 
-# As a preemption and the end of a time limit announce themselves.
+# Sends the signal of a preemption and of the end of a time limit.
 slurm_preempted() {
     local out=$ENGINE_DIR/preempted
     mkdir "$out"
@@ -223,7 +223,7 @@ slurm_cancelled() {
     gone slurm-cancelled
 }
 
-# What Slurm has forgotten, the job's folder knows.
+# The job's folder still knows a job that Slurm has forgotten.
 slurm_forgotten() {
     local record=$XDG_STATE_HOME/accel-jobs/slurm-forgotten/job.json
     plain slurm-forgotten -- sh -c 'exit 3' >/dev/null
@@ -234,7 +234,7 @@ slurm_forgotten() {
     gone slurm-forgotten
 }
 
-# Every command of docs/slurm.md.
+# Runs every command of docs/slurm.md.
 slurm_documented() {
     mkdir -p "$ENGINE_DIR/docs/target/release"
     ln -sfn "$EXAMPLES" "$ENGINE_DIR/docs/target/release/examples"
@@ -243,7 +243,7 @@ slurm_documented() {
         { fail docs/slurm.md; tail -n 20 "$ENGINE_DIR/docs/said" >&2; }
 }
 
-# Slurm's controller does not answer; the job with a time limit has ended meanwhile.
+# The controller of Slurm does not answer; the job with a time limit has ended meanwhile.
 slurm_silent() {
     until_shown '^REASON: TIMEOUT' jobs get slurm-limit
     refuse FAILED jobs wait slurm-limit
