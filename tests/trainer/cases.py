@@ -1,4 +1,4 @@
-"""The trainings of reference.py: what differs from Hugging Face's defaults, by its names."""
+"""The trainings of reference.py: the differences from Hugging Face's defaults, by its names."""
 
 from dataclasses import dataclass, field
 
@@ -7,26 +7,26 @@ from dataclasses import dataclass, field
 class Case:
     name: str
     arguments: dict
-    """Of TrainingArguments."""
+    """The fields of TrainingArguments."""
     train: int
     """The number of samples: the first ones of the data set."""
     eval: int = 0
     precision: str = "f64"
     world_size: int = 1
     metric: str | None = None
-    """`accuracy`, or a name of which the evaluations give the `metric_values` in turn."""
+    """`accuracy`, or a name for which the evaluations return the `metric_values` in turn."""
     metric_values: list = field(default_factory=list)
     early_stopping: dict | None = None
     """The arguments of EarlyStoppingCallback."""
     resume: dict | None = None
-    """`from`: the step of the checkpoint of this very training to go on from; `arguments`: those that change then."""
+    """`from`: the step of this training's own checkpoint to resume from; `arguments`: those that change then."""
 
     def described(self):
         return {name: value for name, value in vars(self).items() if value not in (None, [])}
 
     def is_biased(self):
-        """Whether Hugging Face reads samples twice, leaves some out of an evaluation, lets those of a short batch weigh
-        more, or rounds: it smooths labels in f32."""
+        """True if Hugging Face reads samples twice, leaves some out of an evaluation, gives those of a short batch more
+        weight, or rounds (it smooths labels in f32)."""
         arguments = self.arguments
         batch = arguments["per_device_train_batch_size"] * self.world_size
         drop_last = arguments.get("dataloader_drop_last")
@@ -105,7 +105,7 @@ def line():
 
 
 def tokens():
-    """One update of two samples, of three tokens and of one."""
+    """One update of two samples, with three tokens and with one."""
     return dict(
         optim="sgd",
         learning_rate=0.1,

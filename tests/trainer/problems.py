@@ -30,7 +30,7 @@ class Problem:
 
 
 def burn_parameters(model):
-    """Path, module, parameter, and its value as Burn's module has it."""
+    """The path, module and name of each parameter, and its value as in Burn's module."""
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             value = parameter.detach()
@@ -42,13 +42,13 @@ def burn_parameters(model):
 
 
 def parameters(model):
-    """Shapes and values at the start, as in Burn."""
+    """The initial shapes and values, as in Burn."""
     described = lambda value: {"shape": list(value.shape), "values": [round(x, 3) for x in value.flatten().tolist()]}
     return {path: described(value) for path, _, _, value in burn_parameters(model)}
 
 
 def initialize(model):
-    """Numbers of three decimals, which are the same in every program."""
+    """Numbers with three decimals, which are the same in every program."""
     for number, (_, module, parameter, _) in enumerate(burn_parameters(model)):
         bound, middle = 1.0, 0.0
         if isinstance(module, (nn.Linear, nn.Conv2d)):
@@ -90,14 +90,14 @@ class Line(Problem):
 
 
 class TokensModel(nn.Module):
-    """The loss is a mean over tokens, of which samples have several."""
+    """A model whose loss is a mean over tokens; samples have several of them."""
 
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1))
 
     def forward(self, labels, **named):
-        """Hugging Face counts the tokens of an update for a model that takes arguments by any name."""
+        """Accepts arguments of any name: only then does Hugging Face count the tokens of an update."""
         return {"loss": ((self.weight - labels) ** 2).sum() / named.get("num_items_in_batch", labels.numel())}
 
 
@@ -107,7 +107,7 @@ class UnweightedModel(TokensModel):
 
 
 class Tokens(Problem):
-    """An update of two samples, one of three tokens, one of one."""
+    """An update of two samples, with three tokens and with one."""
 
     name = "tokens"
 
@@ -169,7 +169,7 @@ class Encoder(nn.Module):
 
 
 class Classifier(nn.Module):
-    """Tokens and places are embedded and added, encoded, and averaged over the tokens that are not padding."""
+    """Adds the embeddings of tokens and positions, encodes them, and takes the mean over all tokens but padding."""
 
     # Trainer asks for a config if labels are smoothed.
     config = None
@@ -188,7 +188,7 @@ class Classifier(nn.Module):
 
 
 class Transformer(Problem):
-    """Sequences of tokens 1 to 31, padded with 0: most tokens of a sequence are its class modulo 4."""
+    """Sequences of tokens 1 to 31, padded with 0: most tokens of a sequence equal its class modulo 4."""
 
     name = "transformer"
     cases = cases.transformer()

@@ -4,12 +4,12 @@
     tests/trainer/install
     target/trainer-venv/bin/python tests/trainer/reference.py [line|transformer|cnn]…
 
-The files here are of torch 2.15.0, transformers 5.23.0 and accelerate 1.15.0; each names its versions.
-tests/fixtures/trainer/README.md says what is in them. Samples are read in order. torch's default type is that of the case,
-so that Hugging Face adds up losses in it too.
+The present files come from torch 2.15.0, transformers 5.23.0 and accelerate 1.15.0; each names its versions.
+tests/fixtures/trainer/README.md describes their content. Samples are read in order. torch's default type is that of the
+case, so that Hugging Face also adds up losses in it.
 
-A plain loop trains each case once more, without repeated samples and with every sample of an update weighing the same. Where
-Hugging Face gives other numbers, its case has the loop's too, as `exact`; elsewhere the loop checks Hugging Face's.
+A plain loop trains each case once more, without repeated samples and with the same weight for every sample of an update.
+If Hugging Face's numbers differ, the case also has those of the loop, as `exact`; otherwise the loop confirms them.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def main():
 
 
 def write(path, fixture):
-    """One line a key, a sample and a case, so that a change is seen in `git diff`."""
+    """JSON with a line per key, sample and case, so that `git diff` shows changes."""
     text = lambda value: json.dumps(value, separators=(",", ":"))
     lines = []
     for key, value in fixture.items():
@@ -75,7 +75,7 @@ def write(path, fixture):
 
 
 def recorded(problem, case):
-    """The case, what Hugging Face's Trainer gave, and where that is not exact, what is."""
+    """The case, the result of Hugging Face's Trainer, and the exact one if they differ."""
     with tempfile.TemporaryDirectory() as folder:
         given = (on_ranks if case.world_size > 1 else train)(problem, case, folder)
     result = case.described() | {"huggingface": rounded(given)}
@@ -113,13 +113,13 @@ def rounded(value):
 
 
 def shortened(weights):
-    """Nine decimals, where there are many."""
+    """Rounds to nine decimals, or to 16 if there are few weights."""
     decimals = 9 if sum(map(len, weights.values())) > 100 else 16
     return {path: [round(value, decimals) for value in values] for path, values in weights.items()}
 
 
 class Recorder(Trainer):
-    """Keeps what each optimizer step had."""
+    """Keeps the values of each optimizer step."""
 
     def __init__(self, *arguments, **named):
         super().__init__(*arguments, **named)
@@ -148,7 +148,7 @@ class Saves(TrainerCallback):
 
 
 class Lines(logging.Handler):
-    """What the Trainer says before it trains."""
+    """The messages of the Trainer before it trains."""
 
     def __init__(self):
         super().__init__()
@@ -239,7 +239,7 @@ def collate(samples):
 
 
 def on_ranks(problem, case, folder):
-    """What `train` gives rank 0 of several processes, joined by gloo."""
+    """The result of `train` on rank 0 of several processes, joined by gloo."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -269,7 +269,7 @@ def rank_of(rank, problem, case, port, folder, result):
 
 
 def exact(problem, case, given):
-    """What a training has to give where no sample is read twice an epoch and all of an update weigh the same."""
+    """The result if no sample is read twice in an epoch and all of an update have the same weight."""
     arguments = case.arguments
     torch.set_default_dtype(PRECISIONS[case.precision])
     model = problem.model()

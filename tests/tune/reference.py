@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Writes tests/fixtures/tune/ray.json: what Ray Tune's own schedulers decide about recorded sequences of reports.
+"""Writes tests/fixtures/tune/ray.json: the decisions of Ray Tune's own schedulers about recorded sequences of reports.
 
     python3 -m venv ray && ray/bin/pip install 'ray[tune]==2.60.0'
     ray/bin/python tests/tune/reference.py > tests/fixtures/tune/ray.json
 
-Events are [trial, "report", time, value], [trial, "end", time, value] (it ends by itself) and [trial, "fail"] (and is
-repeated). Each has the decision, and for ASHA the cutoffs of all rungs after it, from the bottom, larger being better.
-`brackets` are those that trials were drawn into. Of PBT, reports also say whether a trial waits for a worker, and
-[trial, "resume"] is the paused one that goes on.
+Events are [trial, "report", time, value], [trial, "end", time, value] (it ends by itself) and [trial, "fail"] (it is
+repeated). Each has the decision, and for ASHA the cutoffs of all rungs after it, from the bottom; larger is better.
+`brackets` are those that trials were drawn into. For PBT, a report also has whether a trial waits for a worker, and
+[trial, "resume"] is the paused trial that continues.
 """
 
 import json
@@ -46,7 +46,7 @@ def result(time, value):
 
 
 def asha(name, events, **settings):
-    """Events of trials that were stopped before are left out, as nobody reports them."""
+    """Asks ASHA for its decisions. Leaves out events of trials that have been stopped, since nobody reports them."""
     scheduler = AsyncHyperBandScheduler(metric="m", **{"mode": "max", **settings})
     live, taken, decisions, cutoffs = {}, [], [], []
     numpy.random.seed(len(events))
@@ -76,7 +76,7 @@ def asha(name, events, **settings):
 
 
 class Controller:
-    """What the median rule asks of TuneController."""
+    """The part of TuneController that the median rule uses."""
 
     def get_live_trials(self):
         return []
@@ -101,7 +101,7 @@ def median(name, events, mode="max", **settings):
 
 
 class Workers:
-    """What PBT asks of TuneController."""
+    """The part of TuneController that PBT uses."""
 
     search_alg = None
 
@@ -140,7 +140,7 @@ class Member(Trial):
 
 
 def population(seed):
-    """As many are replaced as there are of the best: one, so that the donor is no matter of chance."""
+    """Replaces as many trials as there are best ones: one, so that the donor does not depend on chance."""
     draw = random.Random(seed)
     count, interval, mode = draw.randint(3, 4), draw.choice([1, 2, 3]), draw.choice(["max", "min"])
     settings = dict(perturbation_interval=interval, burn_in_period=draw.choice([0, 4]), quantile_fraction=.25)
@@ -232,7 +232,7 @@ def named():
 
 
 def drawn(kind, seed):
-    """Trials that report in a random order; some end by themselves, fail, or report what is no number."""
+    """Trials that report in a random order; some end by themselves, fail, or report NaN, infinity or nothing."""
     draw = random.Random(seed)
     count, longest = draw.randint(4, 12), draw.choice([8, 9, 16, 27])
     ends = {trial: draw.randint(1, longest) for trial in range(count) if draw.random() < .2}

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Runs the commands of a page's `console` block, and compares what they print with what it shows: any number, age and digest
-is as good as another, and `...` stands for any lines. course.py PAGE ACCEL_JOBS [SHOWN=REAL...]"""
+"""Runs the commands of a page's `console` block, and compares their output with the page. Numbers, ages and digests may
+differ, and `...` stands for any lines. course.py PAGE ACCEL_JOBS [SHOWN=REAL...]"""
 import re
 import subprocess
 import sys
@@ -10,7 +10,7 @@ LIMIT = 240  # seconds until a command shows what it has to
 
 
 def commands(page):
-    """The commands and the lines that each prints."""
+    """The commands, and the lines that each must print."""
     block = re.search(r"```console\n(.*?)```", page, re.S).group(1).replace("\\\n", " ")
     found = []
     for line in block.splitlines():

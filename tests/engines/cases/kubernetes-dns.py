@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""The cluster's names for pods of headless Services, as CoreDNS gives them: POD.SERVICE.NAMESPACE.svc.cluster.local is the
-address that the Service's Endpoints have for that host name. kubernetes-dns.py ADDRESS FOLDER, that of the cluster."""
+"""Resolves the names of pods of headless Services, like CoreDNS: POD.SERVICE.NAMESPACE.svc.cluster.local is the address
+of that host name in the Service's Endpoints. kubernetes-dns.py ADDRESS FOLDER, with the folder of the cluster."""
 import json
 import pathlib
 import socket
