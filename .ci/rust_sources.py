@@ -1,4 +1,4 @@
-"""What a crate's source files define and import, read without a compiler.
+"""Reads, without a compiler, what a crate's source files define and import, and the doc comments of files.
 
 A file is named by its module path, `()` for the crate's root. Tests, comments and strings are left out.
 """
@@ -19,6 +19,13 @@ CRATES = [
     "launcher/jobs/src",
     "launcher/src",
 ]
+
+# The folders with all Rust files of the repository.
+FOLDERS = ["accelerator", "benches", "examples", "fuzz", "launcher", "tests"]
+
+DOC = re.compile(r"\s*//[/!] ?(.*)")
+# Noun clauses, which have no verb.
+BARE = re.compile(r"(?:What|Whether|Of|Those|That|How|Where|Who|Whose|Which) ")
 
 
 def files(root):
@@ -237,3 +244,29 @@ def types(root):
         for match in re.finditer(pattern, code(path.read_text()), flags=re.M):
             found.setdefault(match[1], []).append(str(path))
     return found
+
+
+def rust_files(root):
+    """All Rust files of a checkout, without build folders."""
+    for folder in FOLDERS:
+        for path in sorted((pathlib.Path(root) / folder).rglob("*.rs")):
+            if "target" not in path.relative_to(root).parts:
+                yield path
+
+
+def doc_comments(text):
+    """The doc comments of a file, each as the numbers and texts of its lines."""
+    found, in_docs = [], False
+    for number, line in enumerate(text.splitlines(), 1):
+        doc = DOC.match(line)
+        if doc and not in_docs:
+            found.append([])
+        if doc:
+            found[-1].append((number, doc[1]))
+        in_docs = bool(doc)
+    return found
+
+
+def bare_openings(text):
+    """The numbers and texts of the lines with which doc comments open that begin with a noun clause."""
+    return [comment[0] for comment in doc_comments(text) if BARE.match(comment[0][1])]
