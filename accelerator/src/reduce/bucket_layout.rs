@@ -16,15 +16,15 @@ const WORTHWHILE: usize = 1 << 20;
 
 /// The place of each parameter's gradient.
 #[derive(Debug)]
-pub(super) struct Buckets {
-    buckets: Vec<Bucket>,
+pub(super) struct BucketLayout {
+    buckets: Vec<BucketShape>,
     /// The elements that each rank gets the sums of; `None` if all ranks get all.
     cuts: Option<Arc<BucketShards>>,
     places: Vec<BucketRange>,
 }
 
 #[derive(Clone, Debug, PartialEq)]
-struct Bucket {
+struct BucketShape {
     dtype: DType,
     /// The number of elements.
     length: usize,
@@ -38,12 +38,12 @@ pub(super) struct BucketRange {
     pub(super) range: Range<usize>,
 }
 
-impl Buckets {
+impl BucketLayout {
     /// Lays `parameters` out in that order, a bucket a dtype, each at most `size` bytes unless one
     /// parameter alone is larger. A bucket that is worth an operation does not wait for a gradient
     /// that is ready later. A bucket comes before those that are full later.
     pub(super) fn new(parameters: &[Trainable], order: &ReadyOrder, size: usize) -> Self {
-        let mut buckets: Vec<Bucket> = Vec::new();
+        let mut buckets: Vec<BucketShape> = Vec::new();
         // The bucket that is being filled, for each dtype.
         let mut open = [None; 2];
         for (position, &index) in order.parameters.iter().enumerate() {
@@ -51,7 +51,7 @@ impl Buckets {
                 open = [None; 2];
             } else if order.is_later(position) {
                 let size = |&bucket: &usize| {
-                    let Bucket { dtype, length, .. } = &buckets[bucket];
+                    let BucketShape { dtype, length, .. } = &buckets[bucket];
                     length * width(*dtype)
                 };
                 open = open.map(|open| open.filter(|bucket| size(bucket) < WORTHWHILE));
@@ -72,7 +72,7 @@ impl Buckets {
                     (buckets[bucket].length + length) * width(dtype) <= limit(bucket)
                 })
                 .unwrap_or_else(|| {
-                    buckets.push(Bucket {
+                    buckets.push(BucketShape {
                         dtype,
                         length: 0,
                         members: Vec::new(),
@@ -113,7 +113,7 @@ impl Buckets {
 
     /// The same places, of whose sums each rank gets what lies within its bounds.
     pub(super) fn cut_at(&self, bounds: &Arc<ShardMap>) -> Result<Self> {
-        let cut = |(number, bucket): (usize, &Bucket)| {
+        let cut = |(number, bucket): (usize, &BucketShape)| {
             let ranges = |rank| {
                 let places = self.members(number).iter().map(|&index| {
                     let (start, range) =
@@ -186,19 +186,19 @@ impl Buckets {
         placement: &Placement,
         bucket: usize,
     ) -> BucketStorage {
-        let Bucket { dtype, length, .. } = &self.buckets[bucket];
+        let BucketShape { dtype, length, .. } = &self.buckets[bucket];
         BucketStorage::new(group, placement, *dtype, *length)
     }
 
     /// A bucket on a device, with nothing in it.
     pub(super) fn flat(&self, device: &Device, bucket: usize) -> DeviceBucket {
-        let Bucket { dtype, length, .. } = &self.buckets[bucket];
+        let BucketShape { dtype, length, .. } = &self.buckets[bucket];
         DeviceBucket::new(*dtype, *length, device)
     }
 
     /// A new buffer for that bucket.
     pub(super) fn allocate_one(&self, group: &ProcessGroup, bucket: usize) -> Buffer {
-        let Bucket { dtype, length, .. } = &self.buckets[bucket];
+        let BucketShape { dtype, length, .. } = &self.buckets[bucket];
         group.buffer(*dtype, *length)
     }
 }
@@ -334,7 +334,7 @@ mod tests {
     #[test]
     fn the_first_bucket_is_small_and_holds_the_last_parameters() {
         let parameters = parameters(&[3 << 20, 100_000, 200_000], Float::F32);
-        let buckets = Buckets::new(&parameters, &ReadyOrder::reversed(3), 25 << 20);
+        let buckets = BucketLayout::new(&parameters, &ReadyOrder::reversed(3), 25 << 20);
         assert_eq!(buckets.place(2).bucket, 0);
         assert_eq!(buckets.place(2).range, 0..200_000);
         // 300,000 × 4 bytes would be more than 1 MiB.
@@ -347,7 +347,7 @@ mod tests {
         let mut parameters = parameters(&[10, 10, 10, 10], Float::F32);
         parameters[2].float = Float::F64;
         let order = ReadyOrder::of(&[None, Some(4), Some(2), Some(3)]);
-        let buckets = Buckets::new(&parameters, &order, 1024);
+        let buckets = BucketLayout::new(&parameters, &order, 1024);
         assert_eq!(buckets.len(), 3);
         assert_eq!(buckets.members(0), [1, 3]);
         assert_eq!(buckets.members(1), [2]);
@@ -359,7 +359,7 @@ mod tests {
         // A classifier: a small last layer, a large one, and two convolutions.
         let parameters = parameters(&[10_000, 20_000, 1 << 20, 1000, 500], Float::F32);
         let order = ReadyOrder::of(&[Some(1), Some(2), Some(7), Some(8), Some(7)]);
-        let buckets = Buckets::new(&parameters, &order, 25 << 20);
+        let buckets = BucketLayout::new(&parameters, &order, 25 << 20);
         assert_eq!(buckets.len(), 3);
         assert_eq!(buckets.members(0), [3, 4]);
         assert_eq!(buckets.members(1), [2]);
@@ -378,7 +378,7 @@ mod tests {
                 parameter.float = Float::F64;
             }
             let order = ReadyOrder::of(&ready[..sizes.len()]);
-            let buckets = Buckets::new(&parameters, &order, limit);
+            let buckets = BucketLayout::new(&parameters, &order, limit);
             let mut covered = vec![0; buckets.len()];
             for &index in &order.parameters {
                 let place = buckets.place(index);

@@ -6,7 +6,7 @@ use accelerator_collective::{Buffer, DType, Pending, ProcessGroup};
 use burn::backend::DispatchTensor;
 
 use super::bucket::{BucketStorage, MemberGradient, Placement, WriteMode};
-use super::bucket_layout::Buckets;
+use super::bucket_layout::BucketLayout;
 use super::device_bucket::DeviceBucket;
 use super::device_reduce::{PendingRead, PendingReduce};
 use super::{control_vector, overlap};
@@ -18,7 +18,7 @@ use crate::precision::Cast;
 pub(super) struct BucketSet {
     /// The place of the sums.
     pub(super) placement: Placement,
-    pub(super) layout: Arc<Buckets>,
+    pub(super) layout: Arc<BucketLayout>,
     pub(super) buckets: Vec<Bucket>,
     pub(super) parameters: Vec<ParameterRecord>,
     /// The control vector; `None` while it is reduced.
@@ -270,7 +270,7 @@ impl BucketSet {
     pub(super) fn new(
         group: &ProcessGroup,
         placement: &Placement,
-        layout: Arc<Buckets>,
+        layout: Arc<BucketLayout>,
         parameters: usize,
     ) -> Self {
         let buckets = layout.len();

@@ -10,7 +10,7 @@ use burn::tensor::Tensor;
 
 use super::backward_calls::BackwardGuard;
 use super::bucket::Placement;
-use super::bucket_layout::{Buckets, ShardMap};
+use super::bucket_layout::{BucketLayout, ShardMap};
 use super::bucket_set::BucketSet;
 use super::compression::Compression;
 use super::device_reduce::DeviceReducer;
@@ -118,13 +118,13 @@ impl fmt::Display for ModelName {
 /// The layout of gradients, and a bucket set that is not in use.
 #[derive(Debug)]
 struct BucketPool {
-    layout: Arc<Buckets>,
+    layout: Arc<BucketLayout>,
     spare: Option<Box<BucketSet>>,
 }
 
 impl BucketPool {
     /// Lays out the same places in another way.
-    fn replace(&mut self, layout: Buckets) {
+    fn replace(&mut self, layout: BucketLayout) {
         self.layout = Arc::new(layout);
         if let Some(spare) = &mut self.spare {
             spare.layout = self.layout.clone();
@@ -146,7 +146,7 @@ impl ModelState {
         overlap: OverlapSwitch,
     ) -> Self {
         let order = ReadyOrder::reversed(parameters.len());
-        let layout = Arc::new(Buckets::new(&parameters, &order, bucket_size));
+        let layout = Arc::new(BucketLayout::new(&parameters, &order, bucket_size));
         let numbers = parameters.iter().enumerate();
         let scheduler = OverlapScheduler::new(overlap);
         Self {
@@ -526,7 +526,7 @@ impl ModelState {
     }
 
     /// Returns the layout of gradients, which is the same on every rank.
-    pub(super) fn layout(&self) -> Arc<Buckets> {
+    pub(super) fn layout(&self) -> Arc<BucketLayout> {
         self.pool.lock().layout.clone()
     }
 
@@ -583,9 +583,9 @@ impl ModelState {
     }
 
     /// Lays the buckets out in another order, which all ranks have agreed on.
-    pub(super) fn lay_out(&self, order: &ReadyOrder) -> Result<Arc<Buckets>> {
+    pub(super) fn lay_out(&self, order: &ReadyOrder) -> Result<Arc<BucketLayout>> {
         let mut pool = self.pool.lock();
-        let layout = Buckets::new(&self.parameters, order, self.bucket_size);
+        let layout = BucketLayout::new(&self.parameters, order, self.bucket_size);
         let layout = Arc::new(match pool.layout.cuts() {
             Some(cuts) => layout.cut_at(&cuts.bounds)?,
             None => layout,
@@ -629,7 +629,7 @@ impl ModelState {
     }
 
     /// Returns the place of sums with that layout. Sums that ranks get parts of are cut in memory.
-    fn placement_of(&self, layout: &Buckets) -> &Placement {
+    fn placement_of(&self, layout: &BucketLayout) -> &Placement {
         match layout.cuts() {
             Some(_) => &Placement::Host,
             None => &self.placement,
@@ -637,7 +637,7 @@ impl ModelState {
     }
 
     /// Lays out the same places in another way.
-    fn replace(&self, pool: &mut BucketPool, layout: Buckets) {
+    fn replace(&self, pool: &mut BucketPool, layout: BucketLayout) {
         let placement = self.placement_of(&layout);
         pool.spare = pool.spare.take().filter(|spare| spare.is_at(placement));
         pool.replace(layout);

@@ -1,4 +1,4 @@
-//! What logging costs: the training thread's time for a step that logs 20 scalars, and the time to write and to read a
+//! Measures the cost of logging: the training thread's time for a step that logs 20 scalars, and the time to write and to read a
 //! million points. `benches/compare/track_log.py` runs it beside TensorBoard's own writers.
 //!
 //! `cargo bench -p burn-accelerate-track --bench log -- [--rounds N] [--json]`

@@ -14,7 +14,7 @@ use accelerator_tune::{
     Trainable, TrialContext, WorkerReuse, grid_search, loguniform, uniform,
 };
 
-/// What the command line says: pairs of a flag and its value.
+/// The command line: pairs of a flag and its value.
 struct Args(Vec<String>);
 
 impl Args {

@@ -143,7 +143,10 @@ impl<'a> GradientBucket<'a> {
     }
 
     /// The parameters and the values, at once.
-    #[expect(clippy::expect_used, reason = "buckets hold f32 or f64, see `Buckets`")]
+    #[expect(
+        clippy::expect_used,
+        reason = "buckets hold f32 or f64, see `BucketLayout`"
+    )]
     pub fn parts_mut(&mut self) -> (&[BucketParameter<'a>], BucketValues<'_>) {
         // Asked first: an unsuccessful look would hold the borrow.
         let values = if self.buffer.as_slice::<f64>().is_ok() {

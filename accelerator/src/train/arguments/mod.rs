@@ -47,7 +47,7 @@ arguments! {
         per_device_train_batch_size: usize = 8,
         /// Samples of a batch in evaluation, on each rank.
         per_device_eval_batch_size: usize = 8,
-        /// How often to go through the data; 1.5 ends in the middle of the second time.
+        /// Epochs to train; 1.5 ends in the middle of the second.
         num_train_epochs: f64 = 3.0,
         /// The number of updates, in place of epochs; -1: by epochs.
         max_steps: i64 = -1,
@@ -59,7 +59,7 @@ arguments! {
         dataloader_drop_last: bool = false,
         /// The order of samples: random, by `data_seed`, or sequential.
         train_sampling_strategy: TrainSamplingStrategy = TrainSamplingStrategy::Random,
-        /// What becomes of the last samples of an epoch: exact, pad or drop.
+        /// The handling of the last samples of an epoch: exact, pad or drop.
         #[serde(with = "word")]
         tail: TailPolicy = TailPolicy::Exact,
 
@@ -73,7 +73,7 @@ arguments! {
         adam_beta1: f64 = 0.9,
         /// AdamW's second decay rate.
         adam_beta2: f64 = 0.999,
-        /// What AdamW adds to the denominator.
+        /// The number that AdamW adds to the denominator.
         adam_epsilon: f64 = 1e-8,
         /// The momentum of SGD.
         momentum: f64 = 0.0,
@@ -86,9 +86,9 @@ arguments! {
         /// Average the weights exponentially with this decay, and evaluate and save the averages.
         ema_decay: Option<f64> = None,
 
-        /// How the learning rate goes: linear, cosine, constant_with_warmup, …
+        /// The course of the learning rate: linear, cosine, constant_with_warmup, …
         lr_scheduler_type: LrSchedulerType = LrSchedulerType::Linear,
-        /// What the schedule takes besides, as JSON.
+        /// Further settings of the schedule, as JSON.
         lr_scheduler_kwargs: LrSchedulerKwargs = LrSchedulerKwargs::default(),
         /// Updates over which the learning rate grows from 0; below 1, a share of all.
         warmup_steps: f64 = 0.0,
@@ -113,7 +113,7 @@ arguments! {
         save_strategy: SaveStrategy = SaveStrategy::Steps,
         /// Updates between two checkpoints.
         save_steps: f64 = 500.0,
-        /// How many checkpoints to keep, the best one among them; never less than that and the newest [default: all].
+        /// The number of checkpoints to keep, the best one among them; never less than that and the newest [default: all].
         save_total_limit: Option<usize> = None,
         /// Go on from the newest checkpoint of `output_dir` (auto: if there is one), or from that of a path.
         resume_from_checkpoint: ResumeFrom = ResumeFrom::No,
@@ -121,11 +121,11 @@ arguments! {
         load_best_model_at_end: bool = false,
         /// The metric by which checkpoints are compared [default: loss].
         metric_for_best_model: Option<String> = None,
-        /// Whether more of it is better [default: unless its name ends in `loss`].
+        /// Set if more of it is better [default: unless its name ends in `loss`].
         greater_is_better: Option<bool> = None,
         /// Stop after so many evaluations without improvement.
         early_stopping_patience: Option<u64> = None,
-        /// What is less than this is no improvement.
+        /// The least change that counts as an improvement.
         early_stopping_threshold: f64 = 0.0,
 
         /// The seed of weights and dropout.
@@ -144,7 +144,7 @@ arguments! {
         /// Fail at a loss that is NaN or infinite.
         stop_at_non_finite_loss: bool = false,
 
-        /// Where the run goes: none, run (the folder `runs`), csv, tensorboard, mlflow.
+        /// The destination of the run: none, run (the folder `runs`), csv, tensorboard, mlflow.
         report_to: Vec<ReportTo> = Vec::new(),
         /// The name of the run [default: that of output_dir].
         run_name: Option<String> = None,
