@@ -13,8 +13,7 @@ use rustix::pipe::{PipeFlags, pipe_with};
 use rustix::process::Signal;
 
 use super::line::Line;
-use super::message::{HostInfo, Plan, ToHead, ToHost};
-use super::remote_process::RemoteProcess;
+use super::message::{HostInfo, Plan, SignalScope, ToHead, ToHost};
 use crate::error::{Error, Result};
 use crate::event::Event;
 use crate::output::Stream;
@@ -483,19 +482,19 @@ impl Host {
     }
 
     /// Sends `message` to the host, if it is not lost.
-    pub(super) fn say(&self, message: &ToHost) {
+    fn say(&self, message: &ToHost) {
         self.line.send(message);
     }
 
     /// Describes the loss of the host, if `rank` was lost with it.
-    pub(super) fn loss_of(&self, rank: usize) -> Option<String> {
+    fn loss_of(&self, rank: usize) -> Option<String> {
         let state = self.state.lock();
         let rank = state.ranks.get(&rank)?;
         (rank.end == Some(End::Lost)).then(|| state.loss.clone())?
     }
 
     /// Blocks until `rank` has ended.
-    pub(super) fn wait(&self, restart: u64, rank: usize) -> End {
+    fn wait(&self, restart: u64, rank: usize) -> End {
         let mut state = self.state.lock();
         loop {
             if state.restart != Some(restart) {
@@ -514,5 +513,105 @@ impl Host {
     fn tell(&self) {
         self.changed.notify_all();
         self.relay.send(Event::Message);
+    }
+}
+
+/// A rank on another host.
+#[derive(Debug)]
+struct RemoteProcess {
+    host: Arc<Host>,
+    restart: u64,
+    rank: usize,
+    pid: i32,
+    output: [Option<File>; 2],
+    is_over: bool,
+}
+
+impl RemoteProcess {
+    /// `rank` of an attempt, whose process is `pid` on `host` and writes to `output`.
+    fn new(
+        host: Arc<Host>,
+        restart: u64,
+        rank: usize,
+        pid: i32,
+        output: [Option<File>; 2],
+    ) -> Self {
+        Self {
+            host,
+            restart,
+            rank,
+            pid,
+            output,
+            is_over: false,
+        }
+    }
+
+    fn send(&self, signal: Signal, scope: SignalScope) {
+        self.host.say(&ToHost::Signal {
+            restart: self.restart,
+            rank: self.rank,
+            signal: signal.as_raw(),
+            scope,
+        });
+    }
+}
+
+impl RankProcess for RemoteProcess {
+    fn pid(&self) -> i32 {
+        self.pid
+    }
+
+    fn local_pid(&self) -> Option<i32> {
+        None
+    }
+
+    fn host(&self) -> Option<String> {
+        Some(self.host.info.name.clone())
+    }
+
+    fn loss(&self) -> Option<String> {
+        self.host.loss_of(self.rank)
+    }
+
+    fn take_stdout(&mut self) -> Option<File> {
+        self.output[Stream::Out as usize].take()
+    }
+
+    fn take_stderr(&mut self) -> Option<File> {
+        self.output[Stream::Err as usize].take()
+    }
+
+    fn waiter(&self) -> Box<dyn FnOnce() -> End + Send> {
+        let (host, restart, rank) = (Arc::clone(&self.host), self.restart, self.rank);
+        Box::new(move || host.wait(restart, rank))
+    }
+
+    fn signal(&self, signal: Signal) {
+        self.send(signal, SignalScope::Process);
+    }
+
+    fn signal_group(&self, signal: Signal) {
+        self.send(signal, SignalScope::Group);
+    }
+
+    fn has_group(&self) -> bool {
+        // Its host ends what is left there.
+        false
+    }
+
+    fn reap(&mut self) {
+        self.is_over = true;
+    }
+
+    fn abandon(&mut self) {
+        self.is_over = true;
+    }
+}
+
+impl Drop for RemoteProcess {
+    fn drop(&mut self) {
+        if !self.is_over {
+            self.signal_group(Signal::KILL);
+        }
     }
 }

@@ -9,7 +9,6 @@ mod host;
 mod line;
 mod message;
 pub(crate) mod node;
-mod remote_process;
 pub(crate) mod ssh;
 mod stream_line;
 pub(crate) mod trust;

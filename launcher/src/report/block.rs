@@ -8,7 +8,7 @@ use signal_hook::consts::signal;
 use super::{FailureRecord, FirstFailure, FirstText, OtherRank};
 use crate::output::headline;
 use crate::process::End;
-use crate::supervisor::attempt::last_words;
+use crate::supervisor::run::last_words;
 use crate::supervisor::store::FailureReport;
 use crate::text::list;
 

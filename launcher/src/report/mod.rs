@@ -17,8 +17,8 @@ use signal_hook::low_level::signal_name;
 
 use crate::error::START_AGAIN;
 use crate::process::End;
-use crate::supervisor::attempt::FinishedAttempt;
 use crate::supervisor::job::Cause;
+use crate::supervisor::run::FinishedAttempt;
 use crate::supervisor::store::FailureReport;
 use crate::text::{shell_line, utc};
 use crate::variables;

@@ -1,57 +1,30 @@
-//! One attempt of a job: its store and its ranks.
+//! An attempt of a job before its end: its settings, output and store, and the ranks that were started for it.
 
 use std::path::Path;
 use std::sync::mpsc::Sender;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use rustix::process::Signal;
-
+use super::group::{Watch, watch};
+use super::shim::KillOnDrop;
+use super::spawner::Spawner;
+use super::store::{RankReports, Store};
 use crate::error::{BEFORE_START, Error, Result, ended_by};
 use crate::event::{Channel, Event};
-use crate::output::{Output, Stream, headline};
-use crate::process::{End, RankProcess};
+use crate::output::{Output, Stream};
+use crate::process::RankProcess;
 use crate::settings::Settings;
 use crate::settings::rank_env::RankEnv;
-use crate::supervisor::group::{
-    EndedBy, GroupOutcome, JobPhase, Observer, StopWatch, Watch, supervise, watch,
-};
-use crate::supervisor::job::Cause;
-use crate::supervisor::leftovers::{KillScope, Swept};
-use crate::supervisor::regroup::Regrouping;
-use crate::supervisor::shim::KillOnDrop;
-use crate::supervisor::spawner::Spawner;
-use crate::supervisor::store::{RankReports, Store, StoreHandle};
-use crate::text::{list, without_middle};
-use crate::variables;
-
-/// The time that failure reports may take to arrive after ranks have ended.
-const REPORTS_WITHIN: Duration = Duration::from_millis(100);
 
 /// The time that the last lines of a rank may take to arrive after its end.
-pub(super) const STDERR_WITHIN: Duration = Duration::from_millis(50);
-
-/// The time that the notice that a rank closed its group may take to arrive after its end; ranks that lost it wait a
-/// little longer for the store's report.
-const LEAVE_WITHIN: Duration = Duration::from_millis(100);
-
-/// The longest part of a rank's error that the other ranks get.
-const MAX_TOLD: usize = 1000;
-
-/// Returns the text about a rank's last lines that the other ranks get: its error. Each of them repeats it, so it is
-/// one line.
-pub(crate) fn last_words(lines: &[String]) -> String {
-    headline(lines).map_or_else(String::new, |line| {
-        format!("; its last words: {}", without_middle(line, MAX_TOLD))
-    })
-}
+const STDERR_WITHIN: Duration = Duration::from_millis(50);
 
 /// An attempt whose ranks are not started yet.
 #[derive(Debug)]
 pub(crate) struct Attempt {
     pub(super) settings: Settings,
     pub(super) output: Output,
-    rank_reports: RankReports,
+    pub(super) rank_reports: RankReports,
     pub(super) store: Store,
     /// The parts that were begun with the group before, if ranks of it run already.
     pub(super) carried: Option<Carried>,
@@ -68,50 +41,6 @@ pub(super) struct Carried {
     pub(super) readers: usize,
     /// Kills all of them if the launcher fails.
     pub(super) guard: KillOnDrop,
-}
-
-/// The end of an attempt.
-#[derive(Debug)]
-pub(crate) enum AttemptOutcome {
-    /// All its ranks ran, and have ended.
-    Ran(Box<FinishedAttempt>),
-    /// The process of this rank could not be started, and those before it were ended.
-    NotStarted {
-        /// The rank.
-        rank: usize,
-        /// The reason.
-        error: Error,
-    },
-    /// Its ranks run on in another group, of more or fewer of them, which reports on this channel.
-    Regrouped(Box<Attempt>, Channel),
-}
-
-/// An attempt whose ranks have ended.
-#[derive(Debug)]
-pub(crate) struct FinishedAttempt {
-    /// The end of its group.
-    pub(crate) outcome: GroupOutcome,
-    /// Their processes, by rank.
-    pub(crate) processes: Vec<RankInfo>,
-    /// Their output.
-    pub(crate) output: Output,
-    /// Their reports to the store.
-    pub(crate) rank_reports: RankReports,
-    /// The settings of the attempt.
-    pub(crate) settings: Settings,
-    /// True if the ranks had been told to form another group.
-    pub(crate) was_to_regroup: bool,
-}
-
-/// The facts of the report about the process of a rank.
-#[derive(Clone, Debug)]
-pub(crate) struct RankInfo {
-    /// Its id on its host.
-    pub(crate) pid: i32,
-    /// Its host, if that is another one.
-    pub(crate) host: Option<String>,
-    /// The host that was lost with it, and how.
-    pub(crate) loss: Option<String>,
 }
 
 impl Attempt {
@@ -188,107 +117,10 @@ impl Attempt {
     pub(crate) fn output(&self) -> &Output {
         &self.output
     }
-
-    /// Starts the ranks and waits until all have ended.
-    ///
-    /// # Errors
-    /// When the system gives no thread, or a signal ends the launcher before all ranks run.
-    pub(crate) fn run(
-        self,
-        spawner: &dyn Spawner,
-        package_dir: Option<&Path>,
-        channel: &Channel,
-    ) -> Result<AttemptOutcome> {
-        let Self {
-            settings,
-            output,
-            rank_reports,
-            store,
-            carried,
-        } = self;
-        // Dropped after the guard of what it carries, which kills all at once, and not one after the other.
-        let mut other_hosts = OtherHosts(Some(spawner));
-        let mut carried = match carried {
-            Some(carried) => carried,
-            None => match start(&settings, &store, &output, spawner, package_dir, channel)? {
-                Ok(carried) => carried,
-                Err((rank, error)) => return Ok(AttemptOutcome::NotStarted { rank, error }),
-            },
-        };
-        let mut group = std::mem::take(&mut carried.processes);
-        let events = channel.sender.clone();
-        let store_handle = (group.len() > 1).then(|| store.handle());
-        let _watch = StopWatch::over(&group, variables::liveness(), &output, store_handle.clone());
-        let mut observer = ExitReporter {
-            output: output.clone(),
-            rank_reports: rank_reports.clone(),
-            store_handle,
-            absent: Vec::new(),
-            regrouping: Regrouping::new(
-                spawner,
-                package_dir,
-                &settings,
-                output.clone(),
-                &store,
-                events,
-            ),
-        };
-        let mut outcome = supervise(
-            &mut group,
-            settings.grace,
-            KillScope::Descendants(carried.guard.excluded()),
-            channel,
-            &mut observer,
-        );
-        if let Some(next) = observer
-            .regrouping
-            .complete()
-            .filter(|_| outcome.is_taken_over)
-        {
-            other_hosts.0 = None;
-            carried.readers += observer.regrouping.given_up_readers();
-            carried.readers = carried.readers.saturating_sub(outcome.drained);
-            let (attempt, channel) =
-                next.into_attempt(group, carried, channel, spawner, &outcome, &output);
-            return Ok(AttemptOutcome::Regrouped(Box::new(attempt), channel));
-        }
-        observer.regrouping.give_up(None);
-        let was_to_regroup = observer.regrouping.was_told();
-        carried.readers += observer.regrouping.given_up_readers();
-        outcome.add(other_hosts.end(&outcome, settings.grace, channel));
-        carried.guard.disarm();
-        let processes = group.iter().map(|process| RankInfo {
-            pid: process.pid(),
-            host: process.host(),
-            loss: process.loss(),
-        });
-        let processes = processes.collect();
-        if let Some(Cause::Failure(failed_rank)) = outcome.cause() {
-            let failed_ranks: Vec<usize> = (0..group.len())
-                .filter(|&rank| rank != failed_rank && outcome.ended_by_itself(rank))
-                .filter(|&rank| matches!(outcome.end(rank), Some(End::Code(1..))))
-                .collect();
-            wait_until(REPORTS_WITHIN, || {
-                failed_ranks
-                    .iter()
-                    .all(|&rank| rank_reports.has_reported(rank))
-            });
-        }
-        let asked = output.drain(carried.readers, outcome.drained, channel);
-        outcome.asked_to_end = outcome.asked_to_end.or(asked);
-        Ok(AttemptOutcome::Ran(Box::new(FinishedAttempt {
-            outcome,
-            processes,
-            output,
-            rank_reports,
-            settings,
-            was_to_regroup,
-        })))
-    }
 }
 
 /// Starts the ranks of an attempt; returns the rank that cannot be started, if there is one.
-fn start(
+pub(super) fn start(
     settings: &Settings,
     store: &Store,
     output: &Output,
@@ -323,126 +155,6 @@ fn start(
     }))
 }
 
-/// Ends the attempt on other hosts, when it is dropped by an error too.
-struct OtherHosts<'a>(Option<&'a dyn Spawner>);
-
-impl OtherHosts<'_> {
-    fn end(mut self, outcome: &GroupOutcome, grace: Duration, channel: &Channel) -> Swept {
-        let spawner = self.0.take();
-        spawner.map_or_else(Swept::default, |spawner| {
-            spawner.end(outcome.first_signal(), grace, channel)
-        })
-    }
-}
-
-impl Drop for OtherHosts<'_> {
-    fn drop(&mut self) {
-        if let Some(spawner) = self.0.take() {
-            spawner.end(Signal::KILL, Duration::ZERO, &Channel::new());
-        }
-    }
-}
-
-/// Reports to the store how ranks end, and to the user which ranks the launcher waits for; forms the next group.
-struct ExitReporter<'a> {
-    output: Output,
-    rank_reports: RankReports,
-    /// `None` with a single rank.
-    store_handle: Option<StoreHandle>,
-    /// Ranks that ended with code 0 before any had joined: perhaps none will.
-    absent: Vec<usize>,
-    regrouping: Regrouping<'a>,
-}
-
-impl Observer for ExitReporter<'_> {
-    fn deadline(&self) -> Option<Instant> {
-        self.regrouping.deadline()
-    }
-
-    fn poll_regroup(&mut self, phase: JobPhase) -> bool {
-        match phase {
-            JobPhase::Running => self.regrouping.step(),
-            JobPhase::Ending => {
-                self.regrouping.give_up(None);
-                false
-            }
-        }
-    }
-
-    fn ended(&mut self, rank: usize, process: &dyn RankProcess, end: End, ended_by: EndedBy) {
-        // Where it is on its way to the next group, the others wait for it there.
-        if let (Some((store_handle, Some(rank))), true) =
-            (self.regrouping.told(rank), end != End::Code(0))
-        {
-            store_handle.report_exit(rank, format!("it ended with {end}"));
-        }
-        let Some(store_handle) = self
-            .store_handle
-            .clone()
-            .filter(|_| ended_by == EndedBy::Itself)
-        else {
-            return;
-        };
-        if let End::Signal(_) | End::Lost = end {
-            let text = process.loss().unwrap_or_else(|| format!("it was {end}"));
-            return store_handle.report_exit(rank, text);
-        }
-        let is_joined = self.rank_reports.is_joined(rank);
-        if end == End::Code(0) && !is_joined {
-            if self.rank_reports.has_any_joined() {
-                store_handle.report_exit(rank, format!("it ended with {end}"));
-            } else {
-                self.absent.push(rank);
-            }
-            return;
-        }
-        // Its last lines, or the notice that it closed its group, can still be on their way.
-        let (output, rank_reports) = (self.output.clone(), self.rank_reports.clone());
-        let wait = move || match end {
-            End::Code(0) => {
-                if !wait_until(LEAVE_WITHIN, || !rank_reports.is_joined(rank)) {
-                    store_handle.report_exit(rank, format!("it ended with {end}"));
-                }
-            }
-            _ => {
-                wait_until(STDERR_WITHIN, || output.is_stderr_drained(rank));
-                let words = last_words(&output.stderr_tail(rank));
-                store_handle.report_exit(rank, format!("it ended with {end}{words}"));
-            }
-        };
-        let _ = thread::Builder::new()
-            .name("exit-report".into())
-            .spawn(wait);
-    }
-
-    fn joined(&mut self, _rank: usize) {
-        for rank in std::mem::take(&mut self.absent) {
-            if let Some(store_handle) = &self.store_handle {
-                store_handle.report_exit(rank, format!("it ended with {}", End::Code(0)));
-            }
-        }
-    }
-
-    fn waiting(&mut self, ranks: &[usize]) {
-        // The terminal may be stopped, and the main thread must not wait for it.
-        let output = self.output.clone();
-        let text = format!("waiting for {} to end", list(ranks));
-        let _ = thread::Builder::new().spawn(move || output.note(&text));
-    }
-}
-
-/// Returns `true` once `is_so` does, or `false` after `limit`.
-pub(super) fn wait_until(limit: Duration, is_so: impl Fn() -> bool) -> bool {
-    let until = Instant::now() + limit;
-    while !is_so() {
-        if Instant::now() >= until {
-            return false;
-        }
-        thread::sleep(Duration::from_millis(2));
-    }
-    true
-}
-
 /// The error of a launcher that receives a signal while it starts ranks: there may be thousands.
 fn interrupted(channel: &Channel) -> Result<()> {
     match channel.events.try_recv() {
@@ -474,4 +186,22 @@ pub(super) fn read_output(
         }
     }
     Ok(readers)
+}
+
+/// Returns the last lines of the standard error of `rank`, which has ended; they may take a moment to arrive.
+pub(super) fn last_lines(output: &Output, rank: usize) -> Vec<String> {
+    wait_until(STDERR_WITHIN, || output.is_stderr_drained(rank));
+    output.stderr_tail(rank)
+}
+
+/// Returns `true` once `is_so` does, or `false` after `limit`.
+pub(super) fn wait_until(limit: Duration, is_so: impl Fn() -> bool) -> bool {
+    let until = Instant::now() + limit;
+    while !is_so() {
+        if Instant::now() >= until {
+            return false;
+        }
+        thread::sleep(Duration::from_millis(2));
+    }
+    true
 }

@@ -6,6 +6,7 @@ pub(crate) mod job;
 pub(crate) mod leftovers;
 pub(crate) mod regroup;
 pub(crate) mod root_cause;
+pub(crate) mod run;
 pub(crate) mod shim;
 pub(crate) mod signals;
 pub(crate) mod spawner;

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 
-use super::attempt::{Attempt, Carried, STDERR_WITHIN, read_output, wait_until};
+use super::attempt::{Attempt, Carried, last_lines, read_output};
 use super::group::{GroupOutcome, Watch, watch};
 use super::leftovers::end_group;
 use super::spawner::{Growth, Resize, Spawner};
@@ -365,8 +365,7 @@ impl NextGroup {
                     let text = format!("it ended with {end}");
                     if !self.is_told {
                         let output = &self.attempt.output;
-                        wait_until(STDERR_WITHIN, || output.is_stderr_drained(rank));
-                        let words = output.stderr_tail(rank);
+                        let words = last_lines(output, rank);
                         let words = words.last().map(|line| format!(": {line}"));
                         let words = words.unwrap_or_default();
                         let text = format!("rank {rank} was to join, and {text}{words}");
