@@ -11,11 +11,9 @@ use accelerator_collective::Topology;
 use accelerator_host::machine::host_name;
 use rustix::process::{Resource, Rlimit, Signal, getrlimit, setrlimit};
 
-use super::acceptor::Acceptor;
-use super::admission::{Absent, Admission, Gathered};
+use super::admission::{Absent, Acceptor, Admission, Gathered};
 use super::host::{Host, LeavePolicy};
 use super::message::Plan;
-use super::trust;
 use crate::error::{BEFORE_RESTART, BEFORE_START, Error, Result, ended_by};
 use crate::event::{Channel, Event};
 use crate::process::RankProcess;
@@ -26,7 +24,9 @@ use crate::settings::{Layout, Settings, variable};
 use crate::supervisor::leftovers::{LEFTOVER_TIMEOUT, Swept};
 use crate::supervisor::signals::Relay;
 use crate::supervisor::spawner::{Growth, LocalSpawner, Resize, Spawner};
+use crate::supervisor::store::token_of_hosts;
 use crate::text::note;
+use crate::variables;
 
 /// The interval at which the head reports the hosts that it waits for.
 const TELL_EVERY: Duration = Duration::from_secs(10);
@@ -71,9 +71,9 @@ impl Head {
         settings: &Settings,
         relay: &Relay,
     ) -> Result<Self> {
-        let token = trust::token()?;
+        let token = token_of_hosts()?;
         raise_file_limit();
-        let liveness = trust::liveness();
+        let liveness = variables::liveness();
         let admission = Arc::new(Admission::new(
             [place.least_hosts, place.hosts],
             variable(accelerator_host::JOB.name).filter(|job| !job.is_empty()),

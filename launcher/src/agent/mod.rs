@@ -1,7 +1,6 @@
 //! One launcher per host: that of host 0, the head, has the others start ranks. `README.md` beside this file explains
 //! the design.
 
-mod acceptor;
 mod admission;
 mod handshake;
 pub(crate) mod head;
@@ -11,4 +10,3 @@ mod message;
 pub(crate) mod node;
 pub(crate) mod ssh;
 mod stream_line;
-pub(crate) mod trust;

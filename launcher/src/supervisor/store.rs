@@ -322,6 +322,25 @@ pub(crate) fn given_token() -> Result<Option<GivenToken>> {
     }))
 }
 
+/// Returns the token by which several hosts know one another: that of `ACCEL_TOKEN_FILE`; `None` where
+/// `ACCEL_INSECURE=1` waives it.
+///
+/// # Errors
+/// When there is neither, or the file cannot be read.
+pub(crate) fn token_of_hosts() -> Result<Option<Token>> {
+    if let Some(given) = given_token()? {
+        return Ok(Some(given.token));
+    }
+    match given_security()? {
+        Security::Waived => Ok(None),
+        Security::Required => Err(Error::usage(
+            "several hosts know one another by a token: write the same random one (`openssl rand -hex 32`) into a file on \
+             each, readable by you alone, and name it in ACCEL_TOKEN_FILE; on a network that you trust, ACCEL_INSECURE=1 \
+             does without",
+        )),
+    }
+}
+
 /// A file in memory that only this user can read, and that is gone with this process.
 #[derive(Debug)]
 pub(crate) struct MemoryFile {

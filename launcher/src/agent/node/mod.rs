@@ -1,33 +1,41 @@
-//! The launcher of a host other than host 0: starts the ranks there, as the head says.
+//! The launcher of a host other than host 0: joins the job, and runs the ranks there in each attempt, as the head says.
 
-mod attempt;
 mod connection;
-mod inbox;
 
 use std::cell::Cell;
+use std::collections::VecDeque;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 use accelerator_host::machine::host_name;
+use accelerator_host::sync::Mutex;
+use rustix::process::Signal;
+use signal_hook::consts::signal::{SIGKILL, SIGTERM};
 
 use super::line::{Line, LineEnd};
-use super::message::{HostInfo, Plan, ToHead, ToHost};
+use super::message::{HostInfo, Plan, SignalScope, ToHead, ToHost};
 use super::stream_line::StreamLine;
-use super::trust;
 use crate::error::{Error, Result, START_AGAIN, chain, ended_by};
 use crate::event::{Channel, Event};
-use crate::output;
+use crate::output::{self, Stream};
+use crate::process::{End, RankProcess};
 use crate::report::{self, FailureRecord, JobOutcome, KnownRank, LostHead};
 use crate::settings::nodes::HostPlace;
 use crate::settings::options::Options;
+use crate::settings::rank_env::RankEnv;
 use crate::settings::{Settings, variable};
-use crate::supervisor::signals::Relay;
-use crate::supervisor::spawner::LocalSpawner;
+use crate::supervisor::group::{forward, stop_if_suspended, watch};
+use crate::supervisor::leftovers::{KillScope, Remains, end_group};
+use crate::supervisor::shim::{self, KillOnDrop};
+use crate::supervisor::signals::{Relay, is_job_control};
+use crate::supervisor::spawner::{LocalSpawner, Spawner};
+use crate::supervisor::store::{given_token, token_of_hosts};
 use crate::text::{note, utc};
+use crate::variables;
 use connection::Connection;
-use inbox::{HURRY, Inbound, Inbox, Work};
 
 /// The number of requests to end after which the launcher does so without the head.
 const MAX_REQUESTS: u32 = 3;
@@ -76,7 +84,7 @@ impl Node<'_> {
             job: variable(accelerator_host::JOB.name).filter(|job| !job.is_empty()),
             max_restarts: self.options.max_restarts,
         };
-        let token = trust::token()?;
+        let token = token_of_hosts()?;
         let connection = Connection::open(&self.place, token, info, &self.relay, &channel)?;
         let head = format!("host 0 ({}, {})", connection.name, connection.address);
         if !self.options.quiet {
@@ -199,7 +207,7 @@ impl Agent<'_> {
         let (code, text) = (error.code(), chain(&error));
         self.line.send(&ToHead::Failed { code, text });
         // The head answers that the job is over.
-        let until = Instant::now() + trust::liveness();
+        let until = Instant::now() + variables::liveness();
         while self.inbox.take().is_none() && Instant::now() < until {
             std::thread::sleep(Duration::from_millis(5));
         }
@@ -269,5 +277,300 @@ impl Agent<'_> {
         report::write(&folder, &[record], JobOutcome::Failed, None).map_err(unwritable)?;
         output::point_latest(&folder).map_err(unwritable)?;
         Ok(folder.join(report::FILE))
+    }
+}
+
+/// The time for which ranks may outlive SIGKILL.
+const KILL_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// The head's request at the end of an attempt.
+#[derive(Clone, Copy, Debug)]
+struct Sweep {
+    first: Signal,
+    grace: Duration,
+}
+
+/// The ranks of this host.
+struct LocalRanks<'a> {
+    agent: &'a Agent<'a>,
+    restart: u64,
+    first_rank: usize,
+    known: &'a mut Vec<KnownRank>,
+    /// The processes by local rank.
+    group: Vec<Box<dyn RankProcess>>,
+}
+
+impl Agent<'_> {
+    /// Runs the ranks of an attempt until the head ends it, or the job is over.
+    ///
+    /// # Errors
+    /// When the system gives no threads, or this launcher was asked to end again and again.
+    fn attempt(
+        &self,
+        plan: Plan,
+        program: &Program,
+        channel: &Channel,
+        last: &mut KnownAttempt,
+    ) -> Result<Option<Over>> {
+        let settings = self.settings(&plan);
+        let package_dir = program.package_dir.as_deref();
+        let token = given_token()?.and_then(|given| given.file);
+        let environment = RankEnv::new(&settings, plan.store_port, token, package_dir);
+        let restart = plan.restart;
+        last.plan = Some(plan);
+        last.ranks.clear();
+        let mut ranks = LocalRanks {
+            agent: self,
+            restart,
+            first_rank: environment.ranks().start,
+            known: &mut last.ranks,
+            group: Vec::with_capacity(environment.ranks().len()),
+        };
+        // Dropped before the ranks, it kills all at once, and not one after the other.
+        let guard = KillOnDrop::new();
+        ranks.start(program, &environment, channel)?;
+        stop_if_suspended(&ranks.group);
+        let sweep = match ranks.run(channel)? {
+            Ok(sweep) => sweep,
+            Err(over) => return Ok(Some(over)),
+        };
+        let asked = ranks.sweep(sweep, KillScope::Descendants(guard.excluded()), channel);
+        guard.disarm();
+        if let Some(signal) = asked {
+            self.ask(signal)?;
+        }
+        Ok(None)
+    }
+
+    /// This host's own settings, and those that hold for all hosts.
+    fn settings(&self, plan: &Plan) -> Settings {
+        let settings = self.node.settings.clone();
+        let settings = settings.on_host(plan.host, plan.layout.clone(), plan.store_host.clone());
+        Settings {
+            restart: plan.restart,
+            max_restarts: plan.max_restarts,
+            job: plan.job.clone(),
+            elastic: plan.elastic,
+            ..settings
+        }
+    }
+}
+
+impl LocalRanks<'_> {
+    fn start(&mut self, program: &Program, environment: &RankEnv, channel: &Channel) -> Result<()> {
+        let (line, restart) = (&self.agent.line, self.restart);
+        for rank in environment.ranks() {
+            let mut process = match program.spawner.spawn(rank, environment) {
+                Ok(process) => process,
+                Err(error) => {
+                    // The head ends those before it.
+                    line.send(&ToHead::NotStarted {
+                        restart,
+                        rank,
+                        text: chain(&error),
+                        is_usage: error.is_usage(),
+                    });
+                    return Ok(());
+                }
+            };
+            let pid = process.pid();
+            line.send(&ToHead::Started { restart, rank, pid });
+            self.known.push(KnownRank {
+                rank,
+                pid,
+                end: None,
+            });
+            let streams = [
+                (Stream::Out, process.take_stdout()),
+                (Stream::Err, process.take_stderr()),
+            ];
+            watch(rank, &*process, &channel.sender);
+            self.group.push(process);
+            for (stream, pipe) in streams {
+                if let Some(pipe) = pipe {
+                    self.agent.outputs[stream as usize].send(restart, rank, pipe)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Does as the head says until it ends the attempt, or the job is over.
+    fn run(&mut self, channel: &Channel) -> Result<std::result::Result<Sweep, Over>> {
+        loop {
+            while let Some(inbound) = self.agent.inbox.take() {
+                match inbound {
+                    Inbound::Message(ToHost::Signal {
+                        restart,
+                        rank,
+                        signal,
+                        scope,
+                    }) if restart == self.restart => self.signal(rank, signal, scope),
+                    Inbound::Message(ToHost::EndAttempt {
+                        restart,
+                        first,
+                        grace,
+                    }) if restart == self.restart => {
+                        let first = Signal::from_named_raw(first).unwrap_or(Signal::KILL);
+                        return Ok(Ok(Sweep { first, grace }));
+                    }
+                    other => {
+                        if let Some(over) = self.agent.between_attempts(other) {
+                            return Ok(Err(over));
+                        }
+                    }
+                }
+            }
+            match channel.next(None) {
+                Event::Ended { rank, end } => self.ended(rank, end),
+                Event::Signal(signal) => self.agent.ask(signal)?,
+                Event::ForwardSignal(number) => {
+                    self.group
+                        .iter()
+                        .for_each(|process| forward(&**process, number));
+                    if !is_job_control(number) {
+                        self.agent.line.send(&ToHead::Forwarded);
+                    }
+                }
+                _ => {}
+            }
+        }
+    }
+
+    /// Ends what still runs; returns the first signal that asked this launcher to end meanwhile.
+    fn sweep(mut self, sweep: Sweep, scope: KillScope<'_>, channel: &Channel) -> Option<i32> {
+        let running = self.known.iter().zip(&self.group);
+        let running = running.filter(|(known, _)| known.end.is_none());
+        running.for_each(|(_, process)| end_group(&**process, Signal::KILL));
+        let until = Instant::now() + KILL_TIMEOUT;
+        let mut asked = None;
+        while self.known.iter().any(|known| known.end.is_none()) && Instant::now() < until {
+            match channel.next(Some(until)) {
+                Event::Ended { rank, end } => self.ended(rank, end),
+                Event::Signal(signal) => asked = asked.or(Some(signal)),
+                _ => {}
+            }
+        }
+        let remains = Remains {
+            first_rank: self.first_rank,
+            has_ended: self.known.iter().map(|known| known.end.is_some()).collect(),
+        };
+        let left_behind = remains.left_behind(&self.group, scope);
+        let Sweep { first, grace } = sweep;
+        let inbox = &self.agent.inbox;
+        let swept = inbox.during(Work::Sweep, || {
+            remains.sweep(&mut self.group, first, grace, scope, channel)
+        });
+        self.agent.line.send(&ToHead::Swept {
+            restart: self.restart,
+            left_behind,
+        });
+        asked.or(swept.asked_to_end)
+    }
+
+    fn ended(&mut self, rank: usize, end: End) {
+        // Where the shim was killed, this launcher kills the ranks, and goes with them: the host is lost.
+        if shim::is_over() {
+            return;
+        }
+        let at = rank.checked_sub(self.first_rank);
+        if let Some(known) = at.and_then(|at| self.known.get_mut(at)) {
+            known.end = Some(end);
+            self.agent.line.send(&ToHead::Ended {
+                restart: self.restart,
+                rank,
+                end,
+            });
+        }
+    }
+
+    fn signal(&self, rank: usize, signal: i32, scope: SignalScope) {
+        let at = rank.checked_sub(self.first_rank);
+        let process = at.and_then(|at| self.group.get(at));
+        if let (Some(process), Some(signal)) = (process, Signal::from_named_raw(signal)) {
+            match scope {
+                SignalScope::Process => process.signal(signal),
+                SignalScope::Group => process.signal_group(signal),
+            }
+        }
+    }
+}
+
+/// The signal that stands for a message of the head while the main thread awaits only signals; no process receives it.
+const HURRY: i32 = SIGKILL;
+
+/// An event on the connection to the head.
+#[derive(Debug)]
+enum Inbound {
+    /// It says something.
+    Message(ToHost),
+    /// The connection has ended.
+    End(LineEnd),
+}
+
+impl From<std::result::Result<ToHost, LineEnd>> for Inbound {
+    fn from(received: std::result::Result<ToHost, LineEnd>) -> Self {
+        received.map_or_else(Self::End, Self::Message)
+    }
+}
+
+/// Work of the main thread in which it looks at no messages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Work {
+    /// It waits for cargo, which a signal ends.
+    Build,
+    /// It waits for leftover processes, which a signal has killed.
+    Sweep,
+}
+
+/// The queue of events from the head. Clones share it.
+#[derive(Clone, Debug)]
+struct Inbox {
+    state: Arc<Mutex<InboxState>>,
+    relay: Relay,
+}
+
+#[derive(Debug, Default)]
+struct InboxState {
+    inbound: VecDeque<Inbound>,
+    work: Option<Work>,
+}
+
+impl Inbox {
+    /// An empty one, which wakes the main thread by `relay`.
+    fn new(relay: Relay) -> Self {
+        Self {
+            state: Arc::default(),
+            relay,
+        }
+    }
+
+    /// Adds what has come.
+    fn put(&self, inbound: Inbound) {
+        let mut state = self.state.lock();
+        let event = match (state.work, &inbound) {
+            (
+                Some(Work::Build),
+                Inbound::End(_) | Inbound::Message(ToHost::JobOver { .. } | ToHost::Left),
+            ) => Event::Signal(SIGTERM),
+            (Some(Work::Sweep), _) => Event::Signal(HURRY),
+            _ => Event::Message,
+        };
+        state.inbound.push_back(inbound);
+        drop(state);
+        self.relay.send(event);
+    }
+
+    /// Removes and returns the oldest event.
+    fn take(&self) -> Option<Inbound> {
+        self.state.lock().inbound.pop_front()
+    }
+
+    /// Does `work`, whose wait a message of the head ends.
+    fn during<T>(&self, work: Work, body: impl FnOnce() -> T) -> T {
+        self.state.lock().work = Some(work);
+        let done = body();
+        self.state.lock().work = None;
+        done
     }
 }

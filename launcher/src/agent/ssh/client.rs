@@ -15,8 +15,7 @@ use accelerator_host::machine::host_name;
 use accelerator_host::sync::Mutex;
 use rustix::pipe::{PipeFlags, pipe_with};
 
-use super::order::{AgentHello, Order, greeted, send};
-use super::push::{self, NEEDS};
+use super::agent::{AgentHello, NEEDS, Order, command_of_sent, greeted, send};
 use crate::agent::line::spawn;
 use crate::error::{Error, Result};
 use crate::event::Event;
@@ -56,7 +55,7 @@ impl Ssh {
         command.args(&self.words(host)[1..]);
         command.args(["--", &host.name]);
         command.arg(match &self.delivery {
-            Delivery::Push(program) => push::receiving(program.len()),
+            Delivery::Push(program) => command_of_sent(program.len()),
             Delivery::Present(command) => command.clone(),
         });
         command

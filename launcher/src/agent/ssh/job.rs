@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 use rustix::process::Signal;
 use signal_hook::consts::signal::SIGTERM;
 
+use super::agent::{AgentHello, Order};
 use super::client::{Client, Show, Ssh, is_own, may_pass, not_started};
-use super::order::{AgentHello, Order};
 use crate::error::{BEFORE_START, Error, Result, START_AGAIN, ended_by};
 use crate::event::{Channel, Event};
 use crate::process::End;

@@ -7,8 +7,6 @@
 mod agent;
 mod client;
 mod job;
-mod order;
-mod push;
 mod rsync;
 
 use std::ffi::{OsStr, OsString};
@@ -26,10 +24,10 @@ use crate::supervisor::signals::Relay;
 use crate::supervisor::store::given_token;
 use crate::text::{note, print, shell_line};
 use crate::variables;
+use agent::Order;
 pub(crate) use agent::run as run_agent;
 use client::{Delivery, Ssh, is_own};
 use job::SshJob;
-use order::Order;
 
 /// Runs a job on `hosts`. `command` is the launcher's own command line, the last items of which are the script's own
 /// `arguments`.
@@ -165,7 +163,9 @@ fn delivery(options: &Options) -> Result<Delivery> {
         return Ok(Delivery::Push(program.into()));
     }
     let path = std::env::current_exe().ok();
-    let command = path.as_deref().and_then(|path: &Path| push::present(path));
+    let command = path
+        .as_deref()
+        .and_then(|path: &Path| agent::command_of_present(path));
     command.map(Delivery::Present).ok_or_else(|| {
         Error::usage("--no-push: the path of accel-launch has a character that a shell reads")
     })
