@@ -5,12 +5,13 @@ use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
 use std::process::ExitCode;
 
-use clap::{Arg, Command, CommandFactory, FromArgMatches, Parser, Subcommand};
+use clap::{Arg, Args, Command, CommandFactory, FromArgMatches, Parser, Subcommand};
+use clap_complete::Shell;
+use clap_mangen::Man;
 
 use crate::agent::ssh;
 use crate::commands::bench::{self, AllReduceArgs, BenchArgs};
 use crate::commands::checkpoint::{self, CheckpointArgs};
-use crate::commands::docs::{self, CompletionsArgs};
 use crate::commands::env::{self, EnvArgs};
 use crate::commands::estimate::{self, EstimateArgs};
 use crate::commands::jobs::{self, JobsArgs};
@@ -19,9 +20,10 @@ use crate::commands::plan::{self, PlanArgs};
 use crate::commands::runs::{self, RunsArgs};
 use crate::commands::selftest::{self, RankArgs, TestArgs};
 use crate::commands::tune::{self, TuneArgs};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::settings::options::Options;
 use crate::supervisor::shim::LivenessPipe;
+use crate::text::print;
 
 /// Starts a training program on many processes.
 #[derive(Debug, Parser)]
@@ -147,8 +149,8 @@ impl Cli {
             Subcommands::Test(arguments) => selftest::run(arguments),
             Subcommands::Rank(arguments) => Ok(selftest::rank(arguments)),
             Subcommands::Agent => ssh::run_agent(line.first().map(OsString::as_os_str)),
-            Subcommands::Completions(arguments) => docs::completions(arguments, Self::command()),
-            Subcommands::Man => docs::man(Self::command()),
+            Subcommands::Completions(arguments) => completions(arguments, Self::command()),
+            Subcommands::Man => man(Self::command()),
             Subcommands::Bench(arguments) => bench::run(arguments, line, liveness),
             Subcommands::BenchRank(arguments) => Ok(bench::rank(arguments)),
         }
@@ -206,18 +208,18 @@ const TARGETS: [&str; 2] = ["example", "bin"];
 
 /// A command line cut in two.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Argv {
+struct Argv {
     /// The launcher's part, with the program name in front and the script at its end.
-    pub(crate) launcher: Vec<OsString>,
+    launcher: Vec<OsString>,
     /// The script's part.
-    pub(crate) script: Vec<OsString>,
+    script: Vec<OsString>,
 }
 
 impl Argv {
     /// Cuts `arguments` (the program name first) where the options of `command` end.
     ///
     /// A sub-command's line is not cut.
-    pub(crate) fn split(command: &Command, arguments: impl IntoIterator<Item = OsString>) -> Self {
+    fn split(command: &Command, arguments: impl IntoIterator<Item = OsString>) -> Self {
         let mut launcher: Vec<OsString> = arguments.into_iter().collect();
         let end = Self::end_of_options(command, &launcher);
         let script = launcher.split_off(end);
@@ -292,6 +294,35 @@ fn is_subcommand(command: &Command, name: &OsStr) -> bool {
     command
         .get_subcommands()
         .any(|subcommand| name == subcommand.get_name())
+}
+
+/// Arguments of `accel-launch completions`.
+#[derive(Args, Clone, Debug)]
+struct CompletionsArgs {
+    /// The shell.
+    shell: Shell,
+}
+
+/// Prints the completions of a shell for `command`.
+///
+/// # Errors
+/// When standard output cannot be written.
+fn completions(arguments: &CompletionsArgs, mut command: Command) -> Result<ExitCode> {
+    let mut script = Vec::new();
+    clap_complete::generate(arguments.shell, &mut command, "accel-launch", &mut script);
+    print(&String::from_utf8_lossy(&script))
+}
+
+/// Prints the manual page of `command`, in the format of `man`.
+///
+/// # Errors
+/// When standard output cannot be written.
+fn man(command: Command) -> Result<ExitCode> {
+    let mut page = Vec::new();
+    Man::new(command)
+        .render(&mut page)
+        .map_err(|error| Error::system("the manual page cannot be written").with_source(error))?;
+    print(&String::from_utf8_lossy(&page))
 }
 
 #[cfg(test)]

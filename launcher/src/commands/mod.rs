@@ -2,7 +2,6 @@
 
 pub(crate) mod bench;
 pub(crate) mod checkpoint;
-pub(crate) mod docs;
 pub(crate) mod env;
 pub(crate) mod estimate;
 pub(crate) mod jobs;

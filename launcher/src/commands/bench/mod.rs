@@ -4,9 +4,7 @@
 //! (`rank.rs`), or threads of this one. Rank 0 prints the figures. The README in this folder says what is timed.
 
 mod args;
-mod cuda;
 mod figures;
-mod measure;
 mod rank;
 
 use std::ffi::OsString;
@@ -15,15 +13,14 @@ use std::process::ExitCode;
 use accelerator_collective::TransportKind;
 use accelerator_host::machine::Memory;
 
-use crate::commands::launch;
+use super::launch;
 use crate::error::{Error, Result};
 use crate::output::OnOutputError;
 use crate::settings::options::{Options, Processes};
 use crate::supervisor::shim::LivenessPipe;
 use crate::variables;
-use args::{BenchDevice, MOST, What};
-
 pub(crate) use args::{AllReduceArgs, BenchArgs};
+use args::{BenchDevice, MOST, What};
 pub(crate) use rank::run as rank;
 
 /// Runs the measurement.

@@ -1,13 +1,10 @@
 //! `accel-launch runs`: lists, shows and compares tracked runs, delivers them elsewhere, starts them again.
 
-mod compare;
-mod export;
+mod deliver;
 mod gc;
 mod list;
-mod report;
 mod reproduce;
 mod show;
-mod sync;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -33,22 +30,22 @@ enum RunsCommand {
     /// Show everything about a run.
     Show(show::ShowArgs),
     /// Show the hyperparameters and metrics of several runs side by side; what differs is marked.
-    Compare(compare::CompareArgs),
+    Compare(show::CompareArgs),
     /// Name the inputs that differ between two runs: sources, program, arguments, hyperparameters, data, artifacts.
-    Diff(compare::DiffArgs),
+    Diff(show::DiffArgs),
     /// Write a run to a file.
-    Export(export::ExportArgs),
+    Export(deliver::ExportArgs),
     /// Write a page that shows a run, or compares several, in one file that needs no network.
-    Report(report::ReportArgs),
+    Report(deliver::ReportArgs),
     /// Serve that page for all runs of a folder, and keep it up to date while they are written.
     ///
     /// The page is served on this machine only, at the address that is printed; its token is a new one each time. On a
     /// machine that you reach by SSH, forward the port: `ssh -L PORT:127.0.0.1:PORT HOST`.
-    Board(report::BoardArgs),
+    Board(deliver::BoardArgs),
     /// Copy runs, with the artifacts that they made and used, to another folder of runs; what is there is not copied again.
-    Upload(sync::UploadArgs),
+    Upload(deliver::UploadArgs),
     /// Deliver what is missing of runs to a table, TensorBoard or MLflow.
-    Sync(sync::SyncArgs),
+    Sync(deliver::SyncArgs),
     /// Remove runs, and what is left that nothing needs.
     ///
     /// Runs are removed that all of the options select; without one, none is. Never removed are runs that are being
@@ -76,13 +73,13 @@ pub(crate) fn run(arguments: &RunsArgs) -> Result<ExitCode> {
     match &arguments.action {
         RunsCommand::List(arguments) => list::run(arguments),
         RunsCommand::Show(arguments) => show::run(arguments),
-        RunsCommand::Compare(arguments) => compare::compare(arguments),
-        RunsCommand::Diff(arguments) => compare::diff(arguments),
-        RunsCommand::Export(arguments) => export::run(arguments),
-        RunsCommand::Report(arguments) => report::report(arguments),
-        RunsCommand::Board(arguments) => report::board(arguments),
-        RunsCommand::Upload(arguments) => sync::run_upload(arguments),
-        RunsCommand::Sync(arguments) => sync::sync(arguments),
+        RunsCommand::Compare(arguments) => show::compare(arguments),
+        RunsCommand::Diff(arguments) => show::diff(arguments),
+        RunsCommand::Export(arguments) => deliver::run_export(arguments),
+        RunsCommand::Report(arguments) => deliver::report(arguments),
+        RunsCommand::Board(arguments) => deliver::board(arguments),
+        RunsCommand::Upload(arguments) => deliver::run_upload(arguments),
+        RunsCommand::Sync(arguments) => deliver::sync(arguments),
         RunsCommand::Gc(arguments) => gc::run(arguments),
         RunsCommand::Reproduce(arguments) => reproduce::run(arguments),
     }
