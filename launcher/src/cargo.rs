@@ -12,7 +12,7 @@ use crate::event::Channel;
 use crate::process::End;
 use crate::settings::options::Options;
 use crate::settings::target::{Selector, TargetKind};
-use crate::supervisor::tool::{self, Stderr};
+use crate::supervisor::group::{Stderr, run_tool};
 use crate::variables;
 
 /// A target that was found, and how cargo is to build it.
@@ -111,7 +111,7 @@ impl Build {
         if options.quiet {
             command.arg("--quiet");
         }
-        let finished = tool::run(command, Stderr::Show, channel)?;
+        let finished = run_tool(command, Stderr::Show, channel)?;
         let (kind, name) = (self.kind.name(), &self.name);
         if finished.end != End::Code(0) {
             return Err(Error::build(format!(
@@ -319,7 +319,7 @@ impl Metadata {
         if let Some(manifest) = manifest {
             cargo.arg("--manifest-path").arg(manifest);
         }
-        let finished = tool::run(cargo, Stderr::Keep, channel)?;
+        let finished = run_tool(cargo, Stderr::Keep, channel)?;
         if finished.end != End::Code(0) {
             let said = String::from_utf8_lossy(&finished.stderr);
             return Err(Error::build(format!(

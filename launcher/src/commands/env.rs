@@ -7,19 +7,18 @@ use std::path::Path;
 use std::process::{Command, ExitCode};
 use std::time::Duration;
 
-use accelerator_collective::{Launch, LaunchSource, launcher::AgentLaunch};
+use accelerator_collective::launcher::AgentLaunch;
+use accelerator_collective::{Launch, LaunchSource};
 use accelerator_host::process::{self, Group, Limits};
 use accelerator_host::{Reader, VARIABLES, find, variable};
 use clap::Args;
 use serde::Serialize;
 
-use crate::cargo;
 use crate::error::{Error, Result, chain};
-use crate::gpu::inventory::{self, Gpu};
-use crate::gpu::{VISIBLE, Visible, shown};
-use crate::settings::defaults;
+use crate::gpu::{self, Gpu, VISIBLE, Visible, shown};
 use crate::text::{columns, print};
 use crate::variables::{self, Scope};
+use crate::{cargo, settings};
 
 /// Arguments of `accel-launch env`.
 #[derive(Args, Clone, Debug)]
@@ -189,7 +188,7 @@ struct DeviceFile {
 
 impl EnvReport {
     fn collect() -> Self {
-        let cores = defaults::cores();
+        let cores = settings::cores();
         let ours = variables::set();
         let errors_found = variables::errors(&ours, Scope::Everything);
         let mut errors = Vec::new();
@@ -250,7 +249,7 @@ impl EnvReport {
                 .collect(),
             tools: vec![tool("cargo", cargo::cargo()), tool("rustc", rustc())],
             devices: devices(Path::new("/dev")),
-            gpus: inventory::of_this_host(&visible),
+            gpus: gpu::of_this_host(&visible),
             visible,
         }
     }
@@ -330,7 +329,7 @@ fn shares(cores: NonZeroUsize) -> Vec<ThreadShare> {
         .into_iter()
         .map(|ranks| ThreadShare {
             ranks,
-            threads_per_rank: defaults::share(cores, ranks),
+            threads_per_rank: settings::cores_per_rank(cores, ranks),
         })
         .collect()
 }
@@ -346,7 +345,7 @@ fn variables(ours: &[(String, OsString)]) -> Vec<SettingEntry> {
     ];
     let mut entries: Vec<_> = OTHERS
         .into_iter()
-        .chain(defaults::DEFAULTS.map(|(name, value, _)| (name, value)))
+        .chain(settings::DEFAULT_VARIABLES.map(|(name, value, _)| (name, value)))
         .map(|(name, default)| SettingEntry::variable(name, variable(name), default))
         .collect();
     // It alone has a meaning where it is empty.

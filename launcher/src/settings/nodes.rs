@@ -6,16 +6,14 @@ use std::net::ToSocketAddrs;
 use std::num::NonZeroUsize;
 use std::time::Duration;
 
-use accelerator_collective::{
-    Topology,
-    launcher::{AgentLaunch, AgentProcesses},
-};
+use accelerator_collective::Topology;
+use accelerator_collective::launcher::{AgentLaunch, AgentProcesses};
 
+use super::hosts::Endpoint;
+use super::options::{Options, PerHost, Processes};
 use crate::error::{Error, Result, chain};
-use crate::gpu::{GpuIds, VISIBLE, Visible, inventory};
-use crate::settings::defaults;
-use crate::settings::hosts::Endpoint;
-use crate::settings::options::{Options, PerHost, Processes};
+use crate::gpu::{self, GpuIds, VISIBLE, Visible};
+use crate::settings;
 
 /// The default time for which hosts wait for each other: a node that is being set up takes minutes.
 pub(crate) const DEFAULT_JOIN_TIMEOUT: Duration = Duration::from_secs(600);
@@ -189,14 +187,14 @@ impl PerHost {
             let count = match (&options.gpu_ids, &visible) {
                 (Some(GpuIds::Listed(ids)), _) => ids.len(),
                 (_, Visible::Listed(ids)) => ids.len(),
-                (_, Visible::All) => inventory::of_this_host(&visible).len(),
+                (_, Visible::All) => gpu::of_this_host(&visible).len(),
             };
             NonZeroUsize::new(count.min(Topology::LARGEST))
         };
         match self {
             Self::Count(count) => Ok(count),
             Self::Auto => Ok(gpus().unwrap_or(NonZeroUsize::MIN)),
-            Self::Cpu => Ok(defaults::cores()),
+            Self::Cpu => Ok(settings::cores()),
             Self::Gpu => gpus().ok_or_else(|| {
                 Error::usage(
                     "--nproc-per-node gpu: this host has no NVIDIA GPU, or CUDA_VISIBLE_DEVICES hides it; give a number",

@@ -8,9 +8,8 @@ use std::process::Command;
 use accelerator_host as env;
 use accelerator_track::internal::mask_arguments;
 
-use crate::settings::defaults::{self, Threads};
-use crate::settings::{Elastic, Settings};
-use crate::variables;
+use super::{Elastic, Settings, Threads};
+use crate::{settings, variables};
 
 /// The variables that the launcher sets for the ranks of this host, and those that it removes.
 #[derive(Clone, Debug)]
@@ -69,7 +68,9 @@ impl RankEnv {
         let ours = common.iter().map(|(name, _)| *name);
         let ours: Vec<_> = ours.filter(|name| variables::is_ours(name)).collect();
         common.push((env::SET_BY_LAUNCHER.name, ours.join(",").into()));
-        common.extend(defaults::variables(|name| std::env::var_os(name).is_some()));
+        common.extend(settings::default_variables(|name| {
+            std::env::var_os(name).is_some()
+        }));
         common.extend(package_dir.map(|dir| ("CARGO_MANIFEST_DIR", dir.into())));
         Self {
             common,

@@ -11,4 +11,3 @@ pub(crate) mod shim;
 pub(crate) mod signals;
 pub(crate) mod spawner;
 pub(crate) mod store;
-pub(crate) mod tool;

@@ -13,7 +13,7 @@ use accelerator_host::machine::host_name;
 
 use crate::error::{Error, Result};
 use crate::event::Channel;
-use crate::supervisor::tool::{self, Stderr, ToolOutput};
+use crate::supervisor::group::{Stderr, ToolOutput, run_tool};
 use crate::text::{needed_glibc, shell_word};
 
 /// Checks that the system finds the interpreter in the first line of a script. Any other program passes.
@@ -132,7 +132,7 @@ fn lacking(loader: &Path, program: &Path, channel: &Channel) -> Result<Option<St
     let ask = |arguments: &[&Path]| -> Result<Option<ToolOutput>> {
         let mut command = Command::new(loader);
         command.args(arguments);
-        match tool::run(command, Stderr::Keep, channel) {
+        match run_tool(command, Stderr::Keep, channel) {
             Ok(said) => Ok(Some(said)),
             Err(error) if error.is_interrupted() => Err(error),
             Err(_) => Ok(None),
