@@ -2,20 +2,19 @@
 //!
 //! `accel-launch submit …` and `accel-launch jobs …` call it. See docs/jobs.md.
 
+use std::path::PathBuf;
+use std::process::ExitCode;
+
 #[cfg(not(unix))]
 compile_error!("accel-jobs starts and signals processes as Unix systems do");
 
 mod cli;
 mod engine;
-mod error;
 #[cfg(feature = "image")]
 mod image;
 mod job;
 mod output;
 mod spec;
-
-use std::path::PathBuf;
-use std::process::ExitCode;
 
 fn main() -> ExitCode {
     accelerator_host::reset_signals();

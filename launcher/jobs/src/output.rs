@@ -6,10 +6,9 @@ use std::path::Path;
 use std::thread;
 use std::time::Duration;
 
+use accelerator_host::cli::{Error, Result};
 pub(crate) use accelerator_host::cli::{json, print};
 pub(crate) use accelerator_host::text::{columns, shell_line};
-
-use crate::error::{Error, Result};
 
 /// Prints a warning on standard error.
 pub(crate) fn warn(text: &str) {

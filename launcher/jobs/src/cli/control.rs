@@ -1,18 +1,213 @@
-//! `accel-jobs logs`, `wait` and `stop`: a job until its end.
+//! `accel-jobs submit`, `logs`, `wait` and `stop`: a job from its submission to its end.
 
+use std::collections::BTreeMap;
 use std::io;
+use std::num::NonZeroUsize;
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
+use accelerator_host::cli::{Error, Result, chain};
 use clap::Args;
 
 use super::{JobsLocation, details};
 use crate::engine::local::may_run;
-use crate::engine::{LogsMode, LogsRequest};
-use crate::error::{Error, Result, chain};
+use crate::engine::{LogsMode, LogsRequest, new_nonce};
 use crate::job::{JobDetails, JobRecord, JobStatus, Role};
 use crate::output::{now, print, warn};
-use crate::spec::{JobName, time_limit};
+use crate::spec::{EngineKind, EngineOptions, JobName, JobSpec, Memory, Resources, time_limit};
+
+/// The options of a job. Arena's words are aliases.
+#[derive(Args, Clone, Debug)]
+pub(super) struct SubmitArgs {
+    /// The engine that runs the job.
+    #[arg(long, value_enum, default_value_t = EngineKind::Local)]
+    engine: EngineKind,
+
+    /// The job's name, which no other job has.
+    #[arg(long, value_name = "NAME")]
+    name: JobName,
+
+    /// How many nodes run the job, that of rank 0 included.
+    #[arg(long, value_name = "N", default_value_t = NonZeroUsize::MIN, alias = "workers", alias = "nnodes", value_parser = nodes)]
+    nodes: NonZeroUsize,
+
+    /// How many ranks each node runs: N, or `auto`, `gpu` or `cpu` as `accel-launch` takes it [default: one per GPU, else 1].
+    #[arg(long, value_name = "N|auto|gpu|cpu", value_parser = nproc)]
+    nproc_per_node: Option<String>,
+
+    /// Cores of each node.
+    #[arg(long, value_name = "N", alias = "cpu")]
+    cpus: Option<NonZeroUsize>,
+
+    /// GPUs of each node.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    gpus: usize,
+
+    /// Memory of each node: 16Gi, 512M.
+    #[arg(long, value_name = "SIZE")]
+    memory: Option<Memory>,
+
+    /// End the job after so long: 90m, 2h, 1-12:00:00.
+    #[arg(long, value_name = "TIME", value_parser = time_limit, alias = "running-timeout")]
+    time: Option<Duration>,
+
+    /// A variable of the ranks; can be repeated. NAME alone has the value that it has here, which no list of processes
+    /// shows.
+    #[arg(short, long, value_name = "NAME[=VALUE]", value_parser = variable)]
+    env: Vec<(String, String)>,
+
+    /// The folder in which the program starts.
+    #[arg(long, value_name = "DIR")]
+    working_dir: Option<PathBuf>,
+
+    /// Start a job that has failed, or lost a node, again up to N times; it continues from its last checkpoint.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    max_restarts: u32,
+
+    /// A priority class of Kubernetes, or a QOS of Slurm.
+    #[arg(long, value_name = "NAME")]
+    priority: Option<String>,
+
+    /// Show what the program writes to --logdir in a TensorBoard that runs as long as the job; on Kubernetes, until the job
+    /// is stopped.
+    #[arg(long)]
+    tensorboard: bool,
+
+    /// The folder of event files, as the program sees it.
+    #[arg(long, value_name = "DIR", default_value = "/training_logs")]
+    logdir: PathBuf,
+
+    /// Print exactly what would be sent to the engine, and send nothing.
+    #[arg(long)]
+    dry_run: bool,
+
+    #[command(flatten)]
+    options: EngineOptions,
+
+    /// The program and its arguments. One word with blanks in it is a command of the shell.
+    #[arg(value_name = "PROGRAM", required = true, trailing_var_arg = true)]
+    program: Vec<String>,
+}
+
+/// The most nodes of a job, more than any launcher supports.
+const MOST_NODES: usize = 65_536;
+
+pub(super) fn submit(arguments: &SubmitArgs, location: &JobsLocation) -> Result<ExitCode> {
+    let spec = arguments.spec(location)?;
+    let ignored = spec.ignored_options();
+    if !ignored.is_empty() {
+        warn(&format!(
+            "the engine {} ignores {}",
+            spec.engine,
+            ignored.join(", ")
+        ));
+    }
+    let engine = location.connect(spec.engine)?;
+    if arguments.dry_run {
+        return print(&engine.render(&spec)?);
+    }
+    let records = location.records()?;
+    let mut record = JobRecord {
+        spec,
+        id: String::new(),
+        submitted: now(),
+        last: None,
+        removed: false,
+    };
+    let folder = records.create(&record)?;
+    let spec = &record.spec;
+    let submitted = engine.submit(spec, &folder).inspect_err(|_| {
+        // The error of the submission is the one to return.
+        let _ = records.remove(&record);
+    })?;
+    // Without a record, the job could not be stopped by its name.
+    let kept = records.update(&record, |record| record.id.clone_from(&submitted.id));
+    if let Err(error) = kept {
+        record.id = submitted.id;
+        let _ = engine.stop(&record, &folder);
+        let _ = records.remove(&record);
+        return Err(error);
+    }
+    let mut text = String::new();
+    for line in submitted.created {
+        text.push_str(&format!("{line}\n"));
+    }
+    text.push_str(&format!("The job {0} has been submitted\nYou can run `accel-launch jobs get {0}` to check its status\n", record.spec.name));
+    print(&text)
+}
+
+impl SubmitArgs {
+    fn spec(&self, location: &JobsLocation) -> Result<JobSpec> {
+        let program = match &self.program[..] {
+            [command] if command.contains(char::is_whitespace) => {
+                vec!["sh".to_owned(), "-c".to_owned(), command.clone()]
+            }
+            words => words.to_vec(),
+        };
+        let one_a_gpu = || self.gpus.max(1).to_string();
+        Ok(JobSpec {
+            name: self.name.clone(),
+            nonce: new_nonce()?,
+            engine: self.engine,
+            nodes: self.nodes,
+            nproc_per_node: self.nproc_per_node.clone().unwrap_or_else(one_a_gpu),
+            resources: Resources {
+                cpus: self.cpus,
+                gpus: self.gpus,
+                memory: self.memory,
+            },
+            time_limit: self.time,
+            env: self.env.iter().cloned().collect::<BTreeMap<_, _>>(),
+            working_dir: self.working_dir.clone(),
+            max_restarts: self.max_restarts,
+            priority: self.priority.clone(),
+            tensorboard: self.tensorboard,
+            logdir: self.logdir.clone(),
+            program,
+            address: location.address.of(self.engine),
+            options: self.options.clone(),
+        })
+    }
+}
+
+fn nodes(text: &str) -> std::result::Result<NonZeroUsize, String> {
+    let count = text
+        .parse()
+        .ok()
+        .filter(|count: &NonZeroUsize| count.get() <= MOST_NODES);
+    count.ok_or_else(|| format!("expected a number from 1 to {MOST_NODES}"))
+}
+
+fn nproc(text: &str) -> std::result::Result<String, String> {
+    let is_count = text.parse::<usize>().is_ok_and(|count| count > 0);
+    match is_count || ["auto", "gpu", "cpu"].contains(&text) {
+        true => Ok(text.to_owned()),
+        false => Err("expected a number of at least 1, auto, gpu or cpu".to_owned()),
+    }
+}
+
+fn variable(text: &str) -> std::result::Result<(String, String), String> {
+    let is_name = |name: &str| {
+        let fits = |c: char| c.is_ascii_alphanumeric() || c == '_';
+        !name.is_empty()
+            && !name.starts_with(|c: char| c.is_ascii_digit())
+            && name.chars().all(fits)
+    };
+    match text.split_once('=') {
+        _ if text.split('=').next() == Some(accelerator_host::TOKEN_FILE.name) => {
+            Err("the job has a token of its own".to_owned())
+        }
+        Some((name, value)) if is_name(name) => Ok((name.to_owned(), value.to_owned())),
+        None if is_name(text) => match std::env::var(text) {
+            Ok(value) => Ok((text.to_owned(), value)),
+            Err(_) => Err(format!(
+                "{text} has no value here; give NAME=VALUE, or set it"
+            )),
+        },
+        _ => Err("expected NAME=VALUE, with a name of letters, digits and '_'".to_owned()),
+    }
+}
 
 #[derive(Args, Debug)]
 pub(super) struct LogsArgs {

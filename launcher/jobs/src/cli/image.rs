@@ -4,10 +4,10 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Instant;
 
+use accelerator_host::cli::{Error, Result};
 use clap::{ArgGroup, Args, Subcommand};
 use serde::Serialize;
 
-use crate::error::{Error, Result};
 use crate::image::{BuiltImage, ImageBuild, PushedImage, Registries};
 use crate::output::{json, print};
 use crate::spec::{include, launcher_here};

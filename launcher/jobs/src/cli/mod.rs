@@ -4,16 +4,15 @@ mod control;
 #[cfg(feature = "image")]
 mod image;
 mod show;
-mod submit;
 
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
+use accelerator_host::cli::{Error, Result, chain};
 use clap::{Args, Parser, Subcommand};
 
 use crate::engine::{Engine, connect};
-use crate::error::{Error, Result, chain};
 use crate::job::{JobDetails, JobRecord, JobStatus, Records};
 use crate::output::warn;
 use crate::spec::{EngineAddress, EngineKind, JobName};
@@ -41,7 +40,7 @@ struct JobsLocation {
 #[derive(Debug, Subcommand)]
 enum Command {
     /// Submit a program; what follows `--` is the program and its arguments.
-    Submit(Box<submit::SubmitArgs>),
+    Submit(Box<control::SubmitArgs>),
     /// List jobs, the newest first.
     List(show::ListArgs),
     /// Show a job: its status, its instances, and why it failed.
@@ -80,7 +79,7 @@ pub(crate) fn run(line: impl IntoIterator<Item = OsString>) -> Result<ExitCode> 
     };
     let location = &cli.location;
     match &cli.command {
-        Command::Submit(arguments) => submit::run(arguments, location),
+        Command::Submit(arguments) => control::submit(arguments, location),
         Command::List(arguments) => show::list(arguments, location),
         Command::Get(arguments) => show::get(arguments, location),
         Command::Logs(arguments) => control::logs(arguments, location),

@@ -3,11 +3,11 @@
 use std::fmt::Write;
 use std::process::ExitCode;
 
+use accelerator_host::cli::{Error, Result, chain};
 use clap::{Args, Subcommand};
 
 use super::{JobsLocation, check_submitted, details};
 use crate::engine::{Engine, connect};
-use crate::error::{Error, Result, chain};
 use crate::job::{Failure, JobDetails, JobRecord, JobStatus, NodeUsage, Records};
 use crate::output::{age, columns, json, now, print, warn};
 use crate::spec::{EngineAddress, EngineKind, JobName};

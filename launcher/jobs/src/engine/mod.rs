@@ -18,10 +18,10 @@ use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::Duration;
 
+use accelerator_host::cli::{Error, Result};
 use rustix::rand::{GetRandomFlags, getrandom};
 use serde::Serialize;
 
-use crate::error::{Error, Result};
 use crate::job::{JobDetails, JobRecord, NodeUsage};
 use crate::spec::{EngineAddress, EngineKind, JobSpec};
 

@@ -5,6 +5,7 @@ use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
+use accelerator_host::cli::{Error, Result};
 use accelerator_host::fs::{Draft, Durability, Replace};
 use oci_client::Reference;
 use oci_client::manifest::{
@@ -16,7 +17,6 @@ use serde_json::{Value, json};
 
 use super::layer::{DigestWriter, digest};
 use super::registry::{Access, Registries, Repository, size};
-use crate::error::{Error, Result};
 
 /// The base of an image: its description, and the place of its layers.
 #[derive(Debug)]

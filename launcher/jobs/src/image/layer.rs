@@ -6,11 +6,10 @@ use std::io::{self, BufWriter, Read, Seek, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Component, Path, PathBuf};
 
+use accelerator_host::cli::{Error, Result};
 use flate2::{Compression, GzBuilder};
 use sha2::{Digest, Sha256};
 use tar::{EntryType, Header};
-
-use crate::error::{Error, Result};
 
 /// A layer in a temporary file.
 #[derive(Debug)]

@@ -10,6 +10,7 @@ mod registry;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
+use accelerator_host::cli::{Error, Result};
 use object::Endianness;
 use object::elf::{self, FileHeader64};
 use object::read::elf::{FileHeader, ProgramHeader};
@@ -20,11 +21,9 @@ use oci_client::manifest::{
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 
-pub(crate) use registry::Registries;
-
-use crate::error::{Error, Result};
 use base::{ArchiveWriter, Base, SCRATCH};
 use layer::{Layer, LayerFiles, digest, file_name};
+pub(crate) use registry::Registries;
 use registry::{Access, size};
 
 /// The path of the launcher in the image.

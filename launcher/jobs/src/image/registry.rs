@@ -5,6 +5,7 @@ use std::future::Future;
 use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::time::Duration;
 
+use accelerator_host::cli::{Error, Result};
 use docker_credential::{CredentialRetrievalError, DockerCredential};
 use futures_util::{StreamExt, TryStreamExt, stream};
 use oci_client::client::{ClientConfig, ClientProtocol};
@@ -13,8 +14,6 @@ use oci_client::manifest::{OCI_IMAGE_MEDIA_TYPE, OciDescriptor, OciManifest};
 use oci_client::secrets::RegistryAuth;
 use oci_client::{Client, Reference, RegistryOperation};
 use tokio::runtime::{Builder, Runtime};
-
-use crate::error::{Error, Result};
 
 /// The registries of this machine's user. Names and passwords are those of `docker login`.
 #[derive(Debug)]

@@ -10,10 +10,9 @@ use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use accelerator_host::cli::{Error, Result};
 use accelerator_host::process::{find_installed, is_executable, on_path};
 use serde::{Deserialize, Serialize};
-
-use crate::error::{Error, Result};
 
 #[cfg(feature = "ray")]
 pub(crate) use engine::RayPlacement;

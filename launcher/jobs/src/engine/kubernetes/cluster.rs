@@ -1,10 +1,10 @@
 //! The API server: how it is reached and asked, its version, and what its refusals mean.
 
-use std::fmt;
-use std::fmt::Debug;
+use std::fmt::{self, Debug};
 use std::future::Future;
 use std::time::Duration;
 
+use accelerator_host::cli::{Error, Result};
 use k8s_openapi::NamespaceResourceScope;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use k8s_openapi::apimachinery::pkg::version::Info;
@@ -14,7 +14,6 @@ use kube::core::{DynamicObject, Status};
 use kube::{Api, Client, Config, Resource};
 use serde::de::DeserializeOwned;
 
-use crate::error::{Error, Result};
 use crate::spec::EngineAddress;
 
 /// A cluster, and a namespace of it.

@@ -3,6 +3,7 @@
 use std::io::{ErrorKind, Write};
 use std::time::Duration;
 
+use accelerator_host::cli::{Error, Result, chain};
 use futures_util::AsyncBufReadExt;
 use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::jiff::Timestamp;
@@ -10,13 +11,10 @@ use kube::ResourceExt;
 use kube::api::LogParams;
 use tokio::time::sleep;
 
-use super::changes::Changes;
-use super::cluster::ApiError;
-use super::cluster::Cluster;
-use super::details::details;
+use super::cluster::{ApiError, Cluster};
+use super::details::{Changes, details};
 use super::pods::{self, NodePods};
 use crate::engine::{LogsMode, LogsRequest};
-use crate::error::{Error, Result, chain};
 use crate::job::JobRecord;
 use crate::output::warn;
 use crate::spec::JobSpec;

@@ -3,7 +3,6 @@
 //! `objects` describes the parts of a job, `submission` makes and removes them, `details` and `pods` report its state. The
 //! objects are found by the job's labels, its name and its nonce; only the cluster's address is stored here.
 
-mod changes;
 mod cluster;
 mod details;
 mod logs;
@@ -18,17 +17,17 @@ use std::io::Write;
 use std::path::Path;
 use std::time::Duration;
 
-use changes::Changes;
-use cluster::{Cluster, ServerVersion};
-use objects::Objects;
+use accelerator_host::cli::{Error, Result};
 use tokio::runtime::{Builder, Runtime};
 
 use super::{Engine, LogsRequest, Submitted, Volume, new_token};
-use crate::error::{Error, Result};
 use crate::image::{BuiltImage, ImageBuild, Registries};
 use crate::job::{JobDetails, JobRecord, NodeUsage};
 use crate::output::warn;
 use crate::spec::{EngineAddress, JobSpec, launcher_here};
+use cluster::{Cluster, ServerVersion};
+use details::Changes;
+use objects::Objects;
 
 /// Jobs of Kubernetes.
 pub(crate) struct KubernetesEngine {

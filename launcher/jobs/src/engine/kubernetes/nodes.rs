@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use accelerator_host::cli::Result;
 use k8s_openapi::api::core::v1::{Node, PersistentVolumeClaim, Pod};
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 use kube::api::ListParams;
@@ -9,7 +10,6 @@ use kube::{Api, ResourceExt};
 
 use super::cluster::{Cluster, seconds};
 use crate::engine::Volume;
-use crate::error::Result;
 use crate::job::NodeUsage;
 use crate::output::warn;
 

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use accelerator_host::cli::Result;
 use k8s_openapi::api::core::v1::{
     ContainerState, ContainerStateTerminated, ContainerStatus, Event, Pod,
 };
@@ -10,7 +11,6 @@ use kube::api::ListParams;
 
 use super::cluster::{Cluster, seconds};
 use super::objects::{AGENT, NODE_LABEL, PART_LABEL, selector};
-use crate::error::Result;
 use crate::job::{Instance, JobStatus};
 use crate::spec::JobSpec;
 

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use accelerator_host::cli::{Error, Result};
 use k8s_openapi::api::apps::v1::Deployment;
 use k8s_openapi::api::batch::v1::Job;
 use k8s_openapi::api::core::v1::{Pod, Secret, Service};
@@ -13,7 +14,6 @@ use tokio::time::{Instant, sleep};
 
 use super::cluster::{Cluster, is_not_carried_out};
 use super::objects::{Object, Objects, pytorch_job, selector, train_job};
-use crate::error::{Error, Result};
 use crate::output::{now, warn};
 use crate::spec::JobSpec;
 

@@ -3,7 +3,6 @@
 //! A supervisor process (`supervisor.rs`) starts one agent per node and outlives the terminal. It writes its state to
 //! `state.json` in the job's folder, next to the output of each agent.
 
-mod process;
 mod state;
 mod supervisor;
 
@@ -16,12 +15,12 @@ use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use accelerator_host::cli::{Error, Result};
 use accelerator_host::machine::host_name;
 use accelerator_host::process::on_path;
 use rustix::process::{Pid, Signal, kill_process};
 
 use super::{Engine, LogsMode, LogsRequest, Submitted, tensorboard_address};
-use crate::error::{Error, Result};
 use crate::job::{
     Instance, JobDetails, JobRecord, JobStatus, NodeUsage, launcher_restarts, node_log,
 };
@@ -29,7 +28,6 @@ use crate::output::{copy_tail, follow, now, shell_line};
 use crate::spec::{JobSpec, launcher_here};
 use state::{LocalState, POLL};
 use supervisor::agent_words;
-
 pub(crate) use supervisor::supervise;
 
 /// Returns `true` if the job with this folder runs, or may run.

@@ -12,16 +12,15 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use accelerator_host::cli::{Error, Result, chain};
 use rustix::net::{
     AddressFamily, SocketFlags, SocketType, bind, getsockname, socket_with, sockopt,
 };
 use rustix::process::{Pid, Signal, kill_process};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
-use super::process::ProcessIdentity;
-use super::state::{LocalState, NodeState, POLL};
+use super::state::{LocalState, NodeState, POLL, ProcessIdentity};
 use crate::engine::{TENSORBOARD_LOG, token_path, write_token};
-use crate::error::{Error, Result, chain};
 use crate::job::{JobRecord, JobStatus, node_log};
 use crate::output::now;
 use crate::spec::{JobSpec, launcher_here};

@@ -2,8 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::answers::{RayJob, RayStatus};
-use super::client::RayClient;
+use super::client::{RayClient, RayJob, RayStatus};
 use crate::job::{Failure, Instance, JobDetails, JobRecord, JobStatus, LAST_LINES, Role};
 use crate::output::tail_of;
 use crate::spec::{JobSpec, RayPlacement};

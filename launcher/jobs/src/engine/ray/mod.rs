@@ -4,7 +4,6 @@
 //! actors of a placement group, one per node. Program, launcher and driver travel in a package of files. The driver writes
 //! its report next to Ray's log of the job, where `get` reads it through Ray's API of logs.
 
-mod answers;
 mod client;
 mod gang;
 mod package;
@@ -15,15 +14,14 @@ use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use accelerator_host::cli::{Error, Result};
 use serde_json::{Value, json};
 
 use super::{Engine, LogsMode, LogsRequest, Submitted};
-use crate::error::{Error, Result};
 use crate::job::{JobDetails, JobRecord, NodeUsage, Role};
 use crate::output::{shell_line, tail_of};
 use crate::spec::{EngineAddress, JobSpec};
-use answers::{NONCE, RayJob, output_of};
-use client::RayClient;
+use client::{NONCE, RayClient, RayJob, output_of};
 use gang::{GangJob, GangState, details};
 use package::Package;
 
@@ -288,15 +286,15 @@ impl Engine for RayEngine {
     fn nodes(&self) -> Result<Vec<NodeUsage>> {
         let nodes = self.client.nodes()?;
         let usage = self.client.usage()?;
-        let is_alive = |node: &answers::RayNode| node.state == "ALIVE";
+        let is_alive = |node: &client::RayNode| node.state == "ALIVE";
         let alive: Vec<_> = nodes.iter().filter(|node| is_alive(node)).collect();
         // Ray keeps listing nodes that are gone, even if they have come back.
-        let came_again = |node: &answers::RayNode| {
+        let came_again = |node: &client::RayNode| {
             !is_alive(node) && alive.iter().any(|other| other.node_ip == node.node_ip)
         };
         let shown = nodes.iter().filter(|node| !came_again(node));
         let total =
-            |node: &answers::RayNode, name| node.resources_total.get(name).copied().unwrap_or(0.0);
+            |node: &client::RayNode, name| node.resources_total.get(name).copied().unwrap_or(0.0);
         Ok(shown
             .map(|node| NodeUsage {
                 name: node

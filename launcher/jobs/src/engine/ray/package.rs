@@ -6,11 +6,11 @@ use std::io::{self, Cursor, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
+use accelerator_host::cli::{Error, Result};
 use zip::write::SimpleFileOptions;
 use zip::{DateTime, ZipWriter};
 
 use super::gang::DRIVER;
-use crate::error::{Error, Result};
 use crate::spec::{JobSpec, launcher_here};
 
 const DRIVER_FILE: &str = "gang.py";

@@ -5,11 +5,9 @@ use std::io::{self, Seek, Write};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
+use accelerator_host::cli::{Error, Result};
 use accelerator_host::process::{self, Group, Limits, Outcome, Output};
-
 use rustix::fs::{MemfdFlags, memfd_create};
-
-use crate::error::{Error, Result};
 
 /// The limits of a command. Its time is longer than Slurm's own commands wait for a controller that does not answer.
 /// Ctrl-C ends a submission.

@@ -15,24 +15,24 @@ use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use accelerator_host::cli::{Error, Result};
 use accelerator_host::process::on_path;
-use command::{sbatch, slurm};
-use script::{AgentFiles, Submission};
-use state::{
-    READY, Run, RunEnd, SlurmJob, agent_exit, batch_log, is_output_of, nodes, out_of_memory,
-};
 
 use super::{
     Engine, LogsMode, LogsRequest, Submitted, tensorboard_address, tensorboard_last_line,
     write_token,
 };
-use crate::error::{Error, Result};
 use crate::job::{
     Failure, Instance, JobDetails, JobRecord, JobStatus, LAST_LINES, NodeUsage, Role, node_log,
     read_failure,
 };
 use crate::output::{copy_tail, follow, last_lines};
 use crate::spec::{JobName, JobSpec};
+use command::{sbatch, slurm};
+use script::{AgentFiles, Submission};
+use state::{
+    READY, Run, RunEnd, SlurmJob, agent_exit, batch_log, is_output_of, nodes, out_of_memory,
+};
 
 /// Jobs of Slurm.
 #[derive(Debug)]

@@ -3,10 +3,10 @@
 use std::fmt::Write;
 use std::path::Path;
 
+use accelerator_host::cli::{Error, Result};
 use accelerator_host::text::shell_word;
 
 use super::state::batch_log;
-use crate::error::{Error, Result};
 use crate::spec::JobSpec;
 
 /// The time in seconds, before its time limit, at which a job gets a signal if the limit is long enough; Slurm may be a

@@ -7,12 +7,13 @@
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
+use accelerator_host::cli::{Error, Result};
+
 use super::options::{
     NOTICE, NOTICED_FROM, bash_word, cpus, is_chdir, options, path_text, path_word, pattern,
 };
 use super::state::{AGENT_EXIT, END, RUN, START_MARK};
 use crate::engine::{TENSORBOARD_LOG, TOKEN_FILE};
-use crate::error::{Error, Result};
 use crate::output::shell_line;
 use crate::spec::{JobSpec, launcher_here};
 

@@ -4,10 +4,10 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use accelerator_host::cli::{Error, Result};
 use serde::Deserialize;
 
 use super::command::slurm;
-use crate::error::{Error, Result};
 use crate::job::{JobRecord, JobStatus, NodeUsage, read_json};
 
 /// The status of a node that works.

@@ -2,8 +2,8 @@
 
 mod job;
 mod object;
-mod pod;
 
+use accelerator_host::cli::{Error, Result};
 use k8s_openapi::api::apps::v1::{Deployment, DeploymentSpec};
 use k8s_openapi::api::core::v1::{
     Container, ContainerPort, PodSpec, PodTemplateSpec, Service, ServicePort, ServiceSpec,
@@ -11,16 +11,14 @@ use k8s_openapi::api::core::v1::{
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{LabelSelector, ObjectMeta};
 
 use super::cluster::ServerVersion;
-use crate::error::{Error, Result};
 use crate::spec::{JobSpec, ObjectKind};
+use job::{data_mounts, data_volumes, node_selector, pull_secrets, tolerations};
+pub(super) use job::{pytorch_job, train_job};
+pub(super) use object::{AGENT, NODE_LABEL, Object, PART_LABEL, selector};
 use object::{
     GIT_CREDENTIALS, command, git_secret, labels, metadata, needs_git_secret, secret, service,
     token_secret,
 };
-use pod::{data_mounts, data_volumes, node_selector, pull_secrets, tolerations};
-
-pub(super) use job::{pytorch_job, train_job};
-pub(super) use object::{AGENT, NODE_LABEL, Object, PART_LABEL, selector};
 
 /// The end of the name of TensorBoard's Service, after the job's name.
 pub(super) const TENSORBOARD_SUFFIX: &str = "-tensorboard";
@@ -197,7 +195,7 @@ pub(super) mod tests {
 
     const TOKEN: &str = "0123456789abcdef";
 
-    pub(in crate::engine::kubernetes) fn spec() -> JobSpec {
+    pub(crate) fn spec() -> JobSpec {
         let mut options = EngineOptions::default();
         options.kubernetes.image = Some("registry/mnist:1".to_owned());
         JobSpec {

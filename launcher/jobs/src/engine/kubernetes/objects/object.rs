@@ -2,34 +2,34 @@
 
 use std::collections::BTreeMap;
 
+use accelerator_host::cli::{Error, Result};
 use k8s_openapi::api::core::v1::{Secret, Service, ServiceSpec};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::core::{ApiResource, DynamicObject};
 use kube::{Resource, ResourceExt};
 use serde::Serialize;
 
-use crate::error::{Error, Result};
 use crate::image::LAUNCHER_PATH;
 use crate::spec::{AgentCommand, JobSpec};
 
 /// The label of every object of a job, with the job's name.
-pub(in super::super) const JOB_LABEL: &str = "accel-jobs/job";
+pub(crate) const JOB_LABEL: &str = "accel-jobs/job";
 /// The label that distinguishes the objects of a job from those of another job with its name.
 const NONCE_LABEL: &str = "accel-jobs/nonce";
 /// The label that distinguishes the pods of agents from other pods of the job.
-pub(in super::super) const PART_LABEL: &str = "accel-jobs/part";
+pub(crate) const PART_LABEL: &str = "accel-jobs/part";
 /// The part that trains.
-pub(in super::super) const AGENT: &str = "agent";
+pub(crate) const AGENT: &str = "agent";
 /// The label of a pod whose node's number is known when it is made.
-pub(in super::super) const NODE_LABEL: &str = "accel-jobs/node";
+pub(crate) const NODE_LABEL: &str = "accel-jobs/node";
 /// The variables that a clone of a private repository needs. No pod's specification has their values.
 pub(super) const GIT_CREDENTIALS: [&str; 2] = ["GIT_SYNC_USERNAME", "GIT_SYNC_PASSWORD"];
 
 /// An object as it is sent, and its resource.
 #[derive(Clone, Debug, PartialEq)]
-pub(in super::super) struct Object {
-    pub(in super::super) resource: ApiResource,
-    pub(in super::super) value: DynamicObject,
+pub(crate) struct Object {
+    pub(crate) resource: ApiResource,
+    pub(crate) value: DynamicObject,
 }
 
 impl Object {
@@ -46,7 +46,7 @@ impl Object {
     }
 
     /// Returns the name that `kubectl` shows: `job.batch/NAME`.
-    pub(in super::super) fn shown(&self) -> String {
+    pub(crate) fn shown(&self) -> String {
         let (kind, group) = (self.resource.kind.to_lowercase(), &self.resource.group);
         let name = self.value.name_any();
         match group.is_empty() {
@@ -57,7 +57,7 @@ impl Object {
 }
 
 /// Returns the selector of the objects of exactly this job.
-pub(in super::super) fn selector(spec: &JobSpec) -> String {
+pub(crate) fn selector(spec: &JobSpec) -> String {
     format!("{JOB_LABEL}={},{NONCE_LABEL}={}", spec.name, spec.nonce)
 }
 
