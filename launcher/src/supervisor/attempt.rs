@@ -108,6 +108,11 @@ impl Attempt {
         })
     }
 
+    /// Returns its settings.
+    pub(crate) fn settings(&self) -> &Settings {
+        &self.settings
+    }
+
     /// Returns the number of ranks on this host.
     pub(crate) fn ranks(&self) -> usize {
         self.settings.ranks.get()

@@ -13,12 +13,12 @@ use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 
+use super::leftovers::Swept;
 use crate::error::{Error, Result};
 use crate::event::Channel;
 use crate::process::{Process, RankProcess};
 use crate::settings::rank_env::RankEnv;
 use crate::settings::{Layout, Settings};
-use crate::supervisor::leftovers::Swept;
 
 /// Starts ranks. The main thread calls its methods.
 pub(crate) trait Spawner {
@@ -130,6 +130,15 @@ pub(crate) struct Resize {
     pub(crate) former: Vec<Option<usize>>,
     /// The change, for the user; follows "the job".
     pub(crate) why: String,
+}
+
+/// The program that the ranks of this host run.
+#[derive(Debug)]
+pub(crate) struct Program {
+    /// Starts it.
+    pub(crate) spawner: LocalSpawner,
+    /// The folder of its package, if cargo built it.
+    pub(crate) package_dir: Option<PathBuf>,
 }
 
 /// Starts every rank on this machine, with the same program and arguments.

@@ -31,7 +31,7 @@ use crate::supervisor::group::{forward, stop_if_suspended, watch};
 use crate::supervisor::leftovers::{KillScope, Remains, end_group};
 use crate::supervisor::shim::{self, KillOnDrop};
 use crate::supervisor::signals::{Relay, is_job_control};
-use crate::supervisor::spawner::{LocalSpawner, Spawner};
+use crate::supervisor::spawner::{Program, Spawner};
 use crate::supervisor::store::{given_token, token_of_hosts};
 use crate::text::{note, utc};
 use crate::variables;
@@ -53,15 +53,6 @@ pub(crate) struct Node<'a> {
     pub(crate) command: &'a [OsString],
     /// The source of signals.
     pub(crate) relay: Relay,
-}
-
-/// The program that the ranks of this host run.
-#[derive(Debug)]
-pub(crate) struct Program {
-    /// Starts it.
-    pub(crate) spawner: LocalSpawner,
-    /// The folder of its package, if cargo built it.
-    pub(crate) package_dir: Option<PathBuf>,
 }
 
 impl Node<'_> {

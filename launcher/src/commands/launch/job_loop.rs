@@ -1,4 +1,4 @@
-//! The attempts of a job, one after the other, and how the job ends.
+//! The attempts of a job, one after the other, and the end of the job.
 
 use std::ffi::OsString;
 use std::num::NonZeroUsize;
@@ -98,7 +98,7 @@ impl JobLoop<'_> {
         Ok(JobVerdict { code, text })
     }
 
-    /// The attempts, and how the last of them ended.
+    /// Runs attempts until one of them is the last; returns the end of the job.
     ///
     /// # Errors
     /// When the ranks of an attempt cannot be started and a retry would fail too, or when a signal arrives
@@ -118,147 +118,165 @@ impl JobLoop<'_> {
         );
         let mut began = Instant::now();
         loop {
-            let ended = attempt.run(self.spawner, self.package_dir, &channel)?;
-            let mut is_preempted = false;
-            let (why, evidence, decision, code) = match ended {
+            let outcome = attempt.run(self.spawner, self.package_dir, &channel)?;
+            let next = match outcome {
                 AttemptOutcome::Regrouped(next, next_channel) => {
-                    self.relay.redirect(next_channel.sender.clone());
-                    // What has come since the ranks were handed over.
-                    for event in channel.events.try_iter() {
-                        if let Event::Signal(_)
-                        | Event::ForwardSignal(_)
-                        | Event::ForwardedElsewhere = event
-                        {
-                            let _ = next_channel.sender.send(event);
-                        }
-                    }
                     restarts.regrown(next.ranks());
-                    (attempt, channel) = (*next, next_channel);
-                    history.output = attempt.output().clone();
-                    continue;
+                    NextStep::Continue(next, next_channel)
                 }
-                // It would fail again with every rank and in every attempt.
-                AttemptOutcome::NotStarted { error, .. } if error.is_usage() => return Err(error),
                 AttemptOutcome::NotStarted { rank, error } => {
-                    let why = chain(&error);
-                    let decision = match restarts.failed(AttemptFailure::NotStarted(rank)) {
-                        Decision::NoRestarts => return Err(error),
-                        Decision::GiveUp(reason) => Decision::GiveUp(format!("{why}; {reason}")),
-                        other => other,
-                    };
-                    (why, String::new(), decision, history.exit_code(&error))
+                    self.after_failed_start(rank, error, &mut restarts, history)?
                 }
                 AttemptOutcome::Ran(finished) => {
                     self.note_leftovers(&finished);
-                    let code = match finished.outcome.cause() {
-                        None | Some(Cause::OutputClosed) if finished.output.has_lost_output() => 1,
-                        _ => finished.outcome.exit_code(),
+                    self.after_run(&finished, began.elapsed(), &mut restarts, history)
+                }
+            };
+            (attempt, channel) = match next {
+                NextStep::End(end) => return Ok(end),
+                NextStep::Continue(next, next_channel) => {
+                    self.hand_over(&channel, &next_channel);
+                    (*next, next_channel)
+                }
+                NextStep::Restart(restart) => {
+                    self.announce(&restart, &restarts, history);
+                    let channel = match self.pause(channel, restart.wait) {
+                        // Nothing runs, and everything is saved.
+                        Err(error) if restart.after.is_preempted => {
+                            return Ok(restart.after.as_last(Some(chain(&error))));
+                        }
+                        paused => paused?,
                     };
-                    let failure = FailureRecord::of(&finished, self.command);
-                    is_preempted = finished.outcome.cause() == Some(Cause::Preempted);
-                    match failure {
-                        None if is_preempted && !finished.outcome.was_notified() => {
-                            let (why, decision) = match finished.was_to_regroup {
-                                false => (
-                                    "all ranks were preempted, and have saved",
-                                    restarts.preempted(began.elapsed()),
-                                ),
-                                true => (
-                                    "all ranks have saved, to go on in another number",
-                                    restarts.resized(finished.settings.most_ranks.get()),
-                                ),
-                            };
-                            (why.to_owned(), String::new(), decision, code)
-                        }
-                        Some(failure) if finished.outcome.asked_to_end.is_none() => {
-                            // On the way to another group, who waits there is seen to fail for who is lost there.
-                            let is_certain = failure.is_certain() && !finished.was_to_regroup;
-                            let is_newcomer = is_certain && self.spawner.blame(failure.rank());
-                            let decision = restarts.failed(match is_certain {
-                                true if is_newcomer => AttemptFailure::Newcomer,
-                                true => AttemptFailure::Rank(failure.rank()),
-                                false => AttemptFailure::Unknown,
-                            });
-                            let why = failure.headline(history.failures.last());
-                            let evidence = failure.evidence(history.failures.last());
-                            history.failures.push(failure);
-                            (why, evidence, decision, code)
-                        }
-                        failure => {
-                            history.failures.extend(failure);
-                            let outcome = self.outcome_of(&finished, history);
-                            return Ok(JobEnd {
-                                outcome,
-                                code,
-                                reason: None,
-                            });
-                        }
-                    }
+                    let next = self.prepare_restart(restart.number, &restarts, &channel)?;
+                    began = Instant::now();
+                    (next, channel)
                 }
             };
-            let Decision::Restart {
-                restart,
-                wait,
-                dropped_slot,
-            } = decision
-            else {
-                let reason = match decision {
-                    Decision::GiveUp(reason) => Some(reason),
-                    _ => None,
-                };
-                let outcome = match is_preempted {
-                    true => JobOutcome::Preempted,
-                    false => JobOutcome::Failed,
-                };
-                return Ok(JobEnd {
-                    outcome,
-                    code,
-                    reason,
-                });
-            };
-            self.record(history, JobOutcome::Restarting, None);
-            let most = restarts.most();
-            let wait_text = match wait {
-                _ if is_preempted => ", which does not count".to_owned(),
-                Duration::ZERO => String::new(),
-                wait => format!(" in {} s", wait.as_secs_f64()),
-            };
-            let size = match dropped_slot {
-                None => String::new(),
-                Some(slot) => format!(
-                    ", with {} of {} processes: slot {slot} is taken as gone for good",
-                    restarts.ranks(),
-                    settings.ranks
-                ),
-            };
-            history.output.note(&format!(
-                "{why}; restart {restart} of {most}{wait_text}{size}{evidence}"
-            ));
-            channel = match self.pause(channel, wait) {
-                // Nothing runs, and everything is saved.
-                Err(error) if is_preempted => {
-                    return Ok(JobEnd {
-                        outcome: JobOutcome::Preempted,
-                        code,
-                        reason: Some(chain(&error)),
-                    });
-                }
-                paused => paused?,
-            };
-            // There is at least one rank, since a slot is only given up where another is left.
-            let ranks = NonZeroUsize::new(restarts.ranks()).unwrap_or(NonZeroUsize::MIN);
-            let settings = settings.restarted(restart, ranks, self.options, variable);
-            let doublings = restarts.drops().saturating_sub(1).min(10);
-            let settings = Settings {
-                max_restarts: most,
-                regrow_after: settings.regrow_after * (1 << doublings),
-                ..settings
-            };
-            let settings = self.spawner.gather(settings, &channel)?;
-            attempt = Attempt::prepare(settings, &channel)?;
-            began = Instant::now();
             history.output = attempt.output().clone();
         }
+    }
+
+    /// Decides after an attempt in which `rank` could not be started.
+    ///
+    /// # Errors
+    /// The error of the start where a retry would fail too, or is not asked for.
+    fn after_failed_start(
+        &self,
+        rank: usize,
+        error: Error,
+        restarts: &mut Restarts,
+        history: &JobHistory,
+    ) -> Result<NextStep> {
+        // It would fail again with every rank and in every attempt.
+        if error.is_usage() {
+            return Err(error);
+        }
+        let why = chain(&error);
+        let decision = match restarts.failed(AttemptFailure::NotStarted(rank)) {
+            Decision::NoRestarts => return Err(error),
+            Decision::GiveUp(reason) => Decision::GiveUp(format!("{why}; {reason}")),
+            restart => restart,
+        };
+        let ended = EndedAttempt {
+            why,
+            evidence: String::new(),
+            code: history.exit_code(&error),
+            is_preempted: false,
+        };
+        Ok(ended.followed_by(decision))
+    }
+
+    /// Decides after an attempt whose ranks ran for the time `lasted`.
+    fn after_run(
+        &self,
+        finished: &FinishedAttempt,
+        lasted: Duration,
+        restarts: &mut Restarts,
+        history: &mut JobHistory,
+    ) -> NextStep {
+        let outcome = &finished.outcome;
+        let code = match outcome.cause() {
+            None | Some(Cause::OutputClosed) if finished.output.has_lost_output() => 1,
+            _ => outcome.exit_code(),
+        };
+        let is_preempted = outcome.cause() == Some(Cause::Preempted);
+        let (why, evidence, decision) = match FailureRecord::of(finished, self.command) {
+            None if is_preempted && !outcome.was_notified() => {
+                let (why, decision) = match finished.was_to_regroup {
+                    false => (
+                        "all ranks were preempted, and have saved",
+                        restarts.preempted(lasted),
+                    ),
+                    true => (
+                        "all ranks have saved, to go on in another number",
+                        restarts.resized(finished.settings.most_ranks.get()),
+                    ),
+                };
+                (why.to_owned(), String::new(), decision)
+            }
+            Some(failure) if outcome.asked_to_end.is_none() => {
+                // On the way to another group, who waits there is seen to fail for who is lost there.
+                let is_certain = failure.is_certain() && !finished.was_to_regroup;
+                let is_newcomer = is_certain && self.spawner.blame(failure.rank());
+                let decision = restarts.failed(match is_certain {
+                    true if is_newcomer => AttemptFailure::Newcomer,
+                    true => AttemptFailure::Rank(failure.rank()),
+                    false => AttemptFailure::Unknown,
+                });
+                let why = failure.headline(history.failures.last());
+                let evidence = failure.evidence(history.failures.last());
+                history.failures.push(failure);
+                (why, evidence, decision)
+            }
+            failure => {
+                history.failures.extend(failure);
+                return NextStep::End(JobEnd {
+                    outcome: self.outcome_of(finished, history),
+                    code,
+                    reason: None,
+                });
+            }
+        };
+        let ended = EndedAttempt {
+            why,
+            evidence,
+            code,
+            is_preempted,
+        };
+        ended.followed_by(decision)
+    }
+
+    /// Sends signals to the next group of the attempt from now on, and what has come since its ranks were handed over.
+    fn hand_over(&self, old: &Channel, new: &Channel) {
+        self.relay.redirect(new.sender.clone());
+        for event in old.events.try_iter() {
+            if let Event::Signal(_) | Event::ForwardSignal(_) | Event::ForwardedElsewhere = event {
+                let _ = new.sender.send(event);
+            }
+        }
+    }
+
+    /// Records that the job is restarted, and tells the user why and how.
+    fn announce(&self, restart: &Restart, restarts: &Restarts, history: &JobHistory) {
+        self.record(history, JobOutcome::Restarting, None);
+        let EndedAttempt { why, evidence, .. } = &restart.after;
+        let wait = match restart.wait {
+            _ if restart.after.is_preempted => ", which does not count".to_owned(),
+            Duration::ZERO => String::new(),
+            wait => format!(" in {} s", wait.as_secs_f64()),
+        };
+        let size = match restart.dropped_slot {
+            None => String::new(),
+            Some(slot) => format!(
+                ", with {} of {} processes: slot {slot} is taken as gone for good",
+                restarts.ranks(),
+                self.settings.ranks
+            ),
+        };
+        let (number, most) = (restart.number, restarts.most());
+        history.output.note(&format!(
+            "{why}; restart {number} of {most}{wait}{size}{evidence}"
+        ));
     }
 
     /// Waits before a restart, and gives the channel on which the next attempt reports.
@@ -285,6 +303,28 @@ impl JobLoop<'_> {
                 Err(_) => return Ok(new),
             }
         }
+    }
+
+    /// Waits for the hosts of a restart, and makes the store and output of its attempt.
+    fn prepare_restart(
+        &self,
+        number: u64,
+        restarts: &Restarts,
+        channel: &Channel,
+    ) -> Result<Attempt> {
+        // There is at least one rank, since a slot is only given up where another is left.
+        let ranks = NonZeroUsize::new(restarts.ranks()).unwrap_or(NonZeroUsize::MIN);
+        let settings = self
+            .settings
+            .restarted(number, ranks, self.options, variable);
+        let doublings = restarts.drops().saturating_sub(1).min(10);
+        let settings = Settings {
+            max_restarts: restarts.most(),
+            regrow_after: settings.regrow_after * (1 << doublings),
+            ..settings
+        };
+        let settings = self.spawner.gather(settings, channel)?;
+        Attempt::prepare(settings, channel)
     }
 
     /// Reports leftover processes and ranks that never joined.
@@ -393,6 +433,67 @@ impl JobLoop<'_> {
                 history.output.note(&text);
                 None
             }
+        }
+    }
+}
+
+/// The step after an attempt.
+enum NextStep {
+    /// The job is over.
+    End(JobEnd),
+    /// The ranks continue in this group, which reports on this channel.
+    Continue(Box<Attempt>, Channel),
+    /// The job is started again.
+    Restart(Restart),
+}
+
+/// A restart of the job.
+struct Restart {
+    number: u64,
+    wait: Duration,
+    dropped_slot: Option<usize>,
+    after: EndedAttempt,
+}
+
+/// An attempt that another one may follow.
+struct EndedAttempt {
+    /// The cause of its end.
+    why: String,
+    /// The evidence of the cause; follows the line that announces a restart.
+    evidence: String,
+    /// The exit code of the job if it was the last.
+    code: u8,
+    /// True if its ranks were preempted, and have saved.
+    is_preempted: bool,
+}
+
+impl EndedAttempt {
+    fn followed_by(self, decision: Decision) -> NextStep {
+        match decision {
+            Decision::Restart {
+                restart: number,
+                wait,
+                dropped_slot,
+            } => NextStep::Restart(Restart {
+                number,
+                wait,
+                dropped_slot,
+                after: self,
+            }),
+            Decision::NoRestarts => NextStep::End(self.as_last(None)),
+            Decision::GiveUp(reason) => NextStep::End(self.as_last(Some(reason))),
+        }
+    }
+
+    /// Returns the end of a job that is not restarted after it, for `reason`.
+    fn as_last(&self, reason: Option<String>) -> JobEnd {
+        JobEnd {
+            outcome: match self.is_preempted {
+                true => JobOutcome::Preempted,
+                false => JobOutcome::Failed,
+            },
+            code: self.code,
+            reason,
         }
     }
 }
