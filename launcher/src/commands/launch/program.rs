@@ -15,14 +15,14 @@ use crate::supervisor::spawner::{LocalSpawner, Program};
 /// A program that has been found, and not yet been built.
 #[derive(Debug)]
 pub(super) struct FoundProgram<'a> {
-    source: Source,
+    source: ProgramSource,
     options: &'a Options,
     /// Its own arguments.
     pub(super) arguments: &'a [OsString],
 }
 
 #[derive(Debug)]
-enum Source {
+enum ProgramSource {
     /// A file that is run as it is.
     File(PathBuf),
     /// A target that cargo builds.
@@ -39,9 +39,9 @@ impl<'a> FoundProgram<'a> {
         arguments: &'a [OsString],
         channel: &Channel,
     ) -> Result<Self> {
-        let source = Source::of(Target::parse(options)?, options, channel)?;
+        let source = ProgramSource::of(Target::parse(options)?, options, channel)?;
         let arguments = match (&source, arguments) {
-            (Source::Cargo(..), [dashes, rest @ ..]) if dashes == "--" => rest,
+            (ProgramSource::Cargo(..), [dashes, rest @ ..]) if dashes == "--" => rest,
             _ => arguments,
         };
         Ok(Self {
@@ -57,7 +57,7 @@ impl<'a> FoundProgram<'a> {
     /// When it cannot be built or run; when a signal arrives.
     pub(super) fn make_ready(&self, channel: &Channel) -> Result<Program> {
         let program = match &self.source {
-            Source::File(path) => {
+            ProgramSource::File(path) => {
                 runnable::check_first_line(path)?;
                 if self.options.hosts() > 1 {
                     // Hosts may differ, and a rank that cannot start ends those of all.
@@ -65,7 +65,7 @@ impl<'a> FoundProgram<'a> {
                 }
                 path.clone()
             }
-            Source::Cargo(_, build) => build.run(self.options, channel)?,
+            ProgramSource::Cargo(_, build) => build.run(self.options, channel)?,
         };
         Ok(Program {
             spawner: LocalSpawner {
@@ -79,8 +79,10 @@ impl<'a> FoundProgram<'a> {
     /// Returns the path of the program, or a description of one that is not built yet.
     pub(super) fn path(&self) -> PathBuf {
         match &self.source {
-            Source::File(path) => path.clone(),
-            Source::Cargo(selector, _) => format!("<the program built from {selector}>").into(),
+            ProgramSource::File(path) => path.clone(),
+            ProgramSource::Cargo(selector, _) => {
+                format!("<the program built from {selector}>").into()
+            }
         }
     }
 
@@ -92,8 +94,8 @@ impl<'a> FoundProgram<'a> {
     /// Returns its build, if cargo builds it.
     pub(super) fn build(&self) -> Option<&Build> {
         match &self.source {
-            Source::File(_) => None,
-            Source::Cargo(_, build) => Some(build),
+            ProgramSource::File(_) => None,
+            ProgramSource::Cargo(_, build) => Some(build),
         }
     }
 
@@ -126,7 +128,7 @@ impl<'a> FoundProgram<'a> {
     }
 }
 
-impl Source {
+impl ProgramSource {
     /// Finds the build of a cargo target. A name is that of a target, else of a program of the PATH.
     fn of(target: Target, options: &Options, channel: &Channel) -> Result<Self> {
         let name = match target {
