@@ -3,8 +3,11 @@
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
-use std::process::ExitCode;
+use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
+use std::process::{self, ExitCode};
 
+use accelerator_host::process::find_installed;
 use clap::{Arg, Args, Command, CommandFactory, FromArgMatches, Parser, Subcommand};
 use clap_complete::Shell;
 use clap_mangen::Man;
@@ -14,7 +17,6 @@ use crate::commands::bench::{self, AllReduceArgs, BenchArgs};
 use crate::commands::checkpoint::{self, CheckpointArgs};
 use crate::commands::env::{self, EnvArgs};
 use crate::commands::estimate::{self, EstimateArgs};
-use crate::commands::jobs::{self, JobsArgs};
 use crate::commands::launch;
 use crate::commands::plan::{self, PlanArgs};
 use crate::commands::runs::{self, RunsArgs};
@@ -143,8 +145,8 @@ impl Cli {
             Subcommands::Checkpoint(arguments) => checkpoint::run(arguments),
             Subcommands::Runs(arguments) => runs::run(arguments),
             Subcommands::Tune(arguments) => tune::run(arguments, liveness),
-            Subcommands::Submit(arguments) => jobs::run(Some("submit"), arguments),
-            Subcommands::Jobs(arguments) => jobs::run(None, arguments),
+            Subcommands::Submit(arguments) => become_accel_jobs(Some("submit"), arguments),
+            Subcommands::Jobs(arguments) => become_accel_jobs(None, arguments),
             Subcommands::Estimate(arguments) => estimate::run(arguments),
             Subcommands::Test(arguments) => selftest::run(arguments),
             Subcommands::Rank(arguments) => Ok(selftest::rank(arguments)),
@@ -323,6 +325,37 @@ fn man(command: Command) -> Result<ExitCode> {
         .render(&mut page)
         .map_err(|error| Error::system("the manual page cannot be written").with_source(error))?;
     print(&String::from_utf8_lossy(&page))
+}
+
+/// The arguments of the other program, which reads them.
+#[derive(Args, Clone, Debug)]
+#[command(disable_help_flag = true)]
+struct JobsArgs {
+    #[arg(
+        value_name = "ARGS",
+        trailing_var_arg = true,
+        allow_hyphen_values = true
+    )]
+    arguments: Vec<OsString>,
+}
+
+/// Becomes `accel-jobs`, with `command` before the arguments. It is a program of its own, so that clients of engines stay
+/// out of the launcher that supervises.
+///
+/// # Errors
+/// When it is not installed, or cannot be started.
+fn become_accel_jobs(command: Option<&str>, arguments: &JobsArgs) -> Result<ExitCode> {
+    const PROGRAM: &str = "accel-jobs";
+    let program = find_installed(PROGRAM).unwrap_or_else(|| PathBuf::from(PROGRAM));
+    let words = command.map(OsStr::new).into_iter();
+    let words = words.chain(arguments.arguments.iter().map(OsString::as_os_str));
+    let error = process::Command::new(&program).args(words).exec();
+    Err(match error.kind() {
+        std::io::ErrorKind::NotFound => Error::usage(format!(
+            "{PROGRAM} is neither beside accel-launch nor on the PATH; install it: cargo install --path launcher/jobs"
+        )),
+        _ => Error::system(format!("{} cannot be started", program.display())).with_source(error),
+    })
 }
 
 #[cfg(test)]

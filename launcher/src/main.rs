@@ -1,11 +1,17 @@
 //! `accel-launch` starts a training program on many processes, of one host or of several.
 
+use std::ffi::OsString;
+use std::process::ExitCode;
+
+use cli::Cli;
+use supervisor::shim::{self, Control, LivenessPipe};
+
 #[cfg(not(unix))]
 compile_error!("accel-launch supervises process groups, which only Unix systems have");
 
 mod agent;
 mod cargo;
-mod cli;
+pub(crate) mod cli;
 mod commands;
 mod error;
 mod event;
@@ -17,12 +23,6 @@ mod settings;
 mod supervisor;
 mod text;
 mod variables;
-
-use std::ffi::OsString;
-use std::process::ExitCode;
-
-use cli::Cli;
-use supervisor::shim::{self, Control, LivenessPipe};
 
 fn main() -> ExitCode {
     accelerator_host::reset_signals();

@@ -15,8 +15,7 @@ use accelerator_host::sync::{Condvar, Mutex};
 
 use super::handshake::{Refusal, answer};
 use super::host::{Host, HostStatus, LeavePolicy};
-use super::line::{Line, LineStart, spawn};
-use super::message::{ConnectionKind, HostInfo, JoinReply, JoinRequest};
+use super::line::{ConnectionKind, HostInfo, JoinReply, JoinRequest, Line, LineStart, spawn};
 use super::stream_line;
 use crate::error::{Error, Result, chain};
 use crate::event::Event;

@@ -13,7 +13,7 @@ use rustix::process::{Resource, Rlimit, Signal, getrlimit, setrlimit};
 
 use super::admission::{Absent, Acceptor, Admission, Gathered};
 use super::host::{Host, LeavePolicy};
-use super::message::Plan;
+use super::line::Plan;
 use crate::error::{BEFORE_RESTART, BEFORE_START, Error, Result, ended_by};
 use crate::event::{Channel, Event};
 use crate::process::RankProcess;

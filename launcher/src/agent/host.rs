@@ -12,8 +12,7 @@ use accelerator_host::sync::{Condvar, Mutex};
 use rustix::pipe::{PipeFlags, pipe_with};
 use rustix::process::Signal;
 
-use super::line::Line;
-use super::message::{HostInfo, Plan, SignalScope, ToHead, ToHost};
+use super::line::{HostInfo, Line, Plan, SignalScope, ToHead, ToHost};
 use crate::error::{Error, Result};
 use crate::event::Event;
 use crate::output::Stream;

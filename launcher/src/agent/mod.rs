@@ -6,7 +6,6 @@ mod handshake;
 pub(crate) mod head;
 mod host;
 mod line;
-mod message;
 pub(crate) mod node;
 pub(crate) mod ssh;
 mod stream_line;

@@ -4,7 +4,6 @@ pub(crate) mod bench;
 pub(crate) mod checkpoint;
 pub(crate) mod env;
 pub(crate) mod estimate;
-pub(crate) mod jobs;
 pub(crate) mod launch;
 pub(crate) mod plan;
 pub(crate) mod runs;

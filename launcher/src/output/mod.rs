@@ -1,7 +1,6 @@
 //! The ranks' output: read, prefixed, shown, and kept in log files.
 
 mod lines;
-mod shared_writer;
 
 use std::fs::{self, File};
 use std::io::{self, ErrorKind, IsTerminal, Read, Write};
@@ -16,12 +15,12 @@ use std::time::{Duration, Instant, SystemTime};
 use accelerator_host::sync::Mutex;
 use serde::{Deserialize, Serialize};
 
+use self::lines::{BlockingWriter, Separator, SharedWriter, Source};
 use crate::error::{Error, Result};
 use crate::event::{Channel, Event};
 use crate::text::utc;
 use lines::Lines;
 pub(crate) use lines::{LastLines, headline};
-use shared_writer::{BlockingWriter, Separator, SharedWriter, Source};
 
 /// The number of bytes read at once.
 const CHUNK: usize = 64 << 10;

@@ -18,8 +18,7 @@ use accelerator_collective::launcher::Token;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use super::line::{is_timeout, write_frame};
-use super::message::{JoinReply, JoinRequest, PROTOCOL};
+use super::line::{JoinReply, JoinRequest, PROTOCOL, is_timeout, write_frame};
 
 /// The first bytes of a connection between launchers, in both directions.
 const MAGIC: [u8; 8] = *b"accel-hs";

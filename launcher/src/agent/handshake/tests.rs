@@ -4,7 +4,7 @@ use std::net::TcpListener;
 use std::thread;
 
 use super::*;
-use crate::agent::message::{ConnectionKind, HostInfo};
+use crate::agent::line::{ConnectionKind, HostInfo};
 
 const LIMIT: Duration = Duration::from_secs(20);
 

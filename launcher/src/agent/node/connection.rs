@@ -8,8 +8,7 @@ use std::time::{Duration, Instant};
 use accelerator_collective::launcher::Token;
 
 use crate::agent::handshake::{Refusal, ask};
-use crate::agent::line::spawn;
-use crate::agent::message::{ConnectionKind, HostInfo, JoinReply, JoinRequest};
+use crate::agent::line::{ConnectionKind, HostInfo, JoinReply, JoinRequest, spawn};
 use crate::error::{BEFORE_START, Error, Result, ended_by};
 use crate::event::{Channel, Event};
 use crate::output::Stream;

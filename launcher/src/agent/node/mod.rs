@@ -15,8 +15,7 @@ use accelerator_host::sync::Mutex;
 use rustix::process::Signal;
 use signal_hook::consts::signal::{SIGKILL, SIGTERM};
 
-use super::line::{Line, LineEnd};
-use super::message::{HostInfo, Plan, SignalScope, ToHead, ToHost};
+use super::line::{HostInfo, Line, LineEnd, Plan, SignalScope, ToHead, ToHost};
 use super::stream_line::StreamLine;
 use crate::error::{Error, Result, START_AGAIN, chain, ended_by};
 use crate::event::{Channel, Event};
