@@ -369,7 +369,7 @@ impl Metadata {
     }
 
     /// Returns `true` if plain `cargo build` in this place would build `package`.
-    pub(crate) fn is_default(&self, package: &Package) -> bool {
+    fn is_default(&self, package: &Package) -> bool {
         self.workspace_default_members.contains(&package.id)
     }
 
@@ -427,7 +427,7 @@ pub(crate) struct Suggestion {
 }
 
 /// The targets whose names are most like `wanted`, the most alike first.
-pub(crate) fn nearest(wanted: &str, mut known: Vec<Suggestion>) -> Vec<String> {
+fn nearest(wanted: &str, mut known: Vec<Suggestion>) -> Vec<String> {
     known.sort_by(|one, other| {
         let nearness = |suggestion: &Suggestion| strsim::levenshtein(wanted, &suggestion.name);
         nearness(one)

@@ -465,7 +465,7 @@ pub(crate) struct Log {
 ///
 /// # Errors
 /// When the folder or the file cannot be made.
-pub(crate) fn open_log(dir: &Path, name: &str) -> Result<Log> {
+fn open_log(dir: &Path, name: &str) -> Result<Log> {
     fs::create_dir_all(dir).map_err(|error| {
         Error::usage(format!(
             "--log-dir {}: the folder cannot be made; name one that can be written",

@@ -153,7 +153,7 @@ impl Store {
 ///
 /// # Errors
 /// When it is neither 1 nor 0.
-pub(crate) fn given_security() -> Result<Security> {
+fn given_security() -> Result<Security> {
     Security::from_env().map_err(|error| Error::usage(chain(&error)))
 }
 

@@ -30,7 +30,7 @@ use registry::{Access, size};
 pub(crate) const LAUNCHER_PATH: &str = "/usr/local/bin/accel-launch";
 
 /// The folder of the image that has the program and the included files.
-pub(crate) const APP_FOLDER: &str = "/app";
+const APP_FOLDER: &str = "/app";
 
 /// The parts of an image.
 #[derive(Clone, Debug)]

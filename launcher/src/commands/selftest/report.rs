@@ -42,7 +42,7 @@ pub(super) enum StageStatus {
 
 impl StageStatus {
     /// Returns `true` if the whole test fails with it.
-    pub(super) fn is_bad(self) -> bool {
+    fn is_bad(self) -> bool {
         matches!(self, Self::Failed | Self::TimedOut)
     }
 }
