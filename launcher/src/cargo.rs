@@ -15,7 +15,7 @@ use crate::settings::target::{Selector, TargetKind};
 use crate::supervisor::group::{Stderr, run_tool};
 use crate::variables;
 
-/// A target that was found, and how cargo is to build it.
+/// A target that was found, and the arguments with which cargo builds it.
 #[derive(Clone, Debug)]
 pub(crate) struct Build {
     kind: TargetKind,

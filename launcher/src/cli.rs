@@ -102,7 +102,7 @@ impl Cli {
     /// Reads a command line whose first item is the program's name.
     ///
     /// # Errors
-    /// Clap's, which knows how to print itself; `--help` and `--version` are such errors too.
+    /// The error is clap's, which prints itself; `--help` and `--version` are such errors too.
     pub(crate) fn read(
         arguments: impl IntoIterator<Item = OsString>,
     ) -> std::result::Result<Self, clap::Error> {
@@ -205,7 +205,7 @@ Examples:
   accel-launch --nnodes 2 --node-rank 0 --nproc-per-node 4 --rdzv-endpoint host0 train
   accel-launch --hosts host0:4,host1:4 train";
 
-/// The options that name what to run, in the place of a script.
+/// The options that name a target in the place of a script.
 const TARGETS: [&str; 2] = ["example", "bin"];
 
 /// A command line cut in two.
@@ -277,7 +277,7 @@ fn short_waits_for_value(command: &Command, shorts: &[u8]) -> bool {
             option.get_short() == Some(char::from(short))
         });
         if option.is_some_and(takes_value) {
-            // What follows in the same argument is the value.
+            // The rest of the same argument is the value.
             return at + 1 == shorts.len();
         }
     }

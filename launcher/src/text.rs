@@ -45,7 +45,7 @@ pub(crate) fn age(created: u64) -> u64 {
     unix_time().as_secs().saturating_sub(created)
 }
 
-/// The beginning of what may be long.
+/// Returns the beginning of a text that may be long.
 pub(crate) fn short(text: &str) -> String {
     const LONGEST: usize = 100;
     match text.char_indices().nth(LONGEST) {

@@ -181,7 +181,7 @@ pub(crate) struct Failure {
     pub(crate) last_lines: Vec<String>,
 }
 
-/// The resources of a node, and how much of them is allocated.
+/// The resources of a node, and the amounts of them that are allocated.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct NodeUsage {
     pub(crate) name: String,
@@ -215,7 +215,7 @@ pub(crate) fn read_failure(log_dir: &Path, job: &str) -> Option<Failure> {
     })
 }
 
-/// Returns how often the launcher had restarted its ranks when it wrote that report.
+/// Returns the number of times that the launcher had restarted its ranks when it wrote that report.
 pub(crate) fn launcher_restarts(log_dir: &Path) -> u32 {
     Report::read(log_dir).map_or(0, |report| report.restarts)
 }

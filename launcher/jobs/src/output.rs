@@ -42,7 +42,7 @@ pub(crate) fn copy_tail(path: &Path, tail: Option<usize>, output: &mut dyn Write
     follow(path, tail, output, || true)
 }
 
-/// Does the same, and then copies what is appended until `is_over` returns true.
+/// Does the same, and then copies the text that is appended until `is_over` returns true.
 ///
 /// # Errors
 /// When it cannot be read, or `output` not written.

@@ -108,7 +108,7 @@ impl Head {
         }
     }
 
-    /// Waits until all hosts are there, and adds to `settings` what follows from them.
+    /// Waits until all hosts are there, and adds their layout to `settings`.
     ///
     /// # Errors
     /// When a host does not come in time, can never start its ranks, or contradicts this one; when a signal arrives.
@@ -143,7 +143,7 @@ impl Head {
             }
             let is_enough = self.admission.is_enough(hosts.len() + 1);
             let last_call = seen.1 + LAST_CALL;
-            // Who comes later is taken in while the job runs.
+            // A host that comes later is taken in while the job runs.
             if is_enough
                 && (settings.restart > 0 || (absent.preparing.is_empty() && now >= last_call))
             {
@@ -204,11 +204,11 @@ impl Head {
         own.unwrap_or_else(|| host.head_address.to_string())
     }
 
-    /// Tells the other hosts that the job is over, with the exit code of all launchers and what ended it.
+    /// Tells the other hosts that the job is over, with the exit code of all launchers and the cause.
     pub(crate) fn finish(&self, code: u8, text: Option<String>) {
         let hosts = self.admission.finish(code, text);
         let until = Instant::now() + self.liveness;
-        // A connection that is closed while something is on its way loses what was sent.
+        // A connection that is closed too early loses the data in flight.
         while hosts.iter().any(|host| !host.is_gone()) && Instant::now() < until {
             thread::sleep(POLL);
         }
@@ -242,7 +242,7 @@ impl Head {
     }
 }
 
-/// The hosts of a group of ranks, host 0 left out, and how many ranks each runs.
+/// The hosts of a group of ranks, host 0 left out, and the number of ranks of each.
 #[derive(Clone, Debug)]
 struct Members {
     layout: Layout,
@@ -402,7 +402,7 @@ impl Spawner for HeadSpawner<'_> {
             .head
             .admission
             .is_enough(hosts.len() + newcomers.len() + 1);
-        // The job ends where it needs who wants to leave.
+        // The job ends if it needs a host that wants to leave.
         if !is_enough || !(is_growing || is_leaving) {
             return None;
         }
@@ -459,7 +459,7 @@ impl Spawner for HeadSpawner<'_> {
         let postponed = gathered
             .into_iter()
             .filter_map(|host| host.postponed_until());
-        // What has passed is dealt with when the next thing happens, at the latest in a moment.
+        // A time that has passed is handled at the next event, which comes soon.
         let now = Instant::now();
         let all = settled.into_iter().chain(overstayed).chain(postponed);
         all.filter(|at| *at + POLL > now)
@@ -601,7 +601,7 @@ impl Spawner for HeadSpawner<'_> {
 /// Lets this launcher open as many files as the system allows it, since each rank of another host takes four.
 fn raise_file_limit() {
     let limit = getrlimit(Resource::Nofile);
-    // Where it cannot be raised, the ranks may be few enough; if not, the error says so.
+    // If it cannot be raised, the ranks may be few enough; if not, the error says so.
     let _ = setrlimit(
         Resource::Nofile,
         Rlimit {

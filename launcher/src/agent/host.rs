@@ -1,4 +1,4 @@
-//! Another host as the head sees it: its ranks, and how they are reached.
+//! Another host as the head sees it, and its ranks.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -86,7 +86,7 @@ struct RankState {
     end: Option<End>,
     /// Read by the attempt.
     readers: [Option<File>; 2],
-    /// Filled with what comes from the host.
+    /// Filled with the output that comes from the host.
     pipes: [Option<Arc<File>>; 2],
 }
 
@@ -143,7 +143,7 @@ impl Host {
         format!("host {number} ({}, {})", info.name, self.address)
     }
 
-    /// Takes in what the host says.
+    /// Takes in a message of the host.
     pub(super) fn receive(&self, message: ToHead) {
         let mut state = self.state.lock();
         let now = state.restart;
@@ -265,7 +265,7 @@ impl Host {
         }
     }
 
-    /// Takes over the connection for a stream of its output; what comes is read by [`forward`](Self::forward).
+    /// Takes over the connection for a stream of its output; [`forward`](Self::forward) passes its bytes on.
     pub(super) fn add_output(&self, stream: Stream, connection: TcpStream) {
         self.state.lock().outputs[stream as usize] = Some(connection);
         self.tell();
@@ -455,7 +455,7 @@ impl Host {
         self.state.lock().loss.is_some()
     }
 
-    /// Passes on what a rank of the host wrote; nothing at its end.
+    /// Passes on bytes that a rank of the host wrote; an empty slice is the end of the stream.
     pub(super) fn forward(&self, restart: u64, rank: usize, stream: Stream, bytes: &[u8]) {
         let mut state = self.state.lock();
         if state.restart != Some(restart) {
@@ -594,7 +594,7 @@ impl RankProcess for RemoteProcess {
     }
 
     fn has_group(&self) -> bool {
-        // Its host ends what is left there.
+        // Its host ends its leftover processes.
         false
     }
 

@@ -98,7 +98,7 @@ impl LineStart {
         mut receive: impl FnMut(std::result::Result<M, LineEnd>) + Send + 'static,
     ) -> Result<()> {
         let interval = (liveness / 4).min(MAX_INTERVAL);
-        // Where they cannot be set, heartbeats alone find out.
+        // If they cannot be set, heartbeats alone find a loss.
         let _ = self.stream.set_nodelay(true);
         limit_backoff(&self.stream);
         let _ = self.stream.set_write_timeout(Some(liveness));
@@ -434,7 +434,7 @@ pub(super) enum ToHost {
         signal: i32,
         scope: SignalScope,
     },
-    /// End what runs of the attempt: `first` is the first signal, SIGKILL follows after `grace`.
+    /// End the processes of the attempt: `first` is the first signal, SIGKILL follows after `grace`.
     EndAttempt {
         restart: u64,
         first: i32,

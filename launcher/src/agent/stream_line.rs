@@ -46,7 +46,7 @@ impl StreamLine {
         }
     }
 
-    /// Sends what `rank` writes to `pipe`, on a thread of its own.
+    /// Sends the output of `rank`, which it writes to `pipe`, on a thread of its own.
     ///
     /// # Errors
     /// When the system gives no thread.
@@ -79,7 +79,7 @@ impl StreamLine {
     }
 }
 
-/// Passes on to `host` what comes over `connection`, on a thread of its own, until it is closed.
+/// Passes the output from `connection` on to `host`, on a thread of its own, until it is closed.
 ///
 /// # Errors
 /// When the system gives no thread.
@@ -117,7 +117,7 @@ fn copy(connection: &mut TcpStream, host: &Host, stream: Stream) -> io::Error {
 }
 
 fn prepare(connection: &TcpStream) {
-    // What cannot be set makes nothing wrong.
+    // An option that cannot be set breaks nothing.
     let _ = connection.set_nodelay(true);
     let _ = connection.set_read_timeout(None::<Duration>);
     #[cfg(target_os = "linux")]

@@ -59,7 +59,7 @@ enum Which {
     Number(u64),
 }
 
-/// Does what was asked.
+/// Runs the command.
 ///
 /// # Errors
 /// When there is no such folder or checkpoint, or standard output cannot be written.
@@ -134,7 +134,7 @@ fn wrong_place(path: &Path, error: accelerator_manifest::Error) -> Error {
 fn which(text: &str) -> std::result::Result<Which, String> {
     match text {
         "latest" => Ok(Which::Latest),
-        // `000003` is how the folder is called.
+        // The folder is called `000003`.
         digits => digits
             .strip_prefix("checkpoint-")
             .unwrap_or(digits)
@@ -156,7 +156,7 @@ struct CheckpointList {
     /// The content of the text file `latest`.
     latest: Option<u64>,
     checkpoints: Vec<ListedCheckpoint>,
-    /// Drafts, and what is being removed.
+    /// Drafts, and checkpoints that are being removed.
     unfinished: Vec<PathBuf>,
 }
 

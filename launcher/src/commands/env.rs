@@ -1,4 +1,4 @@
-//! `accel-launch env`: what is known of this machine and its environment.
+//! `accel-launch env`: this machine and its environment.
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;
@@ -104,7 +104,7 @@ impl From<LaunchSource> for LauncherEntry {
     }
 }
 
-/// The place of a launcher among those of a job; what the engine does not tell is absent.
+/// The place of a launcher among those of a job; values that the engine does not tell are absent.
 #[derive(Clone, Debug, Serialize)]
 struct AgentEntry {
     engine: LauncherEntry,
@@ -219,7 +219,7 @@ impl EnvReport {
         };
         settings.extend(variables(&ours));
         let agent = AgentLaunch::from_env().unwrap_or_else(|error| {
-            // What has a place as a rank is no agent.
+            // A process that has a place as a rank is no agent.
             if errors.is_empty() && launchers.0.is_none() {
                 errors.push(chain(&error));
             }

@@ -28,7 +28,7 @@ pub(crate) struct EstimateArgs {
     json: bool,
 }
 
-/// Reads the headers and prints what they come to.
+/// Reads the headers and prints the estimate.
 ///
 /// # Errors
 /// When the file is not there or no safetensors file, or standard output cannot be written.
@@ -208,7 +208,7 @@ struct Tensor {
 /// Reads the tensors of a file, or of all files of an index, by name.
 ///
 /// # Errors
-/// If a file cannot be read, is no safetensors file or index, or lacks what the index says.
+/// If a file cannot be read, is no safetensors file or index, or lacks a tensor of the index.
 fn read(path: &Path) -> Result<BTreeMap<String, Tensor>> {
     if path
         .extension()

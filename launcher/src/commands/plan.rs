@@ -73,7 +73,7 @@ pub(crate) struct PlanArgs {
 /// A closed pipe is no error.
 ///
 /// # Errors
-/// When an option is wrong, the message names it and what to do; or the output cannot be written.
+/// When an option is wrong: the error names it and the remedy. When the output cannot be written.
 pub(crate) fn run(args: &PlanArgs) -> crate::error::Result<ExitCode> {
     write_plan(args, &mut io::stdout().lock())
         .map_err(|error| crate::error::Error::usage(error.to_string()))?;

@@ -95,7 +95,7 @@ impl TuneArgs {
     }
 }
 
-/// Does what was asked; `liveness` is the pipe from the launcher's shim.
+/// Runs the command; `liveness` is the pipe from the launcher's shim.
 ///
 /// # Errors
 /// When a specification, a folder or an argument cannot be used, or no trial started.

@@ -71,7 +71,7 @@ pub(crate) struct LastLines {
 }
 
 impl LastLines {
-    /// Takes in what the stream brings.
+    /// Takes in bytes of the stream.
     pub(crate) fn feed(&mut self, chunk: &[u8]) {
         for &byte in chunk {
             match byte {
@@ -172,7 +172,7 @@ pub(crate) fn headline(lines: &[String]) -> Option<&String> {
         .or_else(|| lines.last())
 }
 
-/// Returns `true` if a line is what Rust prints before a panic's message.
+/// Returns `true` if Rust prints this line before a panic's message.
 fn is_panic(line: &str) -> bool {
     line.starts_with("thread '") && line.contains(" panicked at ")
 }
@@ -245,7 +245,7 @@ impl SharedWriter {
     /// in between ends the line, and the continuation starts a new line with its prefix.
     ///
     /// # Errors
-    /// Those of `target`.
+    /// The errors of `target`.
     pub(crate) fn write(
         &self,
         source: Source,
@@ -288,7 +288,7 @@ impl SharedWriter {
     /// Ends an unfinished line of a prefixed stream; raw output stays as it is.
     ///
     /// # Errors
-    /// Those of `target`.
+    /// The errors of `target`.
     pub(crate) fn finish(&self, target: &mut impl Write) -> io::Result<()> {
         let mut state = self.state.lock();
         match state.open {
@@ -443,7 +443,7 @@ mod tests {
                 "no such digit: 10"
             ]
         );
-        // What only looks like it stays.
+        // A line that only looks like it stays.
         assert_eq!(text(b"12: done\n  at noon\n"), ["12: done"]);
     }
 

@@ -14,7 +14,7 @@ use rustix::process::{Pid, Signal};
 /// The time for which processes may outlive SIGKILL (a device driver can hold one) before they are left.
 const KILL_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The pause between two looks at what is left.
+/// The pause between two checks for processes that are left.
 const POLL_INTERVAL: Duration = Duration::from_millis(2);
 
 static IS_REAPER: AtomicBool = AtomicBool::new(false);

@@ -1,4 +1,4 @@
-//! Starting a process so that it, and what it starts, can be ended.
+//! Starts a process so that it, and every process that it starts, can be ended.
 //!
 //! Every process leads a process group of its own, so a signal reaches its children too.
 //! On Linux it is killed by the kernel when the launcher dies without a chance to clean up.
@@ -122,7 +122,7 @@ impl RankProcess for Process {
     }
 
     fn signal_group(&self, signal: Signal) {
-        // That no process is left to receive it is no error.
+        // It is no error if no process is left to receive it.
         let _ = rustix::process::kill_process_group(self.pid, signal);
     }
 

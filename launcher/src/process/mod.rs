@@ -1,4 +1,4 @@
-//! Processes: starting, signalling and reaping one, how it ends, and the descendants of this one.
+//! Processes: starting, signalling and reaping one, its end, and the descendants of this one.
 
 pub(crate) mod descendants;
 mod local;
@@ -93,7 +93,7 @@ pub(crate) trait RankProcess: Debug {
     /// Checks if any process of its group is left. Called after [`reap`](Self::reap).
     fn has_group(&self) -> bool;
 
-    /// Frees what the system keeps of the rank, which has ended; processes that it started may continue.
+    /// Frees the entry that the system keeps of the rank, which has ended; processes that it started may continue.
     fn reap(&mut self);
 
     /// Gives the rank up, which did not end on SIGKILL: it is not touched any more.

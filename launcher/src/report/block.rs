@@ -160,7 +160,7 @@ impl FirstText {
 }
 
 impl FirstFailure {
-    /// Returns `true` if its last lines show what it reported itself, as those of a panic do.
+    /// Returns `true` if its last lines show its own report, as those of a panic do.
     fn has_shown(&self, report: &FailureReport) -> bool {
         let is_shown =
             |line: &String| line.len() >= MIN_SHARED_LINE && report.text.contains(line.trim());
@@ -169,7 +169,7 @@ impl FirstFailure {
 }
 
 impl OtherRank {
-    /// Describes its end; follows "rank 1". What the text says about the first rank is not repeated.
+    /// Describes its end; follows "rank 1". It does not repeat the text about the first rank.
     fn end_text(&self, first: &FirstFailure) -> String {
         if self.is_lost {
             return format!("was {}", End::Lost);

@@ -77,7 +77,7 @@ struct FirstText {
     loss: Option<String>,
 }
 
-/// Another rank of the job, and how it ended.
+/// Another rank of the job, and its end.
 #[derive(Clone, Debug, Serialize)]
 struct OtherRank {
     rank: usize,

@@ -102,7 +102,7 @@ impl Gpus {
         }
     }
 
-    /// The ranks see what they would see anyway.
+    /// The ranks see the GPUs that they would see anyway.
     fn leave(&mut self, is_asked: bool, inherited: Option<&OsStr>) {
         match inherited {
             Some(value) => self.row("GPUs", shown(value), VISIBLE),

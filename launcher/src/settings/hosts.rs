@@ -112,7 +112,7 @@ impl fmt::Display for ListedHost {
 
 const EXPECTED: &str = "expected HOST or HOST:RANKS, such as node1:4, ann@node1 or [fd00::1]:4";
 
-/// Adds `more` to hosts and how often each is listed.
+/// Adds `more` to hosts and their counts.
 fn add_all(
     hosts: &mut Vec<(ListedHost, usize)>,
     more: Vec<ListedHost>,
@@ -126,7 +126,7 @@ fn add_all(
     more.into_iter().try_for_each(|host| add(hosts, host))
 }
 
-/// Adds `host` to hosts and how often each is listed.
+/// Adds `host` to hosts and their counts.
 fn add(hosts: &mut Vec<(ListedHost, usize)>, host: ListedHost) -> std::result::Result<(), String> {
     let Some((known, times)) = hosts.iter_mut().find(|(known, _)| known.name == host.name) else {
         hosts.push((host, 1));
@@ -218,7 +218,7 @@ fn hosts_of_line(first: &str, rest: &[String]) -> std::result::Result<Vec<Listed
     hosts.map(|host| with_words(host, rest)).collect()
 }
 
-/// A host with what the words after it say.
+/// Reads a host and the words after it.
 fn with_words(mut host: ListedHost, rest: &[String]) -> std::result::Result<ListedHost, String> {
     let mut most = None;
     for word in rest {

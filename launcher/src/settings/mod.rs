@@ -122,7 +122,7 @@ pub(crate) struct Setting {
 }
 
 impl Settings {
-    /// Fills `options` up with defaults, and with what `lookup` finds in the environment; `gpus` are
+    /// Fills `options` up with defaults, and with the variables that `lookup` finds; `gpus` are
     /// resolved from the same.
     pub(crate) fn resolve(
         options: &Options,

@@ -1,4 +1,4 @@
-//! The hosts of a job: how many there are, which one this is, and where they find host 0.
+//! The hosts of a job: their number, the index of this one, and the address of host 0.
 //!
 //! Options say so, and where they do not, the variables of the engine that has started a launcher on every host.
 
@@ -67,8 +67,8 @@ pub(crate) fn resolve(
     Ok((options, place))
 }
 
-/// Adds what an engine tells to what options leave open. A job is on this host alone if options say `--num-processes`
-/// or `--nnodes 1`.
+/// Fills options that are not given with the variables of an engine. A job is on this host alone if options say
+/// `--num-processes` or `--nnodes 1`.
 fn complete(options: &mut Options, lookup: impl Fn(&str) -> Option<String>) -> Result<()> {
     let is_here = options.num_processes.is_some()
         || options.nnodes == Some(Processes::exactly(NonZeroUsize::MIN));
@@ -345,7 +345,7 @@ mod tests {
         assert_eq!((place.hosts, place.host), (2, 1));
         assert_eq!(place.endpoint.to_string(), "h:29400");
         assert_eq!(options.processes().most.get(), 1);
-        // What Accelerate calls the main process is the endpoint.
+        // Accelerate's main process is the endpoint.
         let (options, place) = several(|options| {
             options.rdzv_endpoint = None;
             options.master_addr = Some("m".to_owned());

@@ -15,7 +15,7 @@ use crate::gpu::GpuIds;
 use crate::output::OnOutputError;
 use crate::settings::hosts::{Endpoint, HostList};
 
-/// The options of a launch. What is `None` was not given.
+/// The options of a launch. An option that was not given is `None`.
 #[derive(Args, Clone, Debug, Default)]
 pub(crate) struct Options {
     /// A program, or the source file of a binary or an example of a cargo package.

@@ -173,7 +173,7 @@ fn interrupted(channel: &Channel) -> Result<()> {
     }
 }
 
-/// Starts the readers of the streams of a rank, and returns how many they are.
+/// Starts the readers of the streams of a rank, and returns their number.
 pub(super) fn read_output(
     rank: usize,
     process: &mut dyn RankProcess,

@@ -116,7 +116,7 @@ impl GroupOutcome {
         self.job.exit_code()
     }
 
-    /// The first signal to what the members have left behind.
+    /// The first signal to processes that the members have left behind.
     pub(crate) fn first_signal(&self) -> Signal {
         match self.job.was_killed() {
             true => Signal::KILL,
@@ -124,7 +124,7 @@ impl GroupOutcome {
         }
     }
 
-    /// Adds what was left behind on other hosts, and what came while it was ended.
+    /// Adds the processes left behind on other hosts, and the events that came while they were ended.
     pub(crate) fn add(&mut self, swept: Swept) {
         self.drained += swept.drained;
         self.asked_to_end = self.asked_to_end.or(swept.asked_to_end);

@@ -63,7 +63,7 @@ pub(crate) struct Remains {
 }
 
 impl Remains {
-    /// Ends what the processes of `group` have left behind on this host.
+    /// Ends the processes that those of `group` have left behind on this host.
     ///
     /// The first signal goes to the process groups, while their unreaped leaders keep the ids from being reused.
     /// The remaining processes are then looked up: descendants, if they can be listed; else groups that have been seen
@@ -85,7 +85,7 @@ impl Remains {
                 stuck.extend(process.local_pid());
                 continue;
             }
-            // Another host ends what is left there by itself.
+            // Another host ends its leftover processes by itself.
             if process.local_pid().is_some() {
                 end_group(&**process, first);
                 left.push(at);
@@ -193,7 +193,7 @@ impl Remains {
     }
 }
 
-/// Sends `signal` to the group of `process`, and lets what is stopped there receive it.
+/// Sends `signal` to the group of `process`, and continues stopped members so that they receive it.
 pub(crate) fn end_group(process: &dyn RankProcess, signal: Signal) {
     process.signal_group(signal);
     if signal != Signal::KILL {

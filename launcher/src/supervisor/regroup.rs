@@ -128,7 +128,7 @@ impl<'a> Regrouping<'a> {
         }
         self.stepped_at = Instant::now();
         self.spawner.let_go();
-        // Who leaves does not wait for who comes.
+        // Ranks that leave do not wait for ranks that come.
         if self.next.as_ref().is_none_or(|next| !next.is_told)
             && let Some(resize) = self.spawner.resize(self.settings, Growth::Later)
         {
@@ -285,7 +285,7 @@ impl NextGroup {
         spawner.adopt_next();
         let output = &self.attempt.output;
         output.relabel(former_output, self.channel.sender.clone());
-        // What has come to the running group meanwhile.
+        // Events of the running group that have arrived meanwhile.
         let rank_of = |rank| self.former.iter().position(|former| *former == Some(rank));
         self.seen
             .extend(channel.events.try_iter().filter_map(|event| match event {
@@ -354,7 +354,7 @@ impl NextGroup {
         Ok(next)
     }
 
-    /// Takes in what has happened to its ranks; says which one was lost that nobody waits for yet.
+    /// Takes in the events of its ranks; returns one that was lost while nobody waits for it yet.
     fn receive(&mut self) -> Option<(usize, String)> {
         for event in self.channel.events.try_iter() {
             match event {

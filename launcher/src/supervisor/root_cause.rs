@@ -132,7 +132,7 @@ impl RootCause {
             // A program that lost a rank may abort; its report can arrive just after its end.
             (FailureClass::Killed, Some(End::Signal(signal::SIGABRT))) => 50,
             (FailureClass::Killed, _) => 0,
-            // That it has joined after all, or closed its group, can still be on its way.
+            // The report that it has joined after all, or closed its group, can still be on its way.
             (FailureClass::BlamedSilent, Some(_)) if !self.is_blamed => 500,
             (
                 FailureClass::SelfReported

@@ -93,7 +93,7 @@ impl Attempt {
             store,
             carried,
         } = self;
-        // Dropped after the guard of what it carries, which kills all at once, and not one after the other.
+        // Dropped after the guard of `carried`, which kills all ranks at once instead of one after the other.
         let mut other_hosts = OtherHosts(Some(spawner));
         let mut carried = match carried {
             Some(carried) => carried,
@@ -194,7 +194,7 @@ impl Drop for OtherHosts<'_> {
     }
 }
 
-/// Reports to the store how ranks end, and to the user which ranks the launcher waits for; forms the next group.
+/// Reports the ends of ranks to the store, and to the user the ranks that the launcher waits for; forms the next group.
 struct ExitReporter<'a> {
     output: Output,
     rank_reports: RankReports,
@@ -221,7 +221,7 @@ impl Observer for ExitReporter<'_> {
     }
 
     fn ended(&mut self, rank: usize, process: &dyn RankProcess, end: End, ended_by: EndedBy) {
-        // Where it is on its way to the next group, the others wait for it there.
+        // If it is on its way to the next group, the others wait for it there.
         if let (Some((store_handle, Some(rank))), true) =
             (self.regrouping.told(rank), end != End::Code(0))
         {

@@ -22,7 +22,7 @@ use crate::settings::{Layout, Settings};
 
 /// Starts ranks. The main thread calls its methods.
 pub(crate) trait Spawner {
-    /// Waits until every host is there on which ranks are to run, and adds to `settings` what follows from them.
+    /// Waits until every host is there on which ranks are to run, and adds their layout to `settings`.
     ///
     /// # Errors
     /// When a host does not come in time, or a signal arrives on `channel`.
@@ -105,7 +105,7 @@ pub(crate) trait Spawner {
     /// When the rank cannot be started; a [usage error](Error::is_usage) if no other rank could be started either.
     fn spawn(&self, rank: usize, environment: &RankEnv) -> Result<Box<dyn RankProcess>>;
 
-    /// Ends the attempt on other hosts: what its ranks left behind there gets `first`, and SIGKILL after `grace`.
+    /// Ends the attempt on other hosts: leftover processes there get `first`, and SIGKILL after `grace`.
     fn end(&self, first: Signal, grace: Duration, channel: &Channel) -> Swept {
         let _ = (first, grace, channel);
         Swept::default()
@@ -186,7 +186,7 @@ impl LocalSpawner {
     }
 }
 
-/// Rank 0 reads what is piped to the launcher. A terminal is left alone: the ranks are not
+/// Rank 0 reads the standard input of the launcher if that is a pipe. A terminal is left alone: the ranks are not
 /// in its foreground, and the kernel would stop one that reads from it.
 fn stdin_of(rank: usize) -> Stdio {
     if rank == 0 && !io::stdin().is_terminal() {

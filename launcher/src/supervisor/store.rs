@@ -46,7 +46,7 @@ struct Credentials {
 }
 
 impl Store {
-    /// Starts the store for the ranks of `settings`; `observer` receives what they report.
+    /// Starts the store for the ranks of `settings`; `observer` receives their reports.
     ///
     /// The ranks inherit the launcher's environment, so the store goes by the same variables:
     /// it asks for the token of `ACCEL_TOKEN_FILE`, if that is set, and with
@@ -162,7 +162,7 @@ fn given_security() -> Result<Security> {
 pub(crate) struct StoreHandle(Weak<StoreServer>);
 
 impl StoreHandle {
-    /// Tells all ranks how `rank` ended, unless the store is gone.
+    /// Reports the end of `rank` to all ranks, unless the store is gone.
     pub(crate) fn report_exit(&self, rank: usize, text: String) {
         if let Some(server) = self.0.upgrade() {
             server.report_exit(rank, text);
@@ -202,7 +202,7 @@ pub(crate) struct FailureReport {
 }
 
 impl RankReports {
-    /// Records what the store reports, and forwards to `events` what the supervisor needs.
+    /// Records a report of the store, and forwards it to `events` if the supervisor needs it.
     pub(crate) fn record(&self, report: Report, events: &Sender<Event>) {
         let event = match report {
             Report::Joined { rank, host, .. } => {

@@ -45,7 +45,7 @@ pub(crate) fn connect(kind: EngineKind, address: &EngineAddress) -> Result<Box<d
 
 /// An engine that runs jobs. Callers name jobs by names and ids; the engine keeps nothing between calls.
 pub(crate) trait Engine {
-    /// Returns exactly what `submit` would send: a script, objects, a request. Changes nothing.
+    /// Returns the script, objects or request that `submit` would send. Changes nothing.
     ///
     /// # Errors
     /// When the engine cannot run such a job; the message names the option.
@@ -88,7 +88,7 @@ pub(crate) trait Engine {
         thread::sleep(Duration::from_millis(200));
     }
 
-    /// Lists the nodes, and how much of them is allocated.
+    /// Lists the nodes and their allocated resources.
     ///
     /// # Errors
     /// When the engine refuses it or does not answer.

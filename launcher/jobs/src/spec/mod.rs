@@ -187,14 +187,14 @@ impl<'a> AgentCommand<'a> {
         self
     }
 
-    /// Sets how many seconds agents wait for each other, at the start and after a loss.
+    /// Sets the number of seconds for which agents wait for each other, at the start and after a loss.
     #[cfg(feature = "slurm")]
     pub(crate) fn join_timeout(mut self, seconds: u64) -> Self {
         self.join_timeout = Some(seconds);
         self
     }
 
-    /// Sets how many seconds ranks have to save after SIGTERM.
+    /// Sets the number of seconds that ranks have to save after SIGTERM.
     #[cfg(feature = "slurm")]
     pub(crate) fn grace(mut self, seconds: u64) -> Self {
         self.grace = Some(seconds);

@@ -153,7 +153,7 @@ pub(super) fn answer<T>(
     }
     let (body, proof) = match receive(stream, soon())? {
         FromHost::JoinRequest { body, proof } => (body, proof),
-        // What else could be wrong is known here.
+        // Every other cause of a refusal has been checked before.
         FromHost::Refused(_) => return Err(Refusal::Permanent(OTHER_TOKEN.to_owned())),
     };
     if let Some(token) = token {

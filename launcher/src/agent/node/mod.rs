@@ -204,7 +204,7 @@ impl Agent<'_> {
         Err(error)
     }
 
-    /// Takes in what comes while no attempt is under way.
+    /// Takes in a message of the head while no attempt is under way.
     fn between_attempts(&self, inbound: Inbound) -> Option<Over> {
         match inbound {
             Inbound::Message(ToHost::JobOver { code, text }) => Some(Over::Job { code, text }),
@@ -248,7 +248,7 @@ impl Agent<'_> {
         Error::unreachable(said)
     }
 
-    /// Writes what this host knows of the failure.
+    /// Writes a report of the failure as this host knows it.
     fn report(&self, logs: &Path, text: &str, last: &KnownAttempt) -> Result<PathBuf> {
         let folder = output::create_run_folder(logs)?;
         let unwritable = |error| Error::system(folder.display().to_string()).with_source(error);
@@ -427,7 +427,7 @@ impl LocalRanks<'_> {
         }
     }
 
-    /// Ends what still runs; returns the first signal that asked this launcher to end meanwhile.
+    /// Ends the processes that still run; returns the first signal that asked this launcher to end meanwhile.
     fn sweep(mut self, sweep: Sweep, scope: KillScope<'_>, channel: &Channel) -> Option<i32> {
         let running = self.known.iter().zip(&self.group);
         let running = running.filter(|(known, _)| known.end.is_none());
@@ -459,7 +459,7 @@ impl LocalRanks<'_> {
     }
 
     fn ended(&mut self, rank: usize, end: End) {
-        // Where the shim was killed, this launcher kills the ranks, and goes with them: the host is lost.
+        // If the shim was killed, this launcher kills the ranks and ends with them: the host is lost.
         if shim::is_over() {
             return;
         }
@@ -535,7 +535,7 @@ impl Inbox {
         }
     }
 
-    /// Adds what has come.
+    /// Adds an event.
     fn put(&self, inbound: Inbound) {
         let mut state = self.state.lock();
         let event = match (state.work, &inbound) {

@@ -1,5 +1,5 @@
 //! The process that a client starts on a host, which is the shim of the launcher there: the command that starts it, its
-//! hello, its order, and what it does.
+//! hello, its order, and its work.
 //!
 //! ```text
 //! agent → client   MAGIC, AgentHello; then the output of its launcher
@@ -37,7 +37,7 @@ use crate::supervisor::store::MemoryFile;
 /// When the order does not come, or cannot be carried out on this host.
 pub(crate) fn run(program: Option<&OsStr>) -> Result<ExitCode> {
     if program == Some(OsStr::new(PROGRAM)) {
-        // What this program was read from; the ranks do not need it.
+        // The file that this program was read from; the ranks do not need it.
         drop(process::inherited(PROGRAM_FD));
         let _ = rustix::thread::set_name(c"accel-launch");
     }
@@ -133,7 +133,7 @@ fn greet(output: &mut impl Write, hello: &AgentHello) -> io::Result<()> {
     output.flush()
 }
 
-/// Waits for a hello, and skips what comes before it.
+/// Waits for a hello, and skips the bytes before it.
 pub(super) fn greeted(input: &mut impl Read) -> io::Result<AgentHello> {
     let mut seen = Vec::new();
     let mut byte = [0];
@@ -212,7 +212,7 @@ fn checking(machine: &str, features: &[&str]) -> String {
     script
 }
 
-/// Begins what a host says that cannot run the program.
+/// The first words of the refusal by a host that cannot run the program.
 pub(super) const NEEDS: &str = "this accel-launch needs";
 
 /// Returns the name of a processor feature in Linux's `/proc/cpuinfo`.

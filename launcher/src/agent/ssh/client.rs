@@ -1,4 +1,4 @@
-//! The client's end of one agent: the process that reaches it, and what it prints.
+//! The client's end of one agent: the process that reaches it, and its output.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -172,7 +172,7 @@ impl Client {
             });
             let relay = relay.clone();
             spawn("agent-stdout", move || {
-                // Where it does not take the program, it does not say hello either.
+                // If it does not take the program, it does not say hello either.
                 let _ = program.map(|program| input.write_all(&program));
                 drop(input);
                 let hello = greeted(&mut pipe);
@@ -211,7 +211,7 @@ impl Client {
     pub(super) fn order(&self, order: &Order, show: Show) {
         self.stderr.lock().is_shown = show == Show::Output;
         if let Some(mut stdin) = self.stdin.as_ref() {
-            // Where it is gone, its end tells.
+            // If it is gone, its end is reported.
             let _ = send(&mut stdin, order);
         }
     }
@@ -229,7 +229,7 @@ impl Client {
         self.stdin = None;
     }
 
-    /// Its process has ended: gives the last of what it printed on standard error.
+    /// Returns the last part of the standard error of its process, which has ended.
     pub(super) fn last_words(&mut self) -> String {
         self.stdin = None;
         self.process.reap();
@@ -304,7 +304,7 @@ const UNREACHABLE: [&str; 6] = [
     "banner exchange",
 ];
 
-/// Keeps the end of what a process prints on standard error.
+/// Keeps the last part of the standard error of a process.
 pub(super) fn keep(mut pipe: File, stderr: &Mutex<AgentStderr>) {
     let mut chunk = [0; TAIL];
     while let Ok(count @ 1..) = pipe.read(&mut chunk) {

@@ -106,10 +106,10 @@ impl<'a> SshJob<'a> {
     pub(super) fn run(mut self, channel: &Channel) -> Result<u8> {
         let ended = self.until_head_ends(channel);
         self.end_others(channel, ended.is_ok());
-        // What it said last has been shown.
+        // Its last lines have been shown.
         let (end, _) = ended?;
         match end {
-            // That of ssh itself.
+            // The exit code of ssh itself.
             End::Code(255) | End::Signal(_) | End::Lost => Err(Error::unreachable(format!(
                 "the connection to host {}, which decides for the job, was lost; every process of the job has been \
                  ended. Exit code {START_AGAIN}: start it again",
@@ -171,7 +171,7 @@ impl<'a> SshJob<'a> {
             if let Some((number, until, was_asked)) = &mut failed
                 && Instant::now() >= *until
             {
-                // The head waits for it, or has not ended what it ended for.
+                // The head waits for that host, or has not noticed its end.
                 if *was_asked {
                     return Err(self.failure(*number));
                 }
@@ -230,7 +230,7 @@ impl<'a> SshJob<'a> {
         }
     }
 
-    /// Takes in what agents have said.
+    /// Takes in the hellos of agents.
     fn listen(&mut self) -> Result<()> {
         for host in &mut self.hosts {
             let hello = host.client.as_ref().and_then(Client::hello);

@@ -73,7 +73,7 @@ pub(crate) fn run(
     let variables: Vec<_> = passed_on().collect();
     let order = |host: usize, endpoint: &str| {
         let mut words = placed(own, hosts, options, host, endpoint);
-        // Reports show what the user has typed.
+        // Reports show the words that the user has typed.
         let at = words.len().min(1);
         words.splice(at..at, command.iter().map(|word| client_word(word)));
         words.extend(arguments.iter().cloned());
@@ -119,7 +119,7 @@ fn placed(
     for (name, value) in place {
         words.extend([name.into(), value.into()]);
     }
-    // Those above, and those that are for the client alone.
+    // The options above, and those that are for the client alone.
     let replaced = [
         "--hosts",
         "--hostfile",

@@ -1,4 +1,4 @@
-//! Copies what a program needs to the same paths on all hosts, by rsync over the same SSH.
+//! Copies the files of a program to the same paths on all hosts, by rsync over the same SSH.
 
 use std::collections::VecDeque;
 use std::ffi::OsString;
@@ -22,7 +22,7 @@ use crate::settings::hosts::ListedHost;
 use crate::supervisor::group::watch;
 use crate::supervisor::signals::asks_to_end;
 
-/// The absolute paths at which the hosts get what is there.
+/// Makes paths absolute; hosts get the same files at the same paths.
 ///
 /// # Errors
 /// When a path is not there.
@@ -30,8 +30,8 @@ pub(super) fn absolute_paths(paths: &[PathBuf]) -> Result<Vec<PathBuf>> {
     paths.iter().map(|path| absolute_path(path)).collect()
 }
 
-/// Copies what is at absolute paths to each of `hosts` that is not this one, to many of them at once. A host whose
-/// connection is refused is tried again.
+/// Copies files and folders at absolute paths to each of `hosts` that is not this one, to many of them at once. A host
+/// whose connection is refused is tried again.
 ///
 /// # Errors
 /// When one of the hosts does not get it; when a signal arrives that asks to end.
@@ -86,7 +86,7 @@ pub(super) fn copy(
 /// The command that copies absolute paths to a host.
 pub(super) fn command(ssh: &Ssh, host: &ListedHost, paths: &[PathBuf]) -> Command {
     let mut command = Command::new("rsync");
-    // Folders above what is copied are made where they are not there, and stay as they are elsewhere.
+    // Missing parent folders are made; those that exist stay as they are.
     command.args([
         "--archive",
         "--relative",
@@ -152,7 +152,7 @@ impl<'a> Copy<'a> {
     }
 
     fn finish(mut self, end: End) -> std::result::Result<(), CopyError> {
-        // What it has started may hold its pipe.
+        // A process that it has started may hold its pipe.
         self.process.signal_group(Signal::KILL);
         self.process.reap();
         if end.is_success() {

@@ -25,7 +25,7 @@ pub(super) struct Sample {
     pub(super) bound: Vec<f64>,
 }
 
-/// The GPUs of the ranks, and what drives them.
+/// The GPUs of the ranks, and the versions of their drivers.
 #[derive(Debug, Serialize)]
 pub(super) struct GpuInfo {
     /// The version of NCCL.
@@ -92,7 +92,7 @@ impl BenchReport {
         )
     }
 
-    /// Adds what each rank measured; returns the line for it.
+    /// Adds the measurements of each rank; returns the line for them.
     pub(super) fn add(
         &mut self,
         bytes: usize,

@@ -52,7 +52,7 @@ pub(crate) fn run(
         on_output_error: OnOutputError::EndJob,
         ..Options::default()
     };
-    // Of "accel-launch bench all-reduce OPTIONS...".
+    // The options of "accel-launch bench all-reduce OPTIONS...".
     let own = command.iter().skip(3).cloned();
     let own: Vec<OsString> = std::iter::once("__bench".into()).chain(own).collect();
     launch::run(&options, &own, command, liveness)
@@ -86,7 +86,7 @@ fn check(arguments: &AllReduceArgs) -> Result<()> {
     }
     let ranks = arguments.num_processes.get();
     let largest = arguments.sizes.iter().max().copied().unwrap_or(0);
-    // What is reduced, and as much again for the bound.
+    // The buffer that is reduced, and as much again for the bound.
     let needed = largest.saturating_mul(2 * ranks);
     let available = Memory::of_this_machine().map(|memory| memory.available);
     match available {

@@ -1,4 +1,4 @@
-//! `--dry-run`: what a launch would start.
+//! `--dry-run`: the description of a launch that is not started.
 
 use std::ffi::OsString;
 use std::process::ExitCode;
@@ -12,7 +12,7 @@ use crate::settings::rank_env::RankEnv;
 use crate::text::{columns, print};
 use crate::variables;
 
-/// Prints what a launch would start, with which settings.
+/// Prints the program, the ranks and the settings of a launch.
 ///
 /// # Errors
 /// When standard output cannot be written.
@@ -37,7 +37,7 @@ pub(super) fn describe(
         .ranks()
         .map(|rank| environment.of(rank))
         .collect();
-    // What follows from the numbers of ranks on other hosts is known when they meet.
+    // The numbers of ranks on other hosts are known when they meet.
     let hosts = options.hosts();
     let is_first = options.node_rank.unwrap_or(0) == 0;
     let gpu = |rank| settings.gpus.of(rank).map(GpuId::to_string);

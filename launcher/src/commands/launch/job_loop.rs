@@ -20,7 +20,7 @@ use crate::supervisor::signals::Relay;
 use crate::supervisor::spawner::Spawner;
 use crate::text::list;
 
-/// A job: what all of its attempts have in common.
+/// A job: the parts that all of its attempts have in common.
 pub(crate) struct JobLoop<'a> {
     /// The user's options.
     pub(crate) options: &'a Options,
@@ -215,7 +215,7 @@ impl JobLoop<'_> {
                 (why.to_owned(), String::new(), decision)
             }
             Some(failure) if outcome.asked_to_end.is_none() => {
-                // On the way to another group, who waits there is seen to fail for who is lost there.
+                // On the way to another group, a rank that waits there seems to fail if another is lost there.
                 let is_certain = failure.is_certain() && !finished.was_to_regroup;
                 let is_newcomer = is_certain && self.spawner.blame(failure.rank());
                 let decision = restarts.failed(match is_certain {
@@ -246,7 +246,7 @@ impl JobLoop<'_> {
         ended.followed_by(decision)
     }
 
-    /// Sends signals to the next group of the attempt from now on, and what has come since its ranks were handed over.
+    /// Sends signals to the next group of the attempt from now on, and those that came since its ranks were handed over.
     fn hand_over(&self, old: &Channel, new: &Channel) {
         self.relay.redirect(new.sender.clone());
         for event in old.events.try_iter() {

@@ -27,12 +27,12 @@ use crate::variables;
 use job_loop::{JobLoop, JobVerdict};
 use program::FoundProgram;
 
-/// Starts what `options` ask for with the script's own `arguments`, and waits until the job has ended.
+/// Starts the program of `options` with its own `arguments`, and waits until the job has ended.
 ///
 /// `command` is the launcher's own command line; `liveness` is the pipe from its shim, if it has one.
 ///
 /// # Errors
-/// For what goes wrong before the ranks run; what goes wrong in them is in the exit code.
+/// When the job fails before its ranks run; their failure is in the exit code.
 pub(crate) fn run(
     options: &Options,
     arguments: &[OsString],
@@ -177,7 +177,7 @@ impl Launch<'_> {
     }
 }
 
-/// Fills the options up with what an engine tells about hosts; returns the place of this host among several.
+/// Fills the options up with the hosts that an engine tells; returns the place of this host among several.
 fn resolve_options(options: &Options) -> Result<(Options, Option<HostPlace>)> {
     let (options, place) = nodes::resolve(options, variable)?;
     options.check_effects()?;
@@ -195,7 +195,7 @@ fn resolve_options(options: &Options) -> Result<(Options, Option<HostPlace>)> {
 
 /// Fills the options up with defaults and variables.
 fn resolve_settings(options: &Options, command: &[OsString]) -> Result<Settings> {
-    // What is set to nothing hides every GPU from CUDA; elsewhere it is not set.
+    // CUDA hides every GPU if its variable is empty, which `variable` takes for not set.
     let gpus = Gpus::resolve(options, |name| std::env::var_os(name))?;
     let words = command
         .iter()
@@ -213,7 +213,7 @@ fn resolve_settings(options: &Options, command: &[OsString]) -> Result<Settings>
     Ok(settings)
 }
 
-/// Sends what the user and the shim signal to a new channel.
+/// Sends the signals of the user and of the shim to a new channel.
 fn listen_to_signals(liveness: Option<LivenessPipe>) -> Result<(Channel, Relay)> {
     let channel = Channel::new();
     let relay = Relay::new(channel.sender.clone());

@@ -30,7 +30,7 @@ enum ProgramSource {
 }
 
 impl<'a> FoundProgram<'a> {
-    /// Finds what `options` name; `arguments` are the program's.
+    /// Finds the program that `options` name; `arguments` are its own.
     ///
     /// # Errors
     /// When there is none, or cargo cannot tell; when a signal ends cargo.

@@ -1,4 +1,4 @@
-//! The decision about a failed job: if it is started again, when, and with how many ranks.
+//! The decision about a failed job: if it is started again, when, and with which number of ranks.
 //!
 //! A pure state machine, as `supervisor::job`; `supervisor/README.md` has the rules.
 
@@ -120,7 +120,7 @@ impl Restarts {
             return Decision::NoRestarts;
         }
         if failure == AttemptFailure::Newcomer || is_regained && self.slots.len() > self.least {
-            // What has been tried does not cost the job its restarts.
+            // Such a trial does not count as a restart.
             self.uncounted += 1;
             self.failed_rank = None;
             let dropped_slot = rank
@@ -186,7 +186,7 @@ impl Restarts {
         self.uncounted_restart()
     }
 
-    /// Decides after an attempt whose ranks were preempted, and the launcher was not; `lasted` is how long it ran.
+    /// Decides after an attempt whose ranks were preempted, and the launcher was not; it ran for `lasted`.
     ///
     /// The restart is immediate, and none of the failed job's. It takes restarts that were asked for at all, and a
     /// notice that is not the one before.

@@ -28,7 +28,7 @@ pub(super) fn check_first_line(program: &Path) -> Result<()> {
 }
 
 /// Checks the processor that `program` is for, its loader, its libraries and their versions, and the features of the
-/// processor that it was compiled for. A script passes, and so does what cannot be judged: its start tells.
+/// processor that it was compiled for. A script passes, and so does a file that cannot be judged: its start will tell.
 ///
 /// # Errors
 /// When it does not run here: the error names this host, what is expected and found, and what to do. When a signal
@@ -122,11 +122,12 @@ const LONGEST_FIRST_LINE: u64 = 4096;
 const REBUILD: &str = "build it on the oldest of the hosts, or link it statically \
     (`--target x86_64-unknown-linux-musl`)";
 
-/// Returns the loader's account of what `program` needs and this host lacks. It loads the program but runs none of it.
+/// Returns the loader's account of the libraries that `program` needs and this host lacks. It loads the program but runs
+/// none of it.
 fn lacking(loader: &Path, program: &Path, channel: &Channel) -> Result<Option<String>> {
     let name = loader.file_name().unwrap_or_default().to_string_lossy();
     if !name.starts_with("ld") {
-        // Who knows what it would do.
+        // Nobody knows the effect of running it.
         return Ok(None);
     }
     let ask = |arguments: &[&Path]| -> Result<Option<ToolOutput>> {
@@ -173,7 +174,7 @@ fn lacks(said: &ToolOutput, program: &Path) -> Vec<String> {
     let said = stderr
         .lines()
         .map(|line| line.trim().trim_start_matches(&begin));
-    // Of LD_PRELOAD.
+    // Errors of LD_PRELOAD.
     let said = said.filter(|line| !line.ends_with("ignored."));
     let said = said.filter(|line| SIGNS.iter().any(|sign| line.contains(sign)));
     missing.chain(said.map(str::to_owned)).collect()

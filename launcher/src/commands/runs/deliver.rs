@@ -119,8 +119,8 @@ fn write_points(out: &mut dyn Write, history: &RunHistory) -> io::Result<()> {
     Ok(())
 }
 
-/// A file is written as a whole or not at all; what is no file, such as a pipe, is written to. A closed one is no error on
-/// standard output.
+/// A regular file is written as a whole or not at all; a pipe, or another special file, is written to. A closed one
+/// is no error on standard output.
 fn write(
     output: Option<&Path>,
     content: impl FnOnce(&mut dyn Write) -> io::Result<()>,
@@ -164,7 +164,7 @@ pub(super) fn report(arguments: &ReportArgs) -> Result<ExitCode> {
         [run] => format!("the report of {}", label(&run.folder)),
         runs => format!("the report of {} runs", runs.len()),
     };
-    // What is no file may be standard output itself.
+    // A special file may be standard output itself.
     match output.is_file() {
         true => print(&format!(
             "{}: {what}\n",

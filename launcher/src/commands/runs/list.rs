@@ -38,7 +38,7 @@ pub(super) struct ListArgs {
     json: bool,
 }
 
-/// Which runs of a folder.
+/// The choice of runs of a folder.
 #[derive(Args, Clone, Debug)]
 pub(super) struct RunFilter {
     /// Only runs of this status; may be given several times.
@@ -211,7 +211,7 @@ fn cells(run: &RunSummary, metrics: &[&str]) -> Vec<String> {
 
 fn compare_by(key: &str, a: &RunSummary, b: &RunSummary) -> Ordering {
     match key {
-        // Of one millisecond, by the order in which a process began them.
+        // Runs of one millisecond are in the order in which a process began them.
         "age" => (b.created_ms, b.id).cmp(&(a.created_ms, a.id)),
         "name" => a.folder.cmp(&b.folder),
         "status" => a.status.cmp(&b.status),

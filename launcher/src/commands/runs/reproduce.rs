@@ -70,7 +70,7 @@ pub(super) fn run(arguments: &ReproduceArgs) -> Result<ExitCode> {
     Ok(ExitCode::from(1))
 }
 
-/// Returns the command that starts the program again, with a tag for its run. Notes what has changed since.
+/// Returns the command that starts the program again, with a tag for its run. Notes the changes since.
 fn command(original: &RunHistory) -> Result<Command> {
     if original.status() == RunStatus::Running {
         return Err(Error::usage(format!(
@@ -102,7 +102,7 @@ fn command(original: &RunHistory) -> Result<Command> {
 
 /// Runs the program to its end, and finds its run.
 fn run_again(original: &RunHistory, mut command: Command) -> Result<RunHistory> {
-    // Where the program writes its runs: where it did, or, where the run was copied from there, in its own folder.
+    // The program writes its runs where it did before; if the run was copied from there, in the folder of the copy.
     let beside = original.folder.canonicalize();
     let beside = beside.ok().and_then(|x| x.parent().map(Path::to_owned));
     let its_own = command.get_current_dir().map(|x| x.join("runs"));

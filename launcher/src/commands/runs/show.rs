@@ -300,7 +300,7 @@ fn section(text: &mut String, title: &str, rows: Vec<Vec<String>>) {
 }
 
 fn time(ms: u64) -> String {
-    // What lies behind the year 9999 has no text.
+    // A time after the year 9999 has no text.
     const LAST: u64 = 253_402_300_799;
     utc(UNIX_EPOCH + Duration::from_secs((ms / 1000).min(LAST)))
 }
@@ -411,7 +411,7 @@ fn metric_rows(runs: &[RunSummary], only: &[String]) -> Vec<ComparedRow> {
     let mut rows = Vec::new();
     for key in keys {
         for name in ["last", "min", "max"] {
-            // In JSON what is no number is a word, and equal to itself.
+            // In JSON, a value such as NaN is a word, and equal to itself.
             let of = |run: &RunSummary| {
                 let series = run.series(key)?;
                 let figure = match name {

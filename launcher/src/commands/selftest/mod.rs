@@ -307,7 +307,7 @@ impl<'a> JobSpec<'a> {
             _ => (self.processes(), self.port),
         };
         let mut command = Command::new(&self.program);
-        // Of a launch that this test runs in, nothing is passed on.
+        // No variable of a launch that this test runs in is passed on.
         for name in place_variables().chain(settings()) {
             command.env_remove(name);
         }
@@ -464,7 +464,7 @@ fn listen(launcher: &mut Process, events: Sender<JobEvent>) -> io::Result<()> {
 /// Reads a stream to its end, and returns its beginning.
 fn beginning(mut stream: File) -> String {
     let mut bytes = Vec::new();
-    // After an error, only what was read before it counts.
+    // After an error, only the bytes before it count.
     let _ = Read::by_ref(&mut stream)
         .take(16 << 10)
         .read_to_end(&mut bytes);

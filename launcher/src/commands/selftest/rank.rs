@@ -163,7 +163,7 @@ fn threads(groups: Vec<ProcessGroup>) -> Result<()> {
 }
 
 fn reduce(group: &ProcessGroup) -> Result<()> {
-    // The launcher sends it as soon as a rank is lost; this one says first what it has seen.
+    // The launcher sends it as soon as a rank is lost; this one first prints its own view.
     signal_hook::flag::register(signal_hook::consts::SIGTERM, Arc::<AtomicBool>::default())?;
     let mut values = vec![1.0_f32; 65_536];
     group.all_reduce(&mut values, ReduceOp::Mean)?;
@@ -195,7 +195,7 @@ fn print_line(text: &str) -> Result<()> {
     Ok(())
 }
 
-/// Runs all collectives on this rank; rank 0 prints how many results were compared.
+/// Runs all collectives on this rank; rank 0 prints the number of results that were compared.
 fn collectives(group: &ProcessGroup) -> Result<()> {
     let mut check = Check { group, results: 0 };
     check.reduced::<f32>(1000)?;

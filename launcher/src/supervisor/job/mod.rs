@@ -82,7 +82,7 @@ impl Job {
         }
     }
 
-    /// Handles one event; returns what to do.
+    /// Handles one event; returns the actions that follow.
     pub(crate) fn step(&mut self, event: Event, now: Instant) -> Vec<Action> {
         let mut actions = Vec::new();
         match event {
@@ -316,7 +316,7 @@ impl Job {
                 self.evidence.left_unclosed(rank, left_unclosed);
             }
         }
-        // Of ranks that are joining, some can be known to have joined and others not yet.
+        // While ranks join, some can be known to have joined and others not yet.
         let are_joining = is_joined
             && self
                 .members

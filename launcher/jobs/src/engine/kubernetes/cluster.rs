@@ -1,4 +1,4 @@
-//! The API server: how it is reached and asked, its version, and what its refusals mean.
+//! The API server: connections, requests, its version, and the meaning of its refusals.
 
 use std::fmt::{self, Debug};
 use std::future::Future;

@@ -1,4 +1,4 @@
-//! The nodes of a cluster, how much of them is allocated, and volumes.
+//! The nodes of a cluster, their allocated resources, and volumes.
 
 use std::collections::BTreeMap;
 
@@ -95,7 +95,7 @@ struct Amounts {
     cpus: f64,
 }
 
-/// Adds up what the pods on each node request.
+/// Adds up the requests of the pods on each node.
 fn allocated(pods: &[Pod]) -> BTreeMap<String, Amounts> {
     let mut nodes: BTreeMap<String, Amounts> = BTreeMap::new();
     for pod in pods {

@@ -157,7 +157,7 @@ impl<'a> LocalJob<'a> {
                 is_written = self.write().is_ok();
             }
         }
-        // Space may be freed on a disk that is full; nobody else knows how the job ended.
+        // Space may be freed on a disk that is full; nobody else knows the end of the job.
         let deadline = Instant::now() + WRITE_LIMIT;
         while !is_written && Instant::now() < deadline {
             thread::sleep(POLL);

@@ -397,7 +397,7 @@ struct LoadMetrics {
 }
 
 impl RayUsage {
-    /// Returns how much of a resource is used on a node.
+    /// Returns the used amount of a resource on a node.
     pub(super) fn used(&self, node: &str, resource: &str) -> f64 {
         let report = self
             .cluster_status

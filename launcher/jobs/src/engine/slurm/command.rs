@@ -134,7 +134,7 @@ pub(super) fn slurm(program: &str, arguments: &[&str]) -> Result<String> {
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// Gives `script` to sbatch with these options, and returns what it prints.
+/// Gives `script` to sbatch with these options, and returns its output.
 ///
 /// # Errors
 /// As for [`slurm`].
@@ -176,7 +176,7 @@ fn run(command: &mut Command, stdin: impl Into<Stdio>) -> Result<Output> {
     }
 }
 
-/// Makes an error of what a command of Slurm printed.
+/// Makes an error of the standard error of a command of Slurm.
 fn refusal(program: &str, errors: &str) -> Error {
     let lines: Vec<&str> = errors
         .lines()

@@ -106,7 +106,7 @@ impl Engine for SlurmEngine {
         let (run, end) = (Run::read(folder), RunEnd::read(folder));
         let known = match SlurmJob::of(job, folder) {
             Ok(known) => known,
-            // Slurm has forgotten a job that has ended; its script wrote how it ended.
+            // Slurm has forgotten a job that has ended; its script wrote its end.
             Err(error) if error.is_not_found() => match (&run, end) {
                 (Some(run), Some(end)) => end.as_slurm_has_it(run),
                 _ => return Err(error),
@@ -323,7 +323,7 @@ fn failure(
     let name = |node| Role::instance_name(spec.name.as_str(), node);
     let oom = out_of_memory(folder);
     match (report, oom) {
-        // Slurm knows what killed it.
+        // Slurm knows the cause.
         (Some(mut report), Some(node)) if report.instance == Some(name(node)) => {
             report
                 .reason

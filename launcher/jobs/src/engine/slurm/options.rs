@@ -165,7 +165,7 @@ fn is_option(word: &str, long: &str, short: Option<char>) -> bool {
     }
 }
 
-/// Refuses an option of sbatch that would break the parsing of what Slurm prints about the job.
+/// Refuses an option of sbatch that would break the parsing of Slurm's output about the job.
 ///
 /// # Errors
 /// When the option has a control character.

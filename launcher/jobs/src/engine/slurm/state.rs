@@ -61,7 +61,7 @@ impl SlurmJob {
             }
             Err(error) => return Err(error),
         };
-        // `scontrol` replaces what follows a `%`, even after another: such a folder cannot be distinguished from others.
+        // `scontrol` replaces the text after a `%`, even after another: such a folder cannot be told from others.
         let can_tell = !folder.to_string_lossy().contains('%');
         match &found.output {
             Some(output) if can_tell && !is_output_of(output, folder) => {

@@ -153,7 +153,7 @@ fn tensorboard(spec: &JobSpec) -> Result<[Object; 2]> {
     Ok([Object::of(&service)?, Object::of(&deployment)?])
 }
 
-/// Refuses what no kind of object supports.
+/// Refuses options that no kind of object supports.
 fn check(spec: &JobSpec) -> Result<()> {
     let options = &spec.options.kubernetes;
     if options.image.is_none() {

@@ -1,4 +1,4 @@
-//! One object of a job: how it is named, labelled and sent.
+//! One object of a job: its name, its labels, and its content.
 
 use std::collections::BTreeMap;
 
