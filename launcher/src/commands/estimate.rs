@@ -33,7 +33,7 @@ pub(crate) struct EstimateArgs {
 /// # Errors
 /// When the file is not there or no safetensors file, or standard output cannot be written.
 pub(crate) fn run(arguments: &EstimateArgs) -> Result<ExitCode> {
-    let report = MemoryEstimate::of(&read(&arguments.file)?);
+    let report = MemoryEstimate::of(&read_tensors(&arguments.file)?);
     print(&if arguments.json {
         json(&report)?
     } else {
@@ -209,7 +209,7 @@ struct Tensor {
 ///
 /// # Errors
 /// If a file cannot be read, is no safetensors file or index, or lacks a tensor of the index.
-fn read(path: &Path) -> Result<BTreeMap<String, Tensor>> {
+fn read_tensors(path: &Path) -> Result<BTreeMap<String, Tensor>> {
     if path
         .extension()
         .is_some_and(|extension| extension == "json")

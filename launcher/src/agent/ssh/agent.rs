@@ -183,7 +183,7 @@ pub(super) fn command_of_sent(length: usize) -> String {
          if [ -z \"$f\" ]; then echo no folder for temporary files lets programs run >&2; exit 126; fi; \
          head -c {length} >&3; exec 3>&-; \
          if [ $(wc -c <&4) -eq {length} ]; then exec {PROGRAM} __agent; fi; exit 1'",
-        checking(
+        check_script(
             std::env::consts::ARCH,
             &TargetFeatures::of_this_program().names()
         )
@@ -192,7 +192,7 @@ pub(super) fn command_of_sent(length: usize) -> String {
 
 /// Returns a script that refuses a host whose processor cannot run this program: by its kind, and by the flags of the
 /// features that the program was compiled for. The program itself could only end by a signal there.
-fn checking(machine: &str, features: &[&str]) -> String {
+fn check_script(machine: &str, features: &[&str]) -> String {
     let mut script = String::new();
     if ["x86_64", "aarch64"].contains(&machine) {
         script = format!(
@@ -320,7 +320,7 @@ mod tests {
     #[test]
     fn a_processor_that_does_not_run_the_program_is_refused_before_it_is_run() {
         let run = |machine, features: &[&str]| {
-            let script = checking(machine, features) + "echo it runs";
+            let script = check_script(machine, features) + "echo it runs";
             let shell = Command::new("/bin/sh").args(["-c", &script]).output();
             let ended = shell.unwrap();
             let said = [ended.stdout, ended.stderr].concat();
@@ -355,7 +355,7 @@ mod tests {
 
     #[test]
     fn commands_can_be_quoted_for_every_shell() {
-        let checks = checking("x86_64", &["avx2"]);
+        let checks = check_script("x86_64", &["avx2"]);
         assert!(!checks.contains(['\'', '\\', '!', '\n']), "{checks}");
         let command = command_of_sent(5);
         let script = command.strip_prefix("exec /bin/sh -c '").unwrap();
