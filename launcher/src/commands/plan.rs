@@ -28,7 +28,7 @@ pub(crate) struct PlanArgs {
     #[arg(long, value_name = "W")]
     world_size: usize,
 
-    /// How to handle the last samples when they do not fill a batch on every rank
+    /// The handling of the last samples when they do not fill a batch on every rank
     /// [default: exact; with --iterable: pad].
     #[arg(long, value_name = "POLICY", value_parser = tail_parser())]
     tail: Option<TailPolicy>,

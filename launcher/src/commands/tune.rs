@@ -187,15 +187,15 @@ struct SearchArgs {
     /// The specification, a TOML or JSON file.
     spec: PathBuf,
 
-    /// Where the search's files are [default: tune/NAME, by the specification's name].
+    /// The folder of the search's files [default: tune/NAME, by the specification's name].
     #[arg(long, value_name = "DIR")]
     folder: Option<PathBuf>,
 
-    /// How many trials run at the same time [default: the specification's `slots`, or what fits this machine].
+    /// Trials that run at the same time [default: the specification's `slots`, or what fits this machine].
     #[arg(long, value_name = "N")]
     slots: Option<usize>,
 
-    /// How many configurations are drawn [default: the specification's `num_samples`].
+    /// The number of configurations to draw [default: the specification's `num_samples`].
     #[arg(long, value_name = "N")]
     num_samples: Option<u32>,
 
@@ -209,7 +209,7 @@ struct ResumeArgs {
     /// The search's folder.
     folder: PathBuf,
 
-    /// How many trials run at the same time [default: as before].
+    /// Trials that run at the same time [default: as before].
     #[arg(long, value_name = "N")]
     slots: Option<usize>,
 }

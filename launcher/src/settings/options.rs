@@ -26,15 +26,15 @@ pub(crate) struct Options {
     #[arg(value_name = "SCRIPT")]
     pub(crate) script: Option<PathBuf>,
 
-    /// How many processes (ranks) to start on this machine, or MIN:MAX of them [default: 1].
+    /// Processes (ranks) to start on this machine, or MIN:MAX of them [default: 1].
     ///
     /// MIN:MAX starts MAX. Where one rank is the first to fail in two attempts in a row, or cannot
     /// be started, the job restarts with one rank less, down to MIN. It grows again: see --regrow-after.
     #[arg(short = 'n', long, value_name = "N|MIN:MAX", value_parser = processes, allow_negative_numbers = true)]
     pub(crate) num_processes: Option<Processes>,
 
-    /// How many processes (ranks) to start on this host: N; `gpu` for one a GPU; `auto` for the same, or one where there
-    /// is no GPU; `cpu` for one a core.
+    /// Processes (ranks) to start on this host: N; `gpu` for one per GPU; `auto` for the same, or one where there
+    /// is no GPU; `cpu` for one per core.
     ///
     /// On one host `--num-processes N` is the same. Several hosts may start different numbers.
     #[arg(
@@ -46,14 +46,14 @@ pub(crate) struct Options {
     )]
     pub(crate) nproc_per_node: Option<PerHost>,
 
-    /// How many hosts run the job, or MIN:MAX of them [default: 1]. Start accel-launch on each of them, with the program
+    /// Hosts that run the job, or MIN:MAX of them [default: 1]. Start accel-launch on each of them, with the program
     /// and its arguments.
     ///
     /// MIN:MAX starts with those that are there, at least MIN. Hosts may come and leave while the job runs.
     #[arg(long, value_name = "N|MIN:MAX", value_parser = processes, alias = "num-machines", allow_negative_numbers = true, help_heading = "Several hosts")]
     pub(crate) nnodes: Option<Processes>,
 
-    /// Which of the hosts this one is, from 0. Host 0 decides for all, and shows the output of all.
+    /// The number of this host, from 0. Host 0 decides for all, and shows the output of all.
     #[arg(
         long,
         value_name = "K",
@@ -63,7 +63,7 @@ pub(crate) struct Options {
     )]
     pub(crate) node_rank: Option<usize>,
 
-    /// Where host 0 is reached by the others [default port: 29400]. Ports of ranks have to be open between hosts too.
+    /// Address at which the others reach host 0 [default port: 29400]. Ports of ranks have to be open between hosts too.
     ///
     /// `--master-addr HOST --master-port PORT` stand for it where it is left out.
     #[arg(long, value_name = "HOST[:PORT]", help_heading = "Several hosts")]
@@ -225,7 +225,7 @@ pub(crate) struct Options {
     #[arg(long, value_name = "SECONDS", value_parser = seconds, allow_negative_numbers = true)]
     pub(crate) grace: Option<Duration>,
 
-    /// How often a failed job is restarted [default: 0; with MIN:MAX processes or hosts 3].
+    /// The number of restarts of a failed job [default: 0; with MIN:MAX processes or hosts 3].
     ///
     /// A restart ends all ranks and starts new ones; the program resumes from its last checkpoint.
     /// The count is never reset, however long the job ran in between. Ranks that were preempted and have saved

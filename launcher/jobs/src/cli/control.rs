@@ -28,11 +28,11 @@ pub(super) struct SubmitArgs {
     #[arg(long, value_name = "NAME")]
     name: JobName,
 
-    /// How many nodes run the job, that of rank 0 included.
+    /// Nodes that run the job, that of rank 0 included.
     #[arg(long, value_name = "N", default_value_t = NonZeroUsize::MIN, alias = "workers", alias = "nnodes", value_parser = nodes)]
     nodes: NonZeroUsize,
 
-    /// How many ranks each node runs: N, or `auto`, `gpu` or `cpu` as `accel-launch` takes it [default: one per GPU, else 1].
+    /// Ranks on each node: N, or `auto`, `gpu` or `cpu` as `accel-launch` takes it [default: one per GPU, else 1].
     #[arg(long, value_name = "N|auto|gpu|cpu", value_parser = nproc)]
     nproc_per_node: Option<String>,
 

@@ -31,7 +31,7 @@ pub(crate) struct JobSpec {
     /// name.
     pub(crate) nonce: String,
     pub(crate) engine: EngineKind,
-    /// The number of nodes that run the job; one agent runs on each.
+    /// Nodes that run the job; one agent runs on each.
     pub(crate) nodes: NonZeroUsize,
     /// The ranks per node: a number, `auto`, `gpu` or `cpu`, as for `accel-launch --nproc-per-node`.
     pub(crate) nproc_per_node: String,

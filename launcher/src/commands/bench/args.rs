@@ -33,15 +33,15 @@ pub(super) enum What {
 #[derive(Args, Clone, Debug)]
 #[command(after_help = BENCH_HELP)]
 pub(crate) struct AllReduceArgs {
-    /// How many ranks; one is enough for --device cuda.
+    /// Ranks; one is enough for --device cuda.
     #[arg(short = 'n', long, value_name = "N", default_value = "2", value_parser = processes)]
     pub(super) num_processes: NonZeroUsize,
 
-    /// Whose memory is reduced: the CPU's, or that of the ranks' NVIDIA GPUs, by NCCL.
+    /// The memory that is reduced: the CPU's, or that of the ranks' NVIDIA GPUs, by NCCL.
     #[arg(long, value_name = "DEVICE", value_enum, default_value_t = BenchDevice::Cpu)]
     pub(super) device: BenchDevice,
 
-    /// How they are connected: auto, shm, tcp, hierarchical, or threads of one process.
+    /// The connection of the ranks: auto, shm, tcp, hierarchical, or threads of one process.
     #[arg(long, value_name = "KIND", default_value_t, value_parser = transport)]
     pub(super) transport: TransportKind,
 
@@ -65,7 +65,7 @@ pub(crate) struct AllReduceArgs {
     )]
     pub(super) dtype: Vec<DType>,
 
-    /// How many operations of each size are timed [default: 400 MB in all, 20 to 10,000].
+    /// The number of timed operations of each size [default: 400 MB in all, 20 to 10,000].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub(super) iterations: Option<u32>,
 

@@ -28,11 +28,11 @@ pub(super) struct ExportArgs {
     #[command(flatten)]
     place: RunsFolder,
 
-    /// What to write.
+    /// The part of the runs to write.
     #[arg(long, value_enum, default_value_t = ExportFormat::Csv)]
     format: ExportFormat,
 
-    /// Where to write: a file, or for `tensorboard` a folder; standard output without it.
+    /// The file to write, or for `tensorboard` the folder; standard output without it.
     #[arg(short, long, value_name = "PATH")]
     output: Option<PathBuf>,
 }
@@ -209,7 +209,7 @@ pub(super) struct SyncArgs {
     #[command(flatten)]
     place: RunsFolder,
 
-    /// Where to deliver them: `csv`, to `metrics.csv` in the run's folder; `tensorboard`, to event files there, or
+    /// The destination: `csv`, to `metrics.csv` in the run's folder; `tensorboard`, to event files there, or
     /// `tensorboard:DIR`, to a folder for each run in DIR; `mlflow:URL`, to an MLflow server, or `mlflow`, to the one that
     /// MLFLOW_TRACKING_URI names.
     #[arg(long, value_name = "PLACE")]

@@ -29,7 +29,7 @@ pub(super) struct GcArgs {
     #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration)]
     older_than: Option<Duration>,
 
-    /// How many of the newest runs to keep.
+    /// The number of the newest runs to keep.
     #[arg(long, value_name = "NUMBER")]
     keep_last: Option<usize>,
 

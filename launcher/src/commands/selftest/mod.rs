@@ -37,7 +37,7 @@ use report::{LaunchTimes, StageFailure, StageResult, TestReport, failed};
 /// and 1 otherwise.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct TestArgs {
-    /// How many processes connect.
+    /// Processes that connect.
     #[arg(short = 'n', long, value_name = "N", default_value = "2", value_parser = processes)]
     num_processes: NonZeroUsize,
 
@@ -45,7 +45,7 @@ pub(crate) struct TestArgs {
     #[arg(long, value_name = "PORT", default_value_t = 0)]
     master_port: u16,
 
-    /// How many seconds a stage may take.
+    /// The seconds that a stage may take.
     #[arg(long, value_name = "SECONDS", default_value = "30", value_parser = limit)]
     limit: Duration,
 

@@ -32,11 +32,11 @@ pub(crate) struct RankArgs {
     /// Its part of the stage.
     task: Task,
 
-    /// How many threads are ranks.
+    /// Threads that are ranks.
     #[arg(long, default_value = "2")]
     threads: NonZeroUsize,
 
-    /// How many seconds it may wait for others.
+    /// The seconds that it may wait for others.
     #[arg(long, default_value = "60", value_parser = limit)]
     limit: Duration,
 }
