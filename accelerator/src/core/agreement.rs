@@ -1,4 +1,4 @@
-//! Compares what must be the same on every rank; an error names the ranks that differ.
+//! Compares what must be the same on every rank, and tells all ranks of an error on one; errors name the ranks.
 
 use core::fmt;
 

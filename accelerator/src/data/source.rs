@@ -1,4 +1,5 @@
-//! The items of a data set, and the batches that the batcher makes of them, on a worker or deferred to the caller.
+//! The items of a data set, and the batches that the batcher makes of them, on a worker or deferred to the caller; a
+//! digest of items, by which ranks compare their data sets.
 
 use core::fmt::{self, Write};
 use std::sync::{Arc, OnceLock};

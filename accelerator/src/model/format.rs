@@ -1,4 +1,5 @@
-//! The format of model files: their names, and the names, shapes and element types in them.
+//! The format of model files, and the options of saving and loading. The format says how files are called, and which
+//! names, shapes and element types they hold.
 
 use core::num::NonZeroU64;
 

@@ -1,4 +1,4 @@
-//! Calls of `backward` that failed on this rank before the other ranks heard of them.
+//! Calls of `backward`: one at a time, and those that failed on this rank before the other ranks heard of them.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

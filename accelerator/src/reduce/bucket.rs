@@ -1,4 +1,4 @@
-//! Values in buckets.
+//! The memory of a bucket, and the values in it.
 
 use core::fmt;
 use core::ops::Range;
@@ -7,7 +7,6 @@ use accelerator_collective::{Buffer, DType, Element, ProcessGroup};
 use burn::backend::DispatchTensor;
 use burn::tensor::{Device, Tensor, TensorData};
 
-use super::bucket;
 use super::device_bucket::DeviceBucket;
 use super::element_values::{ElementValues, with_values};
 use crate::model::Float;
@@ -78,7 +77,7 @@ impl BucketStorage {
                 let members: Vec<_> = members.collect();
                 with_values(present, |at, values| {
                     let MemberGradient { range, mode, .. } = members[at];
-                    bucket::write(buffer, range, values, weight, mode);
+                    write(buffer, range, values, weight, mode);
                 });
             }
             Self::Device(flat) => {
@@ -91,7 +90,7 @@ impl BucketStorage {
     /// Zeroes a range that was not written.
     pub(super) fn clear(&mut self, range: &Range<usize>) {
         match self {
-            Self::Host(buffer) => bucket::clear(buffer, range),
+            Self::Host(buffer) => clear(buffer, range),
             // On a device, an unwritten range is 0.
             Self::Device(_) => {}
         }
@@ -119,7 +118,7 @@ impl BucketStorage {
             _ => DType::F32,
         };
         let mut buffer = group.buffer(dtype, length);
-        bucket::write(&mut buffer, &(0..length), values, 1.0, WriteMode::Replace);
+        write(&mut buffer, &(0..length), values, 1.0, WriteMode::Replace);
         Self::Host(buffer)
     }
 

@@ -1,4 +1,4 @@
-//! Losses that are not finite: nothing comes of training on from there.
+//! The loss of a window, and what happens if it is not finite.
 
 use burn::tensor::Tensor;
 

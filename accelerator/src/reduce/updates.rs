@@ -1,4 +1,4 @@
-//! The updates of replicas, which must be the same on every rank.
+//! The updates of replicas, which must be the same on every rank, and the rounds of local training, in which they differ.
 
 use core::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};

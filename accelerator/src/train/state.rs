@@ -1,4 +1,4 @@
-//! The state of a training, and its log.
+//! The state of a training, its log, and its model.
 
 use core::fmt;
 use std::collections::BTreeMap;

@@ -1,4 +1,4 @@
-//! Arguments from a command line: `#[command(flatten)]` in a struct of clap.
+//! Arguments from a command line (`#[command(flatten)]` in a struct of clap), and from files.
 
 use std::path::{Path, PathBuf};
 

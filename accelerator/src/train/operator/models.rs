@@ -1,4 +1,4 @@
-//! The models of an operator, each with its optimizer, and their data.
+//! The models of an operator, each with its optimizer, and their data; the meter of its metrics.
 
 use core::fmt;
 
