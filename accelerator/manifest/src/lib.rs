@@ -43,22 +43,19 @@ pub use name::FileName;
 /// Items for the launcher and the other crates of this project. They are not part of the public API.
 #[doc(hidden)]
 pub mod internal {
+    pub use crate::folder::Place;
     #[cfg(any(test, feature = "fuzzing"))]
     pub use crate::manifest::fuzz_manifest;
-    pub use crate::place::Place;
     pub use crate::staged::StagedFolder;
 }
 
 mod checkpoint;
-mod checkpoint_name;
 mod draft;
 mod error;
 mod folder;
 mod hash;
 mod manifest;
 mod name;
-mod place;
-mod progress;
 mod staged;
 mod tree;
 mod vfs;

@@ -1,14 +1,12 @@
 //! The operations that change the file system, one function each, so that tests can stop between any two.
 
 use std::fs::{self, File};
-use std::io;
 use std::panic::{RefUnwindSafe, UnwindSafe};
 use std::path::Path;
 use std::sync::Arc;
+use std::{fmt, io};
 
 use accelerator_host::fs::sync_folder;
-
-use crate::progress::Progress;
 
 /// A change that is about to be made.
 #[derive(Debug)]
@@ -128,5 +126,31 @@ impl Vfs {
 impl std::fmt::Debug for Vfs {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Vfs").finish_non_exhaustive()
+    }
+}
+
+/// Called after each block of a file that was read, summed up, written or flushed.
+#[derive(Clone, Default)]
+pub(crate) struct Progress(Option<Arc<Callback>>);
+
+type Callback = dyn Fn() + Send + Sync + UnwindSafe + RefUnwindSafe;
+
+impl Progress {
+    pub(crate) fn new(
+        callback: impl Fn() + Send + Sync + UnwindSafe + RefUnwindSafe + 'static,
+    ) -> Self {
+        Self(Some(Arc::new(callback)))
+    }
+
+    pub(crate) fn tick(&self) {
+        if let Some(callback) = &self.0 {
+            callback();
+        }
+    }
+}
+
+impl fmt::Debug for Progress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Progress").finish_non_exhaustive()
     }
 }

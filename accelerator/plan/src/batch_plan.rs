@@ -3,8 +3,7 @@
 use std::sync::Arc;
 
 use crate::error::{Error, Kind, Result};
-use crate::plan::{EpochPlan, Order, Plan, PlannedBatch};
-use crate::tail::TailPolicy;
+use crate::plan::{EpochPlan, Order, Plan, PlannedBatch, TailPolicy};
 
 /// A plan of which rank gets which batch of an epoch, given the samples of each batch: batches of
 /// sentences of about the same length, for example, with as many as fit.

@@ -3,8 +3,7 @@
 use std::num::NonZeroUsize;
 
 use crate::error::{Error, Kind, Result};
-use crate::plan::{Order, Plan};
-use crate::tail::TailPolicy;
+use crate::plan::{Order, Plan, TailPolicy};
 
 /// The number of samples of a batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -1,7 +1,7 @@
 //! Sampling with weights.
 
 use crate::error::{Error, Kind, Result};
-use crate::mix::mix;
+use crate::permutation::mix;
 
 /// Draws samples with given weights, anew in every epoch, by seed and epoch alone.
 ///

@@ -255,7 +255,7 @@ fn to_line(value: &impl Serialize) -> Result<Vec<u8>> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::trial_id::TrialId;
+    use crate::config::TrialId;
 
     fn ended(trial: u32) -> Event {
         let trial = TrialId::new(trial);

@@ -1,10 +1,11 @@
 //! Hyperparameter search, as Ray Tune has it: a space of configurations, trials that try them, and schedulers that stop the
 //! bad ones early.
 
+pub use crate::config::TrialId;
+pub use crate::value::Metrics;
 pub use config::Config;
 pub use core::{CheckpointSettings, SearchOrder};
 pub use error::{Error, Result};
-pub use metrics::Metrics;
 pub use objective::{Mode, Objective};
 pub use output::{DataFrame, Display, Results, Scope};
 pub use pool::WorkerReuse;
@@ -18,7 +19,6 @@ pub use space::{
 };
 pub use stop::{Plateau, Stop};
 pub use trial::{BoxError, Reset, Trainable, TrialContext, TrialSession};
-pub use trial_id::TrialId;
 pub use value::{IntoValue, Number};
 pub use view::{Rung, SearchEnd, Trial, TrialResult, TrialStatus};
 
@@ -29,8 +29,6 @@ mod error;
 mod fields;
 mod host;
 mod journal;
-mod metrics;
-mod names;
 mod objective;
 mod output;
 mod pool;
@@ -43,6 +41,5 @@ mod slots;
 mod space;
 mod stop;
 mod trial;
-mod trial_id;
 mod value;
 mod view;

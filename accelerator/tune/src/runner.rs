@@ -5,10 +5,9 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use crate::config::Config;
+use crate::config::{Config, TrialId};
 use crate::error::Result;
-use crate::metrics::Metrics;
-use crate::trial_id::TrialId;
+use crate::value::Metrics;
 
 /// Carries trials out, several at a time. It decides nothing.
 ///

@@ -4,9 +4,9 @@ use std::ops::{Index, IndexMut};
 
 use serde::{Deserialize, Serialize};
 
+use crate::config::TrialId;
 use crate::error::{Error, Result};
 use crate::host::HostResources;
-use crate::trial_id::TrialId;
 
 /// The resources of one trial: Ray Tune's `resources_per_trial`.
 ///

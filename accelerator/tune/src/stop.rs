@@ -6,10 +6,10 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
+use crate::config::TrialId;
 use crate::error::{Error, Result};
 use crate::fields;
 use crate::objective::{Mode, Objective};
-use crate::trial_id::TrialId;
 use crate::view::TrialResult;
 
 /// Ends trials: any of its conditions is enough.

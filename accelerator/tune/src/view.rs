@@ -4,11 +4,10 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::config::Config;
-use crate::metrics::Metrics;
+use crate::config::{Config, TrialId};
 use crate::objective::Objective;
 use crate::runner::Location;
-use crate::trial_id::TrialId;
+use crate::value::Metrics;
 
 /// The progress of a trial, in Ray's words.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize)]

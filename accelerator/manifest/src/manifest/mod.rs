@@ -10,14 +10,6 @@ use crate::error::{Error, Kind, Result};
 use crate::hash::ContentHash;
 use crate::name::FileName;
 
-use bounds::check_bounds;
-use seal::{check_seal, seal};
-
-mod bounds;
-mod seal;
-#[cfg(test)]
-mod tests;
-
 /// The content of `manifest.json`.
 ///
 /// The last field of the file, `seal`, is the sum of everything before it, so that no bit of it can
@@ -379,3 +371,93 @@ pub fn fuzz_manifest(bytes: &[u8]) {
         }
     }
 }
+
+/// The most values that a manifest may have: numbers, strings, lists and maps, including nested ones.
+const MOST_VALUES: usize = 1 << 20;
+
+/// The deepest nesting of lists and maps.
+const DEEPEST: usize = 64;
+
+/// Checks the number of values in a JSON text, and how deep they are nested. A value of two bytes can take hundreds of
+/// bytes in memory, so the length of the text alone is a weak bound.
+///
+/// # Errors
+///
+/// A description of the bound that is exceeded.
+fn check_bounds(bytes: &[u8]) -> Result<(), String> {
+    let (mut values, mut depth) = (1, 0_usize);
+    let mut bytes = bytes.iter();
+    while let Some(byte) = bytes.next() {
+        match byte {
+            b'"' => skip_text(&mut bytes),
+            // At most one value follows.
+            b',' => values += 1,
+            b'[' | b'{' => {
+                values += 1;
+                depth += 1;
+            }
+            b']' | b'}' => depth = depth.saturating_sub(1),
+            _ => {}
+        }
+        if depth > DEEPEST {
+            return Err(format!(
+                "values are in one another more than {} deep, which is the most that is allowed",
+                DEEPEST
+            ));
+        }
+        if values > MOST_VALUES {
+            return Err(format!(
+                "the manifest has more than the {} values that are allowed",
+                MOST_VALUES
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// Skips the rest of a string, including its closing quote.
+fn skip_text<'a>(bytes: &mut impl Iterator<Item = &'a u8>) {
+    while let Some(byte) = bytes.next() {
+        match byte {
+            b'"' => return,
+            b'\\' => drop(bytes.next()),
+            _ => {}
+        }
+    }
+}
+
+/// Appends the seal to what it is the sum of: an object without its end.
+fn seal(body: &mut Vec<u8>) {
+    let hash = ContentHash::of(body).to_string();
+    body.extend_from_slice(SEAL);
+    body.extend_from_slice(hash.as_bytes());
+    body.extend_from_slice(END);
+}
+
+/// Checks that the content is, to the bit, the content that was sealed.
+fn check_seal(bytes: &[u8]) -> Result<()> {
+    let corrupt = |message: &str| Error::new(Kind::Corrupt, message);
+    let sealed = bytes.strip_suffix(END).and_then(|rest| {
+        let (rest, digits) = rest.split_at_checked(rest.len().checked_sub(DIGITS)?)?;
+        Some((rest.strip_suffix(SEAL)?, digits))
+    });
+    let Some((body, digits)) = sealed else {
+        return Err(corrupt(
+            "the manifest does not end with its seal: it is cut off, or was edited",
+        ));
+    };
+    // As text: digits in capitals would be the same sum, but not the same bits.
+    if ContentHash::of(body).to_string().as_bytes() != digits {
+        return Err(corrupt(
+            "the seal of the manifest does not fit its content: it was changed after it was written",
+        ));
+    }
+    Ok(())
+}
+
+const SEAL: &[u8] = b",\n  \"seal\": \"";
+const END: &[u8] = b"\"\n}\n";
+const DIGITS: usize = 64;
+
+#[cfg(test)]
+mod tests;

@@ -3,8 +3,7 @@
 use proptest::prelude::*;
 use serde_json::json;
 
-use super::bounds::{DEEPEST, MOST_VALUES};
-use super::*;
+use super::{DEEPEST, MOST_VALUES, *};
 
 fn manifest() -> Manifest {
     let mut metadata = Metadata::new(NonZeroUsize::MIN);
@@ -192,4 +191,13 @@ proptest! {
         body.splice(at..end, with);
         fuzz_manifest(&body);
     }
+}
+
+#[test]
+fn what_stands_in_texts_is_no_value() {
+    let many = "[,{\\\"".repeat(MOST_VALUES);
+    assert_eq!(
+        check_bounds(format!("{{\"{many}\": \"{many}\"}}").as_bytes()),
+        Ok(())
+    );
 }

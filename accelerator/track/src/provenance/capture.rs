@@ -394,6 +394,33 @@ fn output(command: &mut Command, limit: usize, time: Duration) -> Result<Vec<u8>
     }
 }
 
+#[cfg(all(test, unix))]
+mod output_tests {
+    use super::*;
+
+    fn shell(script: &str, limit: usize) -> Result<Vec<u8>, Stopped> {
+        let mut command = Command::new("sh");
+        output(
+            command.args(["-c", script]),
+            limit,
+            Duration::from_millis(400),
+        )
+    }
+
+    #[test]
+    fn what_hangs_floods_or_fails_is_given_up() {
+        assert_eq!(shell("echo a", 2), Ok(b"a\n".to_vec()));
+        assert_eq!(shell("yes", 1000), Err(Stopped::TooLong));
+        assert_eq!(shell("echo a; exit 3", 10), Err(Stopped::Failed));
+        assert_eq!(shell("sleep 20", 10), Err(Stopped::TooLate));
+        let mut missing = Command::new("no-such-program");
+        assert_eq!(
+            output(&mut missing, 1, Duration::from_secs(1)),
+            Err(Stopped::Failed)
+        );
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::fs;
@@ -505,33 +532,6 @@ mod tests {
                 .take(&file)
                 .commit
                 .is_none_or(|commit| commit.diff.is_none())
-        );
-    }
-}
-
-#[cfg(all(test, unix))]
-mod output_tests {
-    use super::*;
-
-    fn shell(script: &str, limit: usize) -> Result<Vec<u8>, Stopped> {
-        let mut command = Command::new("sh");
-        output(
-            command.args(["-c", script]),
-            limit,
-            Duration::from_millis(400),
-        )
-    }
-
-    #[test]
-    fn what_hangs_floods_or_fails_is_given_up() {
-        assert_eq!(shell("echo a", 2), Ok(b"a\n".to_vec()));
-        assert_eq!(shell("yes", 1000), Err(Stopped::TooLong));
-        assert_eq!(shell("echo a; exit 3", 10), Err(Stopped::Failed));
-        assert_eq!(shell("sleep 20", 10), Err(Stopped::TooLate));
-        let mut missing = Command::new("no-such-program");
-        assert_eq!(
-            output(&mut missing, 1, Duration::from_secs(1)),
-            Err(Stopped::Failed)
         );
     }
 }

@@ -16,7 +16,6 @@ pub use data::downsample;
 pub(crate) use data::{PageData, PageRun};
 
 mod data;
-mod media;
 
 /// A report of a run, or a comparison of several: one HTML file that asks no network for anything.
 ///

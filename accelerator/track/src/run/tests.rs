@@ -535,3 +535,28 @@ fn a_run_whose_journal_cannot_be_written_leaves_no_folder() {
     assert!(error.to_string().contains("journal.jsonl"), "{error}");
     assert_eq!(runs.read_dir().unwrap().count(), 0);
 }
+
+#[test]
+fn the_size_of_images_is_read_from_their_headers() {
+    let mut png = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR".to_vec();
+    png.extend([0, 0, 0, 28, 0, 0, 1, 0]);
+    assert_eq!(image_size(&png), Some(("image/png", 28, 256)));
+    assert_eq!(image_size(&png[..20]), None);
+    let jpeg = [
+        0xff, 0xd8, 0xff, 0xe0, 0, 4, 1, 2, 0xff, 0xc0, 0, 17, 8, 0, 20, 0, 30, 3,
+    ];
+    assert_eq!(image_size(&jpeg), Some(("image/jpeg", 30, 20)));
+    assert_eq!(image_size(b"GIF89a"), None);
+    assert_eq!(image_size(b""), None);
+}
+
+#[test]
+fn histograms_of_odd_values() {
+    assert!(Histogram::of([f64::NAN].into_iter(), 3).bins().is_empty());
+    assert_eq!(
+        Histogram::of([2.0, 2.0].into_iter(), 3).bins(),
+        [[2.0, 2.0, 2.0]]
+    );
+    let histogram = Histogram::of([1.0, f64::INFINITY, 3.0].into_iter(), 2);
+    assert_eq!(histogram.bins(), [[1.0, 2.0, 1.0], [2.0, 3.0, 1.0]]);
+}

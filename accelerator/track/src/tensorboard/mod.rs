@@ -6,14 +6,13 @@ use std::{fs, io, mem};
 
 use serde_json::Value;
 
+use self::event_files::{END, EventKind, HYPERPARAMETERS, SummaryData, SummaryValue};
 use crate::error::{Error, Kind, Result};
 use crate::record::{EndStatus, Entry, Metrics, Number, Record};
 use crate::run_files::{TENSORBOARD, blob_path};
 use crate::sink::{Origin, RunInfo, Sink, SinkPosition};
-use event::{END, EventKind, HYPERPARAMETERS, SummaryData, SummaryValue};
 use event_files::EventFiles;
 
-mod event;
 mod event_files;
 
 /// Writes what TensorBoard shows of a run: `tensorboard --logdir FOLDER`.

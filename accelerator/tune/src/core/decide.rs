@@ -3,10 +3,9 @@
 use super::event::{Action, Decision, EndReason, Origin};
 use super::trial_state::{BranchState, TrialUpdate};
 use super::{Core, prefix};
-use crate::config::Config;
+use crate::config::{Config, TrialId};
 use crate::scheduler::{Observation, SchedulerDecision};
 use crate::searcher::TrialEnd;
-use crate::trial_id::TrialId;
 use crate::view::{TrialResult, TrialStatus};
 
 impl Core {

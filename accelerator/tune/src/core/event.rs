@@ -2,9 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::config::Config;
+use crate::config::{Config, TrialId};
 use crate::searcher::TrialEnd;
-use crate::trial_id::TrialId;
 use crate::view::TrialResult;
 
 /// An event. The journal holds events in the order in which they were processed.

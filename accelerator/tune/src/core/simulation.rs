@@ -6,13 +6,12 @@ use serde_json::json;
 
 use super::event::Event;
 use super::{Action, Core, Decision, Rules, SearchOrder};
-use crate::config::Config;
-use crate::metrics::Metrics;
+use crate::config::{Config, TrialId};
 use crate::objective::{Mode, Objective};
 use crate::scheduler::TrialScheduler;
 use crate::space::Random;
 use crate::stop::Stop;
-use crate::trial_id::TrialId;
+use crate::value::Metrics;
 use crate::view::{TrialResult, TrialStatus};
 
 /// The random part of a simulation.

@@ -7,11 +7,10 @@ use super::simulation::{Chance, SimulatedSearch, check, configs, quality, rules,
 use super::{
     Branch, CheckpointKey, CheckpointSettings, Core, Decision, Event, SearchOrder, prunable,
 };
-use crate::config::Config;
-use crate::metrics::Metrics;
+use crate::config::{Config, TrialId};
 use crate::scheduler::{Observation, OtherTrials, SchedulerDecision, TrialScheduler};
 use crate::stop::Stop;
-use crate::trial_id::TrialId;
+use crate::value::Metrics;
 use crate::view::TrialResult;
 
 /// Stops trials that are worse than two thirds of the earlier reports. If others wait, pauses those in the worse half,

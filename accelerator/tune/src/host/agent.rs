@@ -15,7 +15,7 @@ use accelerator_host::sync::Mutex;
 use rustix::process::Signal;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
-use super::message::{EndSignal, FromAgent, Invitation, ToAgent};
+use super::agent_link::{EndSignal, FromAgent, Invitation, ToAgent};
 use super::{HostResources, LocalProcess, Output, ProcessSpec};
 use crate::error::{Error, Result};
 use crate::trial::protocol::{PeerRole, connect, receive, send};

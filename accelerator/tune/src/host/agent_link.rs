@@ -1,7 +1,9 @@
 use std::collections::BTreeMap;
 use std::io::{BufReader, PipeWriter, Write};
 use std::net::TcpStream;
+use std::ops::Range;
 use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
 use std::process::ExitStatus;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,12 +12,12 @@ use std::thread;
 use std::time::Duration;
 
 use accelerator_collective::launcher::{PendingHandshakes, Token};
+use accelerator_host::machine::UsableCores;
 use accelerator_host::sync::Mutex;
 use rustix::process::Signal;
+use serde::{Deserialize, Serialize};
 
-use super::message::{EndSignal, FromAgent, ToAgent};
 use super::process::{Output, Process, ProcessProgram, ProcessSpec};
-use super::resources::HostResources;
 use crate::error::{Error, Kind, Result};
 use crate::trial::protocol::{PeerRole, greet, receive, send};
 
@@ -232,3 +234,97 @@ fn lost(host: &str) -> Error {
 
 /// The time that an agent may take to start a process, or to end one.
 const START: Duration = Duration::from_secs(30);
+
+/// The invitation that agents get from the search through the job's process group.
+#[derive(Debug, Deserialize, Serialize)]
+pub(super) struct Invitation {
+    pub(super) address: String,
+    /// A file in the search's folder.
+    pub(super) mark: PathBuf,
+}
+
+#[derive(Debug, Deserialize, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum ToAgent {
+    Start { process: u32, spec: ProcessSpec },
+    Signal { process: u32, signal: EndSignal },
+    Close,
+}
+
+#[derive(Clone, Copy, Debug, Deserialize, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum EndSignal {
+    Terminate,
+    Kill,
+}
+
+#[derive(Debug, Deserialize, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum FromAgent {
+    Joined {
+        resources: HostResources,
+    },
+    Started {
+        pid: u32,
+    },
+    NotStarted {
+        message: String,
+    },
+    /// A line of standard output, with its end.
+    Output {
+        process: u32,
+        line: String,
+    },
+    OutputClosed {
+        process: u32,
+    },
+    /// The status as `waitpid` tells it.
+    Exited {
+        process: u32,
+        status: Option<i32>,
+    },
+}
+
+/// The resources that a host has for trials.
+#[derive(Clone, Debug, Default, Deserialize, Serialize)]
+pub(crate) struct HostResources {
+    /// The number of threads that may compute at a time, by affinity and quota.
+    pub(crate) cores: usize,
+    /// The numbers of the cores to which trials are bound; empty if the system has to choose.
+    pub(crate) core_numbers: Vec<usize>,
+    /// The GPUs, as `CUDA_VISIBLE_DEVICES` names them.
+    pub(crate) gpus: Vec<String>,
+}
+
+impl HostResources {
+    /// Returns what this process may use: its share of that if a host has several of the job's ranks.
+    pub(crate) fn of_this_process(local_rank: usize, local_world_size: usize) -> Self {
+        let cores = UsableCores::of_this_process();
+        Self {
+            cores: share_of(cores.count().get(), local_rank, local_world_size).len(),
+            core_numbers: share(cores.numbers(), local_rank, local_world_size),
+            gpus: share(&visible_gpus(), local_rank, local_world_size),
+        }
+    }
+}
+
+fn share<T: Clone>(all: &[T], of: usize, among: usize) -> Vec<T> {
+    all[share_of(all.len(), of, among)].to_vec()
+}
+
+fn share_of(all: usize, of: usize, among: usize) -> Range<usize> {
+    all * of / among..all * (of + 1) / among
+}
+
+/// Returns the GPUs of `CUDA_VISIBLE_DEVICES`, or all of the machine if that is not set.
+fn visible_gpus() -> Vec<String> {
+    if let Ok(list) = std::env::var("CUDA_VISIBLE_DEVICES") {
+        // As CUDA reads it: what stands behind an invalid one is not seen.
+        let listed = list.split(',').map(str::trim);
+        let listed = listed.take_while(|id| !id.is_empty() && !id.starts_with('-'));
+        return listed.map(str::to_owned).collect();
+    }
+    let devices = Path::new("/proc/driver/nvidia/gpus").read_dir();
+    let count = devices.map_or(0, Iterator::count);
+    (0..count).map(|index| index.to_string()).collect()
+}

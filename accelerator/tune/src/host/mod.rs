@@ -13,19 +13,17 @@ use accelerator_collective::{GroupOptions, Launch, ProcessGroup};
 use accelerator_host::machine::host_name;
 use rustix::process::Signal;
 
+pub(crate) use self::agent_link::HostResources;
+use self::agent_link::Invitation;
 use crate::error::{Error, Kind, Result};
 use crate::trial::protocol::accept_one;
 use agent_link::AgentLink;
-use message::Invitation;
 use process::{LocalProcess, Output, Process, ProcessLog};
 pub(crate) use process::{ProcessProgram, ProcessSpec};
-pub(crate) use resources::HostResources;
 
 mod agent;
 mod agent_link;
-mod message;
 mod process;
-mod resources;
 
 /// The hosts on which a search starts processes: this one, and those whose agents have joined.
 #[derive(Debug)]
@@ -303,8 +301,8 @@ mod tests {
     use std::net::TcpStream;
     use std::thread;
 
-    use super::message::FromAgent;
     use super::*;
+    use crate::host::agent_link::FromAgent;
     use crate::trial::protocol::{PeerRole, WorkerPlace, connect, send};
 
     #[test]

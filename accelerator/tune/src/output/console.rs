@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use accelerator_host::text::figure;
 
 use super::table::{Rows, best_line, counts, status, word};
-use crate::trial_id::TrialId;
+use crate::config::TrialId;
 use crate::view::{SearchView, TrialStatus};
 
 /// The output of a search while it runs.

@@ -8,10 +8,9 @@ use serde_json::{Map, Value};
 use super::report;
 use super::table::{Rows, status};
 use super::trial_folder::{csv_line, read_results, read_rows, write};
-use crate::config::Config;
+use crate::config::{Config, TrialId};
 use crate::error::{Error, Result};
 use crate::objective::Mode;
-use crate::trial_id::TrialId;
 use crate::value::json_number;
 use crate::view::{Rung, SearchEnd, SearchView, Trial, TrialResult};
 

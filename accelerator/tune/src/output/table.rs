@@ -288,9 +288,9 @@ mod tests {
 
     use super::*;
     use crate::config::Config;
+    use crate::config::TrialId;
     use crate::objective::{Mode, Objective};
     use crate::runner::Location;
-    use crate::trial_id::TrialId;
     use crate::view::TrialResult;
 
     #[test]

@@ -12,11 +12,9 @@ use accelerator_track::{
 };
 use serde_json::{Map, Value, json};
 
-use crate::config::Config;
+use crate::config::{Config, TrialId};
 use crate::error::{Error, Kind, Result};
-use crate::metrics::Metrics;
-use crate::trial_id::TrialId;
-use crate::value::json_number;
+use crate::value::{Metrics, json_number};
 use crate::view::TrialResult;
 
 /// Returns a name such as `MnistTrainable_358bb_00006`.

@@ -2,14 +2,13 @@
 
 use std::time::Instant;
 
-use super::listener::PoolEvent;
-use super::worker::Worker;
+use super::worker::{PoolEvent, Worker};
 use super::{Pool, WorkerReuse};
 use crate::checkpoint_folder;
+use crate::config::TrialId;
 use crate::error::Result;
 use crate::runner::RunnerEvent;
 use crate::trial::protocol::{FromWorker, ToWorker};
-use crate::trial_id::TrialId;
 
 impl Pool {
     pub(super) fn handle(&mut self, event: PoolEvent) -> Result<()> {

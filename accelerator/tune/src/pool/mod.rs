@@ -3,30 +3,26 @@
 //! A slot is what one trial runs on. Where more trials are under way than there are slots, those of a slot take turns, from
 //! report to report: a trial that waits for an answer keeps its process, and computes nothing.
 
+mod events;
+mod worker;
+
 use std::collections::{BTreeMap, VecDeque};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
+use self::worker::{Listener, PoolEvent};
 use serde::{Deserialize, Serialize};
+use worker::Worker;
 
 use crate::checkpoint_folder;
+use crate::config::TrialId;
 use crate::error::{Error, Result};
 use crate::host::{Hosts, ProcessProgram, ProcessSpec};
 use crate::runner::{Answer, RunnerEvent, TrialRunner, TrialStart};
 use crate::slots::{Resources, Slot, Slots};
 use crate::trial::protocol::ToWorker;
-use crate::trial_id::TrialId;
-use listener::{Listener, PoolEvent};
-use placements::{Placements, Turn};
-use worker::Worker;
-
-mod events;
-mod joint;
-mod listener;
-mod placements;
-mod worker;
 
 /// The choice whether a process carries out several trials, one after the other.
 #[derive(Clone, Copy, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
@@ -286,3 +282,113 @@ impl Drop for Pool {
 const CLOSED: Duration = Duration::from_secs(5);
 /// The time that workers have to end, before each of two signals.
 const PATIENCE: Duration = Duration::from_secs(2);
+
+/// The slot of each trial, and the turns in each slot.
+#[derive(Debug)]
+struct Placements {
+    slots: Slots,
+    trials: BTreeMap<TrialId, Placement>,
+    /// The turns that wait, by slot.
+    turns: Vec<VecDeque<Turn>>,
+}
+
+#[derive(Debug)]
+struct Placement {
+    slot: usize,
+    /// It was told to end, and does not count for its slot any more.
+    is_stopping: bool,
+}
+
+/// A trial's turn in its slot.
+#[derive(Debug)]
+enum Turn {
+    Start(TrialStart),
+    Answer(TrialId, Answer),
+}
+
+impl Placements {
+    fn new(slots: Slots) -> Self {
+        Self {
+            turns: (0..slots.len()).map(|_| VecDeque::new()).collect(),
+            trials: BTreeMap::new(),
+            slots,
+        }
+    }
+
+    fn slots(&self) -> &Slots {
+        &self.slots
+    }
+
+    fn is_computing(&self, trial: TrialId) -> bool {
+        let placement = self.trials.get(&trial);
+        placement.is_some_and(|placement| self.slots[placement.slot].active == Some(trial))
+    }
+
+    /// Gives a trial the slot with the fewest; it waits for its turn there.
+    fn place(&mut self, start: TrialStart) -> usize {
+        let mut counts = vec![0; self.slots.len()];
+        for placement in self.trials.values().filter(|trial| !trial.is_stopping) {
+            counts[placement.slot] += 1;
+        }
+        let slots = counts.iter().enumerate();
+        let fewest = slots.min_by_key(|(_, count)| **count);
+        let slot = fewest.map_or(0, |(slot, _)| slot);
+        let placement = Placement {
+            slot,
+            is_stopping: false,
+        };
+        self.trials.insert(start.trial, placement);
+        self.turns[slot].push_back(Turn::Start(start));
+        slot
+    }
+
+    /// A trial waits for its turn to go on as it is told; its slot.
+    fn answer(&mut self, trial: TrialId, answer: Answer) -> Option<usize> {
+        let placement = self.trials.get_mut(&trial)?;
+        placement.is_stopping |= matches!(answer, Answer::Pause(_) | Answer::Stop);
+        let turns = &mut self.turns[placement.slot];
+        match answer {
+            // It takes no time, and its worker may take the next trial.
+            Answer::Stop => turns.push_front(Turn::Answer(trial, answer)),
+            answer => turns.push_back(Turn::Answer(trial, answer)),
+        }
+        Some(placement.slot)
+    }
+
+    /// The next turn of a slot, where none is under way.
+    fn next_turn(&mut self, slot: usize) -> Option<Turn> {
+        if self.slots[slot].active.is_some() {
+            return None;
+        }
+        let turn = self.turns[slot].pop_front()?;
+        self.slots[slot].active = Some(turn.trial());
+        Some(turn)
+    }
+
+    /// A trial's turn is over: it does not compute at present. Its slot.
+    fn end_turn(&mut self, trial: TrialId) -> Option<usize> {
+        let slot = self.trials.get(&trial)?.slot;
+        let active = &mut self.slots[slot].active;
+        if *active == Some(trial) {
+            *active = None;
+        }
+        Some(slot)
+    }
+
+    /// A trial is not one of its slot's any more; the slot.
+    fn remove(&mut self, trial: TrialId) -> Option<usize> {
+        let slot = self.end_turn(trial)?;
+        self.trials.remove(&trial);
+        self.turns[slot].retain(|turn| turn.trial() != trial);
+        Some(slot)
+    }
+}
+
+impl Turn {
+    fn trial(&self) -> TrialId {
+        match self {
+            Self::Start(start) => start.trial,
+            Self::Answer(trial, _) => *trial,
+        }
+    }
+}

@@ -1,15 +1,21 @@
-use std::net::TcpStream;
+use std::collections::VecDeque;
+use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::mpsc::Sender;
+use std::thread;
 use std::time::Instant;
 
-use super::joint::JointMessages;
-use super::listener::Connection;
+use accelerator_collective::launcher::{PendingHandshakes, Token};
+
 use crate::checkpoint_folder;
-use crate::host::TrialProcess;
+use crate::config::TrialId;
+use crate::error::Result;
+use crate::host::{TrialProcess, at_port, bind_everywhere};
 use crate::runner::{Location, RunnerEvent, TrialStart};
-use crate::trial::protocol::{self, ToWorker};
-use crate::trial_id::TrialId;
+use crate::trial::protocol::{
+    self, FromWorker, PeerRole, ToWorker, WorkerPlace, accept_one, greet, receive,
+};
 
 /// A process that carries out trials, one at a time.
 #[derive(Debug)]
@@ -113,5 +119,172 @@ impl Worker {
             // One that does not listen any more is about to be noticed.
             let _ = protocol::send(link, message);
         }
+    }
+}
+
+/// Messages that all ranks of a worker send, each in the same order, though one may be ahead of another.
+#[derive(Debug)]
+pub(super) struct JointMessages {
+    by_rank: Vec<VecDeque<FromWorker>>,
+}
+
+impl JointMessages {
+    pub(super) fn new(ranks: usize) -> Self {
+        Self {
+            by_rank: vec![VecDeque::new(); ranks],
+        }
+    }
+
+    /// Adds a rank's message; returns rank 0's once every rank has sent one. A checkpoint of which one rank skipped its part is
+    /// skipped.
+    pub(super) fn push(&mut self, rank: usize, message: FromWorker) -> Option<FromWorker> {
+        self.by_rank.get_mut(rank)?.push_back(message);
+        if self.by_rank.iter().any(VecDeque::is_empty) {
+            return None;
+        }
+        let messages: Vec<_> = self
+            .by_rank
+            .iter_mut()
+            .filter_map(VecDeque::pop_front)
+            .collect();
+        if messages.contains(&FromWorker::Skipped) {
+            return Some(FromWorker::Skipped);
+        }
+        messages.into_iter().next()
+    }
+}
+
+/// The address to which workers connect.
+#[derive(Debug)]
+pub(super) struct Listener {
+    address: String,
+}
+
+/// A rank of a worker has connected, and knows the token.
+#[derive(Debug)]
+pub(super) struct Connection {
+    pub(super) worker: u32,
+    pub(super) rank: usize,
+    pub(super) host: String,
+    pub(super) pid: u32,
+    pub(super) stream: Arc<TcpStream>,
+}
+
+/// An event of a worker.
+#[derive(Debug)]
+pub(super) enum PoolEvent {
+    Connected(Connection),
+    Message {
+        worker: u32,
+        rank: usize,
+        message: FromWorker,
+    },
+    Closed {
+        worker: u32,
+    },
+    Exited {
+        worker: u32,
+    },
+}
+
+impl Listener {
+    /// Listens for at most `most` workers at a time. Workers of other hosts connect to `host`; if it is `None`, there
+    /// are none.
+    pub(super) fn bind(
+        host: Option<&str>,
+        token: &Token,
+        most: usize,
+        events: Sender<PoolEvent>,
+    ) -> Result<Self> {
+        let listener = match host {
+            None => TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?,
+            Some(_) => bind_everywhere()?,
+        };
+        let port = listener.local_addr()?.port();
+        let token = token.clone();
+        let pending = PendingHandshakes::logged(most.saturating_add(64));
+        thread::Builder::new()
+            .name("workers".to_owned())
+            .spawn(move || {
+                loop {
+                    let (events, token) = (events.clone(), token.clone());
+                    let pending = Arc::clone(&pending);
+                    accept_one(&listener, "worker", move |stream| {
+                        serve(stream, &token, &pending, &events);
+                    });
+                }
+            })?;
+        Ok(Self {
+            address: at_port(host.unwrap_or("127.0.0.1"), port),
+        })
+    }
+
+    /// Returns the address of the search for a worker that is about to be started.
+    pub(super) fn place(&self, worker: u32) -> WorkerPlace {
+        WorkerPlace {
+            address: self.address.clone(),
+            worker,
+        }
+    }
+}
+
+/// Passes on the messages of a worker, until it closes the connection.
+fn serve(
+    stream: TcpStream,
+    token: &Token,
+    pending: &Arc<PendingHandshakes>,
+    events: &Sender<PoolEvent>,
+) {
+    let stream = Arc::new(stream);
+    let handshake = pending.enter(&stream);
+    let Some((mut reader, peer)) = greet(&stream, token) else {
+        return;
+    };
+    let PeerRole::Worker(worker) = peer.role else {
+        return;
+    };
+    if !handshake.leave() {
+        return;
+    }
+    let connection = Connection {
+        worker,
+        rank: peer.rank,
+        host: peer.host,
+        pid: peer.pid,
+        stream,
+    };
+    let rank = connection.rank;
+    let mut is_open = events.send(PoolEvent::Connected(connection)).is_ok();
+    while is_open {
+        let Some(message) = receive(&mut reader) else {
+            break;
+        };
+        let event = PoolEvent::Message {
+            worker,
+            rank,
+            message,
+        };
+        is_open = events.send(event).is_ok();
+    }
+    // Nobody listens once the search has ended.
+    let _ = events.send(PoolEvent::Closed { worker });
+}
+
+#[cfg(test)]
+mod tests {
+    use FromWorker::{Saved, Skipped, Stopped};
+
+    use super::*;
+
+    #[test]
+    fn a_rank_that_is_ahead_does_not_speak_for_the_others() {
+        let mut ranks = JointMessages::new(2);
+        let complete = [(0, Saved), (0, Stopped), (1, Saved), (1, Stopped)]
+            .map(|(rank, message)| ranks.push(rank, message));
+        assert_eq!(complete, [None, None, Some(Saved), Some(Stopped)]);
+        let complete = [(1, Skipped), (1, Stopped), (0, Saved), (0, Stopped)]
+            .map(|(rank, message)| ranks.push(rank, message));
+        assert_eq!(complete, [None, None, Some(Skipped), Some(Stopped)]);
+        assert_eq!(JointMessages::new(1).push(0, Stopped), Some(Stopped));
     }
 }

@@ -1,15 +1,21 @@
 use std::collections::{BTreeSet, VecDeque};
-use std::fs;
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
-use std::sync::mpsc::Receiver;
-use std::time::Instant;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, Sender, SyncSender};
+use std::thread;
+use std::time::{Duration, Instant};
 
-use super::lines::{FileWriter, MetricsLine};
+use serde_json::{Map, Value};
+
 use crate::checkpoint_folder;
+use crate::config::TrialId;
 use crate::error::{Error, Result};
 use crate::host::TrialProcess;
 use crate::runner::{Offer, RunnerEvent};
-use crate::trial_id::TrialId;
+use crate::value::Metrics;
 
 /// A process of a program, which carries out one attempt at a trial.
 #[derive(Debug)]
@@ -192,4 +198,352 @@ fn is_within(path: &Path, folder: &Path) -> bool {
         return false;
     };
     path.starts_with(&folder) && path != folder
+}
+
+/// A report that a program has printed.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct MetricsLine {
+    pub(super) metrics: Metrics,
+    /// The checkpoint that the program has saved.
+    pub(super) checkpoint: Option<PathBuf>,
+}
+
+/// An event of a program.
+#[derive(Debug)]
+pub(super) enum ProgramEvent {
+    Line(u32, MetricsLine),
+    /// It has printed, for the first time, an object with numbers of these names, and not the metric.
+    Other(u32, Vec<String>),
+    /// This rank, which is not rank 0, has printed its first report.
+    OtherRank(u32, usize),
+    /// Its standard output is closed.
+    Closed(u32),
+    Exited(u32),
+}
+
+/// The origin of the lines of an output.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum LineSource {
+    /// Lines of one process.
+    Process,
+    /// Lines of all ranks, each with its rank as a prefix, as in `[1] {"loss": 0.5}`. Rank 0's are reports.
+    Ranks,
+}
+
+/// A JSON object that a program has printed.
+#[derive(Clone, Debug, PartialEq)]
+enum Printed {
+    Report(MetricsLine),
+    /// An object without the metric: the names of its numbers, of which there are some.
+    Other(Vec<String>),
+}
+
+/// The channel for the reports of an attempt.
+#[derive(Clone, Debug)]
+pub(super) struct ReportSender {
+    pub(super) attempt: u32,
+    pub(super) source: LineSource,
+    /// The metric that a line has to be a report.
+    pub(super) metric: String,
+    pub(super) events: Sender<ProgramEvent>,
+    /// Waits while there are too many reports; closed where no more are wanted.
+    pub(super) backlog: SyncSender<()>,
+}
+
+/// Passes on the reports in what a program prints, on a thread, and copies all of it to a file.
+pub(super) fn follow(
+    output: impl Read + Send + 'static,
+    log: Option<&Path>,
+    sender: ReportSender,
+) -> Result<()> {
+    let copy = |log: &Path| {
+        let copy = OpenOptions::new().create(true).append(true).open(log);
+        copy.map_err(|error| Error::io("write", log, error))
+    };
+    let mut copy = log.map(copy).transpose()?;
+    let ReportSender {
+        attempt,
+        source,
+        metric,
+        events,
+        backlog,
+    } = sender;
+    let follow = move || {
+        let mut lines = BufReader::new(output);
+        let mut line = Vec::new();
+        let (mut is_other_told, mut is_rank_told) = (false, false);
+        // A longer line is taken in pieces, which are no reports.
+        while (&mut lines)
+            .take(LINE_BYTES)
+            .read_until(b'\n', &mut line)
+            .is_ok_and(|read| read > 0)
+        {
+            // A full disk costs the log, and not the trial.
+            let _ = copy.as_mut().map(|copy| copy.write_all(&line));
+            let text = String::from_utf8_lossy(&line);
+            let rank = match source {
+                LineSource::Process => 0,
+                LineSource::Ranks => rank_of(&text),
+            };
+            let is_heard = match parse(&text, &metric) {
+                Some(Printed::Report(_)) if rank != 0 && !is_rank_told => {
+                    is_rank_told = true;
+                    events.send(ProgramEvent::OtherRank(attempt, rank)).is_ok()
+                }
+                _ if rank != 0 => true,
+                Some(Printed::Report(report)) if backlog.send(()).is_ok() => {
+                    events.send(ProgramEvent::Line(attempt, report)).is_ok()
+                }
+                Some(Printed::Other(names)) if !is_other_told => {
+                    is_other_told = true;
+                    events.send(ProgramEvent::Other(attempt, names)).is_ok()
+                }
+                _ => true,
+            };
+            if !is_heard {
+                return;
+            }
+            line.clear();
+        }
+        // Nobody listens once the search has ended.
+        let _ = events.send(ProgramEvent::Closed(attempt));
+    };
+    thread::Builder::new()
+        .name("output".to_owned())
+        .spawn(follow)?;
+    Ok(())
+}
+
+/// A file that a program writes while it runs.
+#[derive(Debug)]
+pub(super) struct GrowingFile {
+    file: File,
+    is_complete: Arc<AtomicBool>,
+}
+
+/// Marks the file as complete when it is dropped.
+#[derive(Debug)]
+pub(super) struct FileWriter(Arc<AtomicBool>);
+
+impl GrowingFile {
+    /// A new file in place of what is there.
+    pub(super) fn create(path: &Path) -> Result<(Self, FileWriter)> {
+        let create = || {
+            File::create(path)?;
+            File::open(path)
+        };
+        let file = create().map_err(|error| Error::io("write", path, error))?;
+        let is_complete = Arc::new(AtomicBool::new(false));
+        let writer = FileWriter(Arc::clone(&is_complete));
+        Ok((Self { file, is_complete }, writer))
+    }
+}
+
+impl Read for GrowingFile {
+    /// Waits at the end, until it is complete.
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        loop {
+            let was_complete = self.is_complete.load(Ordering::Acquire);
+            let read = self.file.read(buffer)?;
+            if read > 0 || was_complete {
+                return Ok(read);
+            }
+            thread::sleep(POLL);
+        }
+    }
+}
+
+impl Drop for FileWriter {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Release);
+    }
+}
+
+const POLL: Duration = Duration::from_millis(20);
+
+/// Returns the rank in the prefix of a line; 0 if it has none.
+fn rank_of(line: &str) -> usize {
+    let rank = line
+        .strip_prefix('[')
+        .and_then(|rest| rest.split_once("] "));
+    rank.and_then(|(rank, _)| rank.parse().ok()).unwrap_or(0)
+}
+
+/// A line is a report where it ends in a JSON object with the metric. A prefix, as launchers write before the lines of
+/// ranks, does not matter.
+fn parse(line: &str, metric: &str) -> Option<Printed> {
+    let line = line.trim_end();
+    let starts = line.match_indices('{').take(MOST_BRACES);
+    let mut map = starts
+        .filter(|_| line.ends_with('}'))
+        .find_map(|(at, _)| object(&line[at..]))?;
+    if !map.contains_key(metric) {
+        let numbers = map.iter().filter(|(_, value)| value.is_number());
+        let names: Vec<_> = numbers.map(|(name, _)| name.clone()).collect();
+        return (!names.is_empty()).then_some(Printed::Other(names));
+    }
+    let checkpoint = map.remove("checkpoint");
+    let checkpoint = checkpoint.and_then(|path| Some(PathBuf::from(path.as_str()?)));
+    let numbers = map.iter().filter_map(|(name, value)| {
+        let number = match value {
+            Value::Bool(flag) => Some(f64::from(u8::from(*flag))),
+            // Programs whose JSON cannot hold NaN write null, or the word.
+            Value::Null => Some(f64::NAN),
+            Value::String(word) => word.parse().ok(),
+            value => value.as_f64(),
+        };
+        Some((name.as_str(), number?))
+    });
+    Some(Printed::Report(MetricsLine {
+        metrics: numbers.collect(),
+        checkpoint,
+    }))
+}
+
+/// The number of bytes that a report may have.
+const LINE_BYTES: u64 = 16 << 20;
+
+/// The number of places at which an object is looked for: a prefix has few braces of its own.
+const MOST_BRACES: usize = 16;
+
+/// A JSON object, in which numbers may be `NaN` and infinite, as Python's `json` writes them.
+fn object(text: &str) -> Option<Map<String, Value>> {
+    let object = serde_json::from_str(text);
+    object
+        .or_else(|_| serde_json::from_str(&with_quoted_words(text)))
+        .ok()
+}
+
+fn with_quoted_words(text: &str) -> String {
+    let mut quoted = String::with_capacity(text.len());
+    let (mut rest, mut is_string, mut is_escaped) = (text, false, false);
+    while let Some(next) = rest.chars().next() {
+        let word = WORDS.into_iter().find(|word| rest.starts_with(word));
+        if let (false, Some(word)) = (is_string, word) {
+            quoted.extend(["\"", word, "\""]);
+            rest = &rest[word.len()..];
+            continue;
+        }
+        is_string ^= next == '"' && !is_escaped;
+        is_escaped = next == '\\' && !is_escaped;
+        quoted.push(next);
+        rest = &rest[next.len_utf8()..];
+    }
+    quoted
+}
+
+const WORDS: [&str; 3] = ["NaN", "Infinity", "-Infinity"];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parsed(line: &str, metric: &str) -> Option<MetricsLine> {
+        match parse(line, metric)? {
+            Printed::Report(report) => Some(report),
+            Printed::Other(_) => None,
+        }
+    }
+
+    #[test]
+    fn a_line_with_the_metric_is_a_report() {
+        let report = parsed(
+            "[rank 0] {\"loss\": 0.5, \"epoch\": 3, \"note\": \"x\", \"checkpoint\": \"c/1\"}\n",
+            "loss",
+        )
+        .unwrap();
+        assert_eq!(
+            report.metrics,
+            Metrics::from([("loss", 0.5), ("epoch", 3.0)])
+        );
+        assert_eq!(report.checkpoint, Some(PathBuf::from("c/1")));
+        for line in ["loss: 0.5", "{\"accuracy\": 1}", "{\"loss\": ", "", "{}"] {
+            assert_eq!(parsed(line, "loss"), None, "{line}");
+        }
+        let nan = parsed("{\"loss\": \"NaN\"}", "loss").unwrap();
+        assert!(nan.metrics.value("loss").unwrap().is_nan());
+        let null = parsed("{\"loss\": null}", "loss").unwrap();
+        assert!(null.metrics.value("loss").unwrap().is_nan());
+    }
+
+    #[test]
+    fn numbers_that_python_writes_bare_are_read() {
+        let line = r#"{"loss": NaN, "low": -Infinity, "high": [Infinity], "note": "\"NaN, \\"}"#;
+        let nan = parsed(line, "loss").unwrap();
+        assert!(nan.metrics.value("loss").unwrap().is_nan());
+        assert_eq!(nan.metrics.value("low"), Some(f64::NEG_INFINITY));
+        assert_eq!(parsed("{\"loss\": Nan}", "loss"), None);
+    }
+
+    #[test]
+    fn a_line_without_an_end_is_not_kept() {
+        let folder = tempfile::tempdir().unwrap();
+        let log = folder.path().join("log");
+        let (events, received) = std::sync::mpsc::channel();
+        let endless = std::io::repeat(b'{').take(3 * LINE_BYTES);
+        let report = std::io::Cursor::new("\n{\"loss\": 1}\n");
+        let (backlog, _taken) = std::sync::mpsc::sync_channel(1);
+        let sender = ReportSender {
+            attempt: 0,
+            source: LineSource::Process,
+            metric: "loss".to_owned(),
+            events,
+            backlog,
+        };
+        follow(endless.chain(report), Some(&log), sender).unwrap();
+        let report = received.recv().unwrap();
+        assert!(matches!(report, ProgramEvent::Line(0, _)), "{report:?}");
+        assert!(matches!(received.recv().unwrap(), ProgramEvent::Closed(0)));
+        assert!(log.metadata().unwrap().len() > 3 * LINE_BYTES);
+    }
+
+    #[test]
+    fn of_ranks_the_first_reports() {
+        let (events, received) = std::sync::mpsc::channel();
+        let lines = "[1] {\"loss\": 1}\n[0] {\"loss\": 0}\n[1] {\"loss\": 1}\n[10] {\"x\": 1}\n[0] {\"x\": 2}\n";
+        let (backlog, _taken) = std::sync::mpsc::sync_channel(9);
+        let sender = ReportSender {
+            attempt: 0,
+            source: LineSource::Ranks,
+            metric: "loss".to_owned(),
+            events,
+            backlog,
+        };
+        follow(std::io::Cursor::new(lines), None, sender).unwrap();
+        let received: Vec<_> = received.iter().collect();
+        let [
+            ProgramEvent::OtherRank(0, 1),
+            ProgramEvent::Line(0, report),
+            ProgramEvent::Other(0, names),
+            ProgramEvent::Closed(0),
+        ] = received.as_slice()
+        else {
+            panic!("{received:?}");
+        };
+        assert_eq!(report.metrics, Metrics::from([("loss", 0.0)]));
+        assert_eq!(names, &["x"]);
+    }
+
+    #[test]
+    fn a_file_is_read_to_the_end_that_it_has_when_it_is_complete() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("metrics");
+        let (file, writer) = GrowingFile::create(&path).unwrap();
+        let reading = thread::spawn(move || io::read_to_string(file).unwrap());
+        let mut written = OpenOptions::new().append(true).open(&path).unwrap();
+        for part in ["{\"loss\"", ": 1}\n", "{}"] {
+            written.write_all(part.as_bytes()).unwrap();
+            thread::sleep(2 * POLL);
+        }
+        assert!(!reading.is_finished());
+        drop(writer);
+        assert_eq!(reading.join().unwrap(), "{\"loss\": 1}\n{}");
+    }
+
+    #[test]
+    fn a_prefix_may_have_braces() {
+        let report = parsed("epoch {1/3} {\"loss\": 0.5}\r\n", "loss").unwrap();
+        assert_eq!(report.metrics, Metrics::from([("loss", 0.5)]));
+        assert_eq!(parsed("{\"epoch\": {\"loss\": 0.5}}", "loss"), None);
+    }
 }

@@ -7,19 +7,18 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel, sync_channel};
 use std::time::{Duration, Instant};
 
+use self::attempt::{GrowingFile, LineSource, ProgramEvent, ReportSender};
+use crate::config::TrialId;
 use crate::error::{Error, Result};
+use crate::fields;
 use crate::host::{Hosts, ProcessProgram, ProcessSpec};
-use crate::names;
 use crate::runner::{Answer, Location, RunnerEvent, TrialRunner, TrialStart};
 use crate::slots::{Resources, Slot, Slots};
-use crate::trial_id::TrialId;
 use attempt::ProgramAttempt;
-use lines::{GrowingFile, LineSource, ProgramEvent, ReportSender};
 
 pub(crate) use template::Template;
 
 mod attempt;
-mod lines;
 mod template;
 
 /// Processes of a program.
@@ -126,7 +125,7 @@ impl Programs {
         };
         let mut open = 0;
         if let Some(file) = file {
-            lines::follow(file, None, sender.clone())?;
+            attempt::follow(file, None, sender.clone())?;
             open += 1;
         }
         if let Some(output) = output {
@@ -134,7 +133,7 @@ impl Programs {
                 1 => LineSource::Process,
                 _ => LineSource::Ranks,
             };
-            lines::follow(output, Some(&log), ReportSender { source, ..sender })?;
+            attempt::follow(output, Some(&log), ReportSender { source, ..sender })?;
             open += 1;
         }
         let location = Location {
@@ -344,7 +343,7 @@ impl Drop for Programs {
 }
 
 fn without_metric(metric: &str, trial: TrialId, names: &[String]) -> Error {
-    let nearest = names::nearest(metric, names.iter().map(String::as_str));
+    let nearest = fields::nearest(metric, names.iter().map(String::as_str));
     let meant = nearest.map(|name| format!("; did you mean `{name}`?"));
     Error::misuse(format!(
         "`metric` is `{metric}`, and trial {trial} has printed a JSON object without it: {}{} Correct the name, or, where \

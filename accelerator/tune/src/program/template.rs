@@ -1,7 +1,7 @@
 use serde_json::Value;
 
 use crate::error::{Error, Result};
-use crate::names;
+use crate::fields;
 use crate::runner::TrialStart;
 use crate::space::{Keys, Place, Space};
 
@@ -90,7 +90,7 @@ impl Template {
                 None => {
                     let leaves = start.config.leaves();
                     let known = leaves.iter().map(|(path, _)| path.as_str());
-                    return Err(unknown(path, &names::instead(path, known)));
+                    return Err(unknown(path, &fields::instead(path, known)));
                 }
             },
         })
@@ -146,7 +146,7 @@ mod tests {
     use std::path::PathBuf;
 
     use super::*;
-    use crate::trial_id::TrialId;
+    use crate::config::TrialId;
 
     #[test]
     fn a_parameter_of_another_option_is_empty() {

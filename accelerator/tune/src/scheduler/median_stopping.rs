@@ -6,10 +6,9 @@ use super::trial_scheduler::{
     Compatibility, Observation, OtherTrials, SchedulerDecision, TrialScheduler, iteration_attr,
     misuse, oldest,
 };
-use crate::config::Config;
+use crate::config::{Config, TrialId};
 use crate::error::Result;
 use crate::objective::Mode;
-use crate::trial_id::TrialId;
 
 /// Stops a trial whose best value is worse than the median of the other trials' means so far (Golovin et al. 2017, Google
 /// Vizier): Ray Tune's `MedianStoppingRule`.

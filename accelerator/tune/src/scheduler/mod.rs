@@ -11,21 +11,18 @@ use crate::objective::{Mode, Objective};
 use crate::space::Keys;
 use crate::stop::ITERATION;
 
+pub use self::asha::AshaPromotion;
 pub use asha::Asha;
-pub use asha_promotion::AshaPromotion;
 pub use median_stopping::MedianStopping;
 pub use pbt::Pbt;
 pub use trial_scheduler::Compatibility;
 pub(crate) use trial_scheduler::{Observation, OtherTrials, SchedulerDecision, TrialScheduler};
 
 mod asha;
-mod asha_promotion;
-mod fifo;
 mod median_stopping;
 mod pbt;
 #[cfg(test)]
 mod ray_tests;
-mod rungs;
 #[cfg(test)]
 mod tests;
 mod trial_scheduler;
@@ -69,7 +66,7 @@ impl Scheduler {
     ) -> Result<Box<dyn TrialScheduler>> {
         let mode = self.own().1.unwrap_or(objective.mode);
         Ok(match self {
-            Self::Fifo => Box::new(fifo::Fifo),
+            Self::Fifo => Box::new(trial_scheduler::Fifo),
             Self::Asha(asha) => asha.build(mode, seed)?,
             Self::AshaPromotion(asha) => asha.build(mode)?,
             Self::MedianStopping(median) => median.build(mode)?,

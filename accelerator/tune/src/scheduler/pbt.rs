@@ -6,11 +6,10 @@ use serde_json::Value;
 use super::trial_scheduler::{
     Observation, OtherTrials, SchedulerDecision, TrialScheduler, iteration_attr, misuse,
 };
-use crate::config::Config;
+use crate::config::{Config, TrialId};
 use crate::error::Result;
 use crate::objective::Mode;
 use crate::space::{Keys, Node, Parameter, Place, Random, Space};
-use crate::trial_id::TrialId;
 
 /// Population based training (Jaderberg et al. 2017, arXiv 1711.09846): bad trials go on as copies of good ones, with
 /// parameters that are changed a little. Ray Tune's `PopulationBasedTraining`, in its asynchronous form.

@@ -9,8 +9,7 @@ use serde_json::{Map, Value, json};
 use super::asha::Halving;
 use super::pbt::quantiles;
 use super::*;
-use crate::config::Config;
-use crate::trial_id::TrialId;
+use crate::config::{Config, TrialId};
 
 #[derive(Deserialize)]
 struct Fixture {

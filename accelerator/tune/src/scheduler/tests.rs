@@ -4,8 +4,7 @@ use proptest::prelude::*;
 use serde_json::json;
 
 use super::*;
-use crate::config::Config;
-use crate::trial_id::TrialId;
+use crate::config::{Config, TrialId};
 
 fn report(
     scheduler: &mut dyn TrialScheduler,

@@ -7,18 +7,16 @@ use std::{fs, io};
 
 use accelerator_host::machine::unix_time;
 
-use super::attempt::{Attempt, AttemptState};
-use super::backoff::Backoff;
-use super::decisions::DecisionLog;
+use super::attempt::{Attempt, AttemptState, Backoff};
 use super::files::TrialFiles;
-use super::replay::{ask, tell_result};
+use super::replay::{DecisionLog, ask, tell_result};
+use crate::config::TrialId;
 use crate::core::{Action, CheckpointKey, CheckpointSettings, Core, Event, prunable};
 use crate::error::{Error, Result};
 use crate::journal::Journal;
-use crate::metrics::Metrics;
 use crate::runner::{Location, Offer, Restore, RunnerEvent, TrialRunner, TrialStart};
 use crate::searcher::Searcher;
-use crate::trial_id::TrialId;
+use crate::value::Metrics;
 use crate::view::{SearchEnd, TrialResult};
 
 /// The limits of a search.

@@ -8,10 +8,10 @@ use accelerator_host::machine::unix_time;
 use accelerator_track::EndStatus;
 
 use crate::checkpoint_folder;
+use crate::config::TrialId;
 use crate::core::{Branch, TrialState};
 use crate::error::Result;
 use crate::output::{TrialEvents, TrialFolder, folder_name, trial_name};
-use crate::trial_id::TrialId;
 use crate::view::{TrialResult, TrialStatus};
 
 /// Writes the files of each trial.

@@ -4,19 +4,21 @@ use std::collections::BTreeMap;
 use std::hash::BuildHasher;
 use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::AtomicU32;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime};
 use std::{env, fs};
 
 use accelerator_host::machine::unix_time;
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::iterator::{Handle, Signals};
 
-use super::decisions::DecisionLog;
 use super::driver::{Driver, Limits};
 use super::files::TrialFiles;
-use super::interrupt::Interrupts;
 use super::lock::SearchLock;
-use super::replay::{Replayed, replay};
+use super::replay::{DecisionLog, Replayed, replay};
 use super::spec::{SearchAlgorithm, SearchSpec};
+use crate::config::TrialId;
 use crate::core::{CheckpointKey, Core, Event, Rules, SearchOrder, TrialState};
 use crate::error::{Error, Kind, Result};
 use crate::fields;
@@ -24,7 +26,6 @@ use crate::journal::{self, Asking, Head, JOURNAL, Journal, VERSION};
 use crate::output::{Console, Display, Results};
 use crate::runner::{Location, TrialRunner};
 use crate::searcher::{Searcher, VariantGenerator};
-use crate::trial_id::TrialId;
 use crate::view::{SearchEnd, SearchView, Trial, TrialStatus};
 
 /// The options for running any search.
@@ -377,4 +378,53 @@ const LOOKAHEAD: usize = 200;
 fn new_id() -> String {
     let random = std::hash::RandomState::new().hash_one(std::process::id());
     format!("{:05x}", random & 0xf_ffff)
+}
+
+/// Counts signals that ask this process to end, instead of ending it.
+#[derive(Debug)]
+pub(crate) struct Interrupts {
+    count: Arc<AtomicU32>,
+    signals: Option<(Handle, JoinHandle<()>)>,
+}
+
+impl Interrupts {
+    pub(crate) fn watch() -> Result<Self> {
+        let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP])?;
+        let count = Arc::new(AtomicU32::new(0));
+        let handle = signals.handle();
+        let counted = Arc::clone(&count);
+        let thread = std::thread::Builder::new()
+            .name("signals".to_owned())
+            .spawn(move || {
+                for _ in signals.forever() {
+                    counted.fetch_add(1, Ordering::Relaxed);
+                }
+            })?;
+        Ok(Self {
+            count,
+            signals: Some((handle, thread)),
+        })
+    }
+
+    /// Leaves signals as they are, and asks a counter.
+    pub(crate) fn counted_by(count: Arc<AtomicU32>) -> Self {
+        Self {
+            count,
+            signals: None,
+        }
+    }
+
+    pub(crate) fn count(&self) -> u32 {
+        self.count.load(Ordering::Relaxed)
+    }
+}
+
+impl Drop for Interrupts {
+    fn drop(&mut self) {
+        if let Some((handle, thread)) = self.signals.take() {
+            handle.close();
+            // It counts, and cannot fail.
+            let _ = thread.join();
+        }
+    }
 }

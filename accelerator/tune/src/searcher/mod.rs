@@ -2,15 +2,13 @@
 
 use serde_json::Value;
 
-use crate::config::Config;
+use crate::config::{Config, TrialId};
 use crate::error::Result;
-use crate::trial_id::TrialId;
 
 pub use optuna::Optuna;
 pub(crate) use variants::VariantGenerator;
 
 mod optuna;
-mod optuna_space;
 mod variants;
 
 /// Suggests the configurations that trials try: an ask-and-tell interface.

@@ -1,10 +1,9 @@
 use std::fmt::Display;
 
 use super::{Searcher, Suggestion};
-use crate::config::Config;
+use crate::config::{Config, TrialId};
 use crate::error::{Error, Result};
 use crate::space::{Draw, Space};
-use crate::trial_id::TrialId;
 
 /// Suggests configurations at random, and every point of grids: Ray Tune's `BasicVariantGenerator`.
 ///

@@ -6,7 +6,7 @@ use serde_json::{Map, Value, json};
 
 use super::{Cases, Domain, Node, Parameter};
 use crate::error::{Error, Result};
-use crate::names;
+use crate::fields;
 
 /// Reads a parameter. A table of one entry whose key is the name of a distribution is one; any other is a table.
 pub(super) fn parse(path: &str, value: Value) -> Result<Parameter> {
@@ -158,8 +158,8 @@ fn nearest(name: &str, value: &Value) -> Option<&'static str> {
     let of_lists = Domain::NAMES.iter().map(|(name, _)| *name);
     match value {
         Value::Array(_) if name == "grid" => Some(GRID),
-        Value::Array(_) if name.len() > 3 => names::nearest(name, of_lists.chain([CHOICE, GRID])),
-        Value::Object(map) if map.contains_key("cases") => names::nearest(name, [SAMPLE_FROM]),
+        Value::Array(_) if name.len() > 3 => fields::nearest(name, of_lists.chain([CHOICE, GRID])),
+        Value::Object(map) if map.contains_key("cases") => fields::nearest(name, [SAMPLE_FROM]),
         _ => None,
     }
 }

@@ -11,17 +11,15 @@ use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::value::IntoValue;
 
+pub(crate) use self::domain::Random;
+pub(crate) use self::draw::{Keys, Place};
 pub use domain::Domain;
 pub(crate) use draw::Draw;
-pub(crate) use keys::{Keys, Place};
-pub(crate) use random::Random;
 
 mod domain;
 mod draw;
 mod file;
-mod keys;
 mod point;
-mod random;
 #[cfg(test)]
 mod tests;
 

@@ -9,7 +9,7 @@ use serde_json::{Map, Value};
 use super::draw::case;
 use super::{Node, Parameter, SampleFrom, Space, file};
 use crate::config::Config;
-use crate::names;
+use crate::fields;
 
 impl Space {
     /// Returns the part of the space that has the values of a point. All other parameters are drawn as before, and
@@ -96,7 +96,7 @@ impl fmt::Display for Misfit {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Unknown { path, known } => {
-                let instead = names::instead(path, known.iter().map(String::as_str));
+                let instead = fields::instead(path, known.iter().map(String::as_str));
                 write!(formatter, "`{path}` is no parameter{instead}")
             }
             Self::Value {

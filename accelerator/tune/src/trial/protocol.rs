@@ -27,11 +27,10 @@ use accelerator_host::machine::host_name;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use crate::config::Config;
+use crate::config::{Config, TrialId};
 use crate::error::{Error, Result};
-use crate::metrics::Metrics;
 use crate::runner::{Offer, Restore};
-use crate::trial_id::TrialId;
+use crate::value::Metrics;
 
 /// The first line of a connection, from a worker or agent.
 #[derive(Debug, Deserialize, Serialize)]

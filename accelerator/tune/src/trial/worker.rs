@@ -9,8 +9,10 @@ use accelerator_host::error::chain;
 use rustix::process::Signal;
 
 use super::protocol::{FromWorker, PeerRole, ToWorker, WorkerPlace, connect, receive};
-use super::session::{BoxError, Link, TrialContext, TrialSession};
-use super::trainable::{ClassTrainable, FunctionTrainable, Outcome, RunTrial, Trainable};
+use super::session::{
+    BoxError, ClassTrainable, FunctionTrainable, Link, Outcome, RunTrial, Trainable, TrialContext,
+    TrialSession,
+};
 use crate::config::Config;
 use crate::error::{Error, Result};
 

@@ -10,9 +10,9 @@ use serde_json::Value;
 
 use super::table::{Rows, status};
 use super::trial_folder::read_results;
+use crate::config::TrialId;
 use crate::error::{Error, Result};
 use crate::objective::Mode;
-use crate::trial_id::TrialId;
 use crate::view::{Rung, SearchEnd, SearchView, Trial, TrialResult, TrialStatus};
 
 #[cfg(test)]

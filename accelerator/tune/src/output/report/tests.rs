@@ -4,9 +4,8 @@ use std::path::Path;
 use serde_json::json;
 
 use super::{PROGRAM, STYLE, html};
-use crate::config::Config;
+use crate::config::{Config, TrialId};
 use crate::objective::{Mode, Objective};
-use crate::trial_id::TrialId;
 use crate::view::{Rung, SearchEnd, SearchView, Trial, TrialResult, TrialStatus};
 
 #[test]
