@@ -16,21 +16,17 @@ use std::{
 
 use accelerator_host::sync::Mutex;
 
-use crate::{
-    element::{DType, ReduceOp},
-    error::Result,
-    group::{GroupOptions, ProcessGroup},
-    shard_layout::ShardLayout,
-    topology::Topology,
-    transport::{
-        ControlPlane, DataPlane, FinalMessage, Inbox, OpDeadline, OutgoingChunk, Peer,
-        PeerLocation, Transport, TransportKind, feed,
-    },
-    wire::{
-        frame::{FrameKind, Head, MAX_PREAMBLE},
-        message::{self, Message, RankTable, Registration},
-    },
+use crate::element::{DType, ReduceOp};
+use crate::error::Result;
+use crate::group::{GroupOptions, ProcessGroup};
+use crate::shard_layout::ShardLayout;
+use crate::topology::Topology;
+use crate::transport::{
+    ControlPlane, DataPlane, FinalMessage, Inbox, OpDeadline, OutgoingChunk, Peer, PeerLocation,
+    Transport, TransportKind, feed,
 };
+use crate::wire::message::{Message, RankTable, Registration};
+use crate::wire::{FrameKind, Head, MAX_PREAMBLE, message};
 
 /// Gives bytes to a rank as what its peer sent over an open connection.
 ///

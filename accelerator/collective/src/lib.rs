@@ -26,7 +26,6 @@
 //!   shows every side.
 //! - **Bounded.** Nothing waits for ever: a rank that is gone, or does not come in time, is named.
 
-mod backoff;
 mod buffer;
 mod element;
 mod error;
@@ -42,6 +41,7 @@ mod rendezvous;
 mod shard_layout;
 mod shm;
 mod shm_ops;
+mod socket;
 mod topology;
 mod transport;
 mod wire;
@@ -61,20 +61,18 @@ pub use topology::{Topology, TransportKind};
 /// Items for the launcher and the other crates of this project. They are not part of the public API.
 #[doc(hidden)]
 pub mod launcher {
-    pub use crate::{
-        backoff::limit_backoff,
-        error::stderr_fallback,
-        group::NextPlace,
-        launch::{
-            AgentHead, AgentLaunch, AgentProcesses, NodeCount, check_alone, expand_hosts,
-            place_variables,
-        },
-        processor::TargetFeatures,
-        rendezvous::{
-            FailureReport, PendingHandshake, PendingHandshakes, Report, Security, StoreOptions,
-            StoreServer, Token, is_own_address, listen_at, listen_everywhere,
-        },
+    pub use crate::error::stderr_fallback;
+    pub use crate::group::NextPlace;
+    pub use crate::launch::{
+        AgentHead, AgentLaunch, AgentProcesses, NodeCount, check_alone, expand_hosts,
+        place_variables,
     };
+    pub use crate::processor::TargetFeatures;
+    pub use crate::rendezvous::{
+        FailureReport, PendingHandshake, PendingHandshakes, Report, Security, StoreOptions,
+        StoreServer, Token, is_own_address, listen_at, listen_everywhere,
+    };
+    pub use crate::socket::limit_backoff;
 
     #[cfg(feature = "fuzzing")]
     pub use crate::fuzzing::{frames as fuzz_frames, messages as fuzz_messages};

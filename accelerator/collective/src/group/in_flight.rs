@@ -2,13 +2,10 @@
 
 use std::collections::VecDeque;
 
-use super::{
-    engine::{OpContext, OpProgress, Output, Reduction, Scratch},
-    observer::{ExecThread, OpTimer},
-    pending::{Completion, Receiver},
-    rank_state::{AbortOnPanic, RankState},
-    ticket_lock::{OpPermit, Ticket},
-};
+use super::engine::{OpContext, OpProgress, Output, Reduction, Scratch};
+use super::observer::{ExecThread, OpTimer};
+use super::pending::{Completion, OpPermit, Receiver, Ticket};
+use super::rank_state::{AbortOnPanic, RankState};
 use crate::{
     buffer::Buffer,
     element::ReduceOp,

@@ -5,19 +5,14 @@ mod data_path;
 mod engine;
 mod in_flight;
 mod lifecycle;
-mod next_place;
-mod objects;
 mod observer;
 mod options;
 mod pending;
 mod rank_state;
-mod ticket_lock;
 
 use std::{fmt, panic::Location, sync::Arc, thread, time::Instant};
 
-pub use lifecycle::Forbidden;
-pub use lifecycle::{Activity, Busy};
-pub use next_place::NextPlace;
+pub use lifecycle::{Activity, Busy, Forbidden, NextPlace};
 pub use observer::{ExecThread, OpEvent};
 pub use options::GroupOptions;
 pub use pending::Pending;

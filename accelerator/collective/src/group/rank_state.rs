@@ -15,12 +15,10 @@ use std::{
 
 use accelerator_host::sync::{Condvar, Mutex, MutexGuard};
 
-use super::{
-    engine::{OpContext, Scratch},
-    observer::{Callback, ExecThread, OpTimer},
-    options::GroupOptions,
-    ticket_lock::{Ticket, TicketLock},
-};
+use super::engine::{OpContext, Scratch};
+use super::observer::{Callback, ExecThread, OpTimer};
+use super::options::GroupOptions;
+use super::pending::{Ticket, TicketLock};
 use crate::{
     buffer::Meter,
     error::{Certainty, Culprit, Error, Kind, Result},

@@ -14,15 +14,12 @@
 //! What was tried and left out, with two cores and buffers of 64 KB to 100 MB: totals in the
 //! first-level cache rather than in registers (half as fast within caches, no faster from memory),
 //! stores that bypass the caches (the lines have just been read: up to 20 times slower), and
-//! prefetching (the processor finds these streams by itself). `speed.rs` measures.
+//! prefetching (the processor finds these streams by itself). `tests/speed.rs` measures.
 #![expect(unsafe_code, reason = "works on memory that several ranks share")]
 
 mod arithmetic;
 mod simd;
-mod wide;
 
-#[cfg(test)]
-mod speed;
 #[cfg(test)]
 mod tests;
 
@@ -30,9 +27,9 @@ use half::{bf16, f16};
 
 use crate::element::{DType, ReduceOp};
 use arithmetic::{ExactMean, Kernel, Max, Mean, Min, Sum};
+pub(crate) use arithmetic::{divide, finish, wide, widen};
 pub(crate) use simd::SimdLevel;
 use simd::{Convert, Instructions, Portable};
-pub(crate) use wide::{divide, finish, wide, widen};
 
 /// Combines `len` elements of each of `sources`, in their order, and writes the result to each of
 /// `targets`, as [`ReduceOp`] says. Without sources it does nothing.

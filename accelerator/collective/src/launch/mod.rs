@@ -4,7 +4,6 @@ mod agent;
 mod builder;
 mod exchange;
 mod inherited;
-mod mpi;
 mod place;
 mod pmi1;
 mod pmix;
@@ -201,7 +200,7 @@ impl Launch {
         keep_mark();
         // A value that is not Unicode cannot be any of the valid ones; the lossy text shows it.
         let read = |name: &str| Some(variable(name)?.to_string_lossy().into_owned());
-        let Some((address, id)) = mpi::pmi_to_ask(LaunchReader(&read))? else {
+        let Some((address, id)) = sources::pmi_to_ask(LaunchReader(&read))? else {
             return Self::from_vars(read);
         };
         let asked = pmi1::asked(&address, id)?;

@@ -8,24 +8,17 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{
-    Rendezvous, Security, StoreHost,
-    address::{any_like, listen_everywhere},
-    interface::address_like,
-    peer_origin::PeerOrigin,
-    store_client::{HeartbeatTimer, Store},
-    store_state::RECONNECT_TIME,
-    token::{Key, random},
-};
-use crate::{
-    backoff::limit_backoff,
-    error::{Error, Kind, Result, Seconds, list_ranks, stderr_fallback},
-    topology::{Topology, TransportKind},
-    wire::{
-        ReadError,
-        message::{self, LocalPlace, Message, Nonce, Proves, Registration},
-    },
-};
+use super::address::{address_like, any_like, listen_everywhere};
+use super::peer_origin::PeerOrigin;
+use super::store_client::{HeartbeatTimer, Store};
+use super::store_state::RECONNECT_TIME;
+use super::token::{Key, random};
+use super::{Rendezvous, Security, StoreHost};
+use crate::error::{Error, Kind, Result, Seconds, list_ranks, stderr_fallback};
+use crate::socket::limit_backoff;
+use crate::topology::{Topology, TransportKind};
+use crate::wire::message::{LocalPlace, Message, Nonce, Proves, Registration};
+use crate::wire::{ReadError, message};
 use accelerator_host::machine::{boot_id, host_name};
 
 /// The attempt of one rank to join through the store.

@@ -13,12 +13,9 @@ use std::{
 
 use rustix::net::sockopt::set_socket_recv_buffer_size;
 
-use super::{Rendezvous, Report, StoreHost, StoreOptions, StorePlace, StoreServer, random};
 #[cfg(target_os = "linux")]
-use super::{
-    address::own_addresses,
-    interface::{addresses_of, all_names},
-};
+use super::address::{addresses_of, all_names, own_addresses};
+use super::{Rendezvous, Report, StoreHost, StoreOptions, StorePlace, StoreServer, random};
 use crate::{
     element::ReduceOp,
     error::{Error, Kind, Result},

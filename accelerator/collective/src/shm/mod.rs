@@ -6,8 +6,6 @@
 )]
 
 mod arena;
-mod free_list;
-mod header;
 mod memory;
 mod seq_counter;
 
@@ -16,8 +14,7 @@ use std::{fmt, ops::Range, sync::Arc};
 use seq_counter::SeqCounter;
 
 pub(crate) use arena::{Arena, ArenaId, Region, SHM_CHUNK};
-pub(crate) use header::HeaderDigest;
-pub(crate) use memory::MemoryRange;
+pub(crate) use memory::{HeaderDigest, MemoryRange};
 pub(crate) use seq_counter::Spin;
 
 /// One rank's view of the hosts: the memory of its own, and the ranks of each.

@@ -4,8 +4,7 @@
     reason = "memory that other ranks write to has no references; see the README of `shm`"
 )]
 
-mod gather;
-mod reduce;
+mod algorithms;
 
 #[cfg(test)]
 mod tests;

@@ -4,13 +4,11 @@ use std::{fmt, sync::Arc};
 
 use accelerator_host::sync::{Mutex, MutexGuard};
 
-use crate::{
-    buffer::Storage,
-    fingerprint::CollectiveFingerprint,
-    wire::frame::{FrameKind, Head},
-};
+use crate::buffer::Storage;
+use crate::fingerprint::CollectiveFingerprint;
+use crate::wire::{FrameKind, Head};
 
-/// One outgoing chunk: at most [`CHUNK`](crate::wire::frame::CHUNK) bytes, and the part that they belong to.
+/// One outgoing chunk: at most [`CHUNK`](crate::wire::CHUNK) bytes, and the part that they belong to.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct OutgoingChunk<'a> {
     pub(crate) tag: Tag,

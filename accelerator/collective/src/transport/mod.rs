@@ -5,7 +5,6 @@ mod deadline;
 mod inbox;
 mod peer;
 mod tcp;
-mod waker;
 
 use std::{
     fmt, io,
@@ -21,10 +20,8 @@ use crate::{
 };
 use accelerator_host::machine::UsableCores;
 
-pub(crate) use crate::{
-    topology::TransportKind,
-    wire::frame::{Abort, CHUNK},
-};
+pub(crate) use crate::topology::TransportKind;
+pub(crate) use crate::wire::{Abort, CHUNK};
 pub(crate) use chunk::{OpPhase, OutgoingChunk, Tag};
 pub(crate) use deadline::{OpDeadline, OpTimeouts, TimeoutKind};
 pub(crate) use inbox::{ActivityClock, Inbox, MAX_IN_FLIGHT, OpPosition, RecvChunk};

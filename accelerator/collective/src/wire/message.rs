@@ -8,11 +8,7 @@ use std::{
 
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
-use super::{
-    WireError,
-    frame::{DeadlineReader, ReadError, fill},
-    read_printable,
-};
+use super::{DeadlineReader, ReadError, WireError, fill, read_printable};
 use crate::{
     error::{Certainty, Culprit},
     topology::TransportKind,

@@ -3,15 +3,13 @@
 use std::ops::Range;
 
 use super::{HierarchicalScratch, OpContext};
-use crate::{
-    buffer::Storage,
-    element::{DType, ReduceOp},
-    error::Result,
-    kernel::{combine, divide, finish, wide, widen},
-    shard_layout::{self, Partition, ShardLayout, shard_layouts_differ},
-    shm::{Hosts, SHM_CHUNK},
-    transport::OpPhase,
-};
+use crate::buffer::Storage;
+use crate::element::{DType, ReduceOp};
+use crate::error::Result;
+use crate::kernel::{combine, divide, finish, wide, widen};
+use crate::shard_layout::{self, Partition, ShardLayout, shard_layouts_differ};
+use crate::shm::{Hosts, SHM_CHUNK};
+use crate::transport::OpPhase;
 
 impl OpContext<'_> {
     /// Returns `true` if a reduction can be computed host by host. A mean of integers cannot: it is rounded once, from

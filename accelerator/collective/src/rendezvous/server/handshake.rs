@@ -8,21 +8,14 @@ use std::{
 };
 
 use super::ServerState;
-use crate::{
-    backoff::limit_backoff,
-    error::{Error, Kind, Result},
-    rendezvous::{
-        PendingHandshake, PendingHandshakes, Security, Token,
-        outbox::{Outbox, RankConnection},
-        peer_origin::{PeerOrigin, plain},
-        random,
-        store_state::{Connection, RankMessage, StoreInput},
-    },
-    wire::{
-        ReadError, WireError,
-        message::{self, Message, Nonce, Proves, Registration},
-    },
-};
+use crate::error::{Error, Kind, Result};
+use crate::rendezvous::outbox::{Outbox, RankConnection};
+use crate::rendezvous::peer_origin::{PeerOrigin, plain};
+use crate::rendezvous::store_state::{Connection, RankMessage, StoreInput};
+use crate::rendezvous::{PendingHandshake, PendingHandshakes, Security, Token, random};
+use crate::socket::limit_backoff;
+use crate::wire::message::{Message, Nonce, Proves, Registration};
+use crate::wire::{ReadError, WireError, message};
 
 impl ServerState {
     pub(super) fn accept(self: &Arc<Self>, listener: &TcpListener) {

@@ -1,31 +1,19 @@
 //! One rank's memory that all ranks of the host can reach.
 
-#[cfg(test)]
-mod tests;
-
-use std::{
-    fmt, io,
-    ptr::NonNull,
-    slice,
-    sync::{
-        Arc,
-        atomic::{AtomicU64, Ordering},
-    },
-};
+use std::ops::Range;
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::{fmt, io, slice};
 
 use accelerator_host::sync::{Mutex, MutexGuard};
 use serde::{Deserialize, Serialize};
 
-use super::{
-    free_list::FreeList,
-    header::ShmHeader,
-    memory::{Atomics, MemoryRange, PAGE, RawMemory},
-    seq_counter::SeqCounter,
-};
-use crate::fingerprint::CollectiveFingerprint;
-
 #[cfg(target_os = "linux")]
 use super::memory::Advice;
+use super::memory::{Atomics, MemoryRange, PAGE, RawMemory, ShmHeader};
+use super::seq_counter::SeqCounter;
+use crate::fingerprint::CollectiveFingerprint;
 
 /// The identity of an arena, by which other ranks find and recognize it.
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Serialize)]
@@ -438,3 +426,58 @@ fn permitted() -> io::Result<usize> {
         ))),
     }
 }
+
+/// Free ranges, in order, with a gap between any two.
+#[derive(Debug)]
+struct FreeList(Vec<Range<usize>>);
+
+impl FreeList {
+    fn new(all: Range<usize>) -> Self {
+        let mut free_list = Self(Vec::new());
+        free_list.free(all);
+        free_list
+    }
+
+    /// Takes the first range of `len` bytes that starts at a multiple of `align`.
+    fn take(&mut self, len: usize, align: usize) -> Option<Range<usize>> {
+        let fits = |hole: &Range<usize>| {
+            let start = hole.start.checked_next_multiple_of(align)?;
+            let end = start.checked_add(len)?;
+            (end <= hole.end).then_some(start..end)
+        };
+        let (index, taken) = self
+            .0
+            .iter()
+            .enumerate()
+            .find_map(|(index, hole)| Some((index, fits(hole)?)))?;
+        let hole = self.0.remove(index);
+        // In this order, so that both land where the hole was.
+        for rest in [taken.end..hole.end, hole.start..taken.start] {
+            if !rest.is_empty() {
+                self.0.insert(index, rest);
+            }
+        }
+        Some(taken)
+    }
+
+    /// Gives a range back.
+    fn free(&mut self, range: Range<usize>) {
+        if range.is_empty() {
+            return;
+        }
+        let index = self.0.partition_point(|hole| hole.start < range.start);
+        self.0.insert(index, range);
+        // With what follows, then with what is before.
+        for index in [index, index.wrapping_sub(1)] {
+            if let Some([left, right]) = self.0.get(index..).and_then(<[_]>::first_chunk)
+                && left.end == right.start
+            {
+                self.0[index].end = right.end;
+                self.0.remove(index + 1);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

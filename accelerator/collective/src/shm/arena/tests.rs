@@ -1,4 +1,4 @@
-use std::sync::Arc;
+use proptest::prelude::*;
 
 use super::*;
 use crate::shm::memory::PAGE;
@@ -89,4 +89,43 @@ fn a_limit_of_files_is_kept() {
     limit(CONTROL - 1);
     let text = Arena::of_process([1, 2]).unwrap_err().to_string();
     assert!(text.contains("`ulimit -f`"), "{text}");
+}
+
+#[test]
+fn what_was_given_back_becomes_one_again() {
+    let mut free_list = FreeList::new(10..1000);
+    let first = free_list.take(100, 64).unwrap();
+    assert_eq!(first, 64..164);
+    let second = free_list.take(100, 64).unwrap();
+    let third = free_list.take(600, 64).unwrap();
+    assert_eq!(free_list.take(100, 64), None);
+    free_list.free(second.clone());
+    assert_eq!(free_list.take(100, 64), Some(second.clone()));
+    for range in [first, third, second] {
+        free_list.free(range);
+    }
+    assert_eq!((free_list.0.len(), free_list.0[0].clone()), (1, 10..1000));
+    assert_eq!(free_list.take(usize::MAX, 4096), None);
+}
+
+proptest! {
+    #[test]
+    fn no_byte_is_given_twice(steps in proptest::collection::vec((any::<bool>(), 1..40_usize, 0..5_u32), 0..60)) {
+        let mut free_list = FreeList::new(0..256);
+        let mut taken: Vec<Range<usize>> = Vec::new();
+        for (take, len, align) in steps {
+            if take {
+                if let Some(range) = free_list.take(len, 1 << align) {
+                    prop_assert_eq!((range.len(), range.start % (1 << align)), (len, 0));
+                    prop_assert!(taken.iter().all(|x| x.end <= range.start || range.end <= x.start));
+                    taken.push(range);
+                }
+            } else if !taken.is_empty() {
+                free_list.free(taken.swap_remove(len % taken.len()));
+            }
+            let used: usize = taken.iter().map(ExactSizeIterator::len).sum();
+            let free: usize = free_list.0.iter().map(ExactSizeIterator::len).sum();
+            prop_assert_eq!(used + free, 256);
+        }
+    }
 }

@@ -16,7 +16,7 @@
 //! compares the word before it sleeps. Every step of the owner clears the bit, so a sleeper that
 //! died costs one needless wake-up and no more.
 //!
-//! The steps are generic over the word and over what waiting is made of; `seq_counter/model.rs`
+//! The steps are generic over the word and over what waiting is made of; `tests/model.rs`
 //! runs them in loom, which tries the orders of steps that the memory model allows.
 
 use std::{
@@ -289,7 +289,5 @@ fn sleep(_word: &AtomicU32, _value: u32, limit: Duration) {
 #[cfg(not(target_os = "linux"))]
 fn wake_all(_word: &AtomicU32) {}
 
-#[cfg(all(test, loom))]
-mod model;
 #[cfg(test)]
 mod tests;

@@ -1,31 +1,25 @@
-//! The receive queue of a rank, and what it knows of its peers.
+//! The receive queue of a rank, what it knows of its peers, and the waker of a thread that sleeps on connections.
 
-mod peer_queue;
 mod recv;
 mod state;
 
-use std::{
-    sync::{
-        Arc,
-        atomic::{AtomicBool, AtomicUsize, Ordering},
-    },
-    time::{Duration, Instant},
-};
+use std::io;
+use std::io::{Read, Write};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
 
-pub(crate) use peer_queue::ActivityClock;
-pub(crate) use peer_queue::{MAX_IN_FLIGHT, OpPosition, RecvChunk};
-
-use super::{
-    Abort, LastOp, LeaveKind, OpDeadline, Peer,
-    chunk::{Pool, PooledBuffer},
-    waker::Waker,
-};
-use crate::error::Certainty;
 use accelerator_host::sync::{Condvar, Mutex, MutexGuard};
+use state::{DROPPED, GRACE, InboxState};
 
-use peer_queue::PeerState;
-use state::InboxState;
-use state::{DROPPED, GRACE};
+use super::chunk::{Pool, PooledBuffer};
+use super::peer::PeerState;
+use super::{Abort, LastOp, LeaveKind, OpDeadline, Peer};
+use crate::error::Certainty;
+
+pub(crate) use super::peer::{ActivityClock, MAX_IN_FLIGHT, OpPosition, RecvChunk};
 
 /// The parts for one rank, one queue for each sender, and what is known of the senders.
 #[derive(Debug)]
@@ -294,6 +288,38 @@ impl Inbox {
 
     fn lock(&self) -> MutexGuard<'_, InboxState> {
         self.state.lock()
+    }
+}
+
+/// A pair of sockets: whoever polls the one end wakes when the other is rung.
+#[derive(Debug)]
+pub(crate) struct Waker {
+    sender: UnixStream,
+    receiver: UnixStream,
+}
+
+impl Waker {
+    pub(crate) fn new() -> io::Result<Self> {
+        let (sender, receiver) = UnixStream::pair()?;
+        sender.set_nonblocking(true)?;
+        receiver.set_nonblocking(true)?;
+        Ok(Self { sender, receiver })
+    }
+
+    pub(crate) fn wake(&self) {
+        // One that is full has been rung before.
+        let _ = (&self.sender).write(&[1]);
+    }
+
+    /// Takes off all that was rung.
+    pub(crate) fn drain(&self) {
+        let _ = (&self.receiver).read(&mut [0; 64]);
+    }
+}
+
+impl AsFd for Waker {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.receiver.as_fd()
     }
 }
 

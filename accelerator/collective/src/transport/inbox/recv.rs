@@ -6,11 +6,10 @@ use std::{
     time::{Duration, Instant},
 };
 
+use super::Waker;
 use super::{Inbox, OpPosition, RecvChunk, state::InboxState};
-use crate::{
-    error::Result,
-    transport::{OpDeadline, Peer, Transport, waker::Waker},
-};
+use crate::error::Result;
+use crate::transport::{OpDeadline, Peer, Transport};
 
 impl Inbox {
     /// The next part from a peer. `awaited` are the ranks from which the engine wants a part

@@ -6,7 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::peer_queue::{OpPosition, PeerQueue, PeerState, QUEUE_BYTES, RecvChunk};
+use crate::transport::peer::{OpPosition, PeerQueue, PeerState, QUEUE_BYTES, RecvChunk};
 use crate::{
     error::{Certainty, Culprit, Error, Result},
     liveness::SUSPEND_THRESHOLD,

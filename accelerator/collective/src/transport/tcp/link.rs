@@ -13,16 +13,11 @@ use std::{
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::{
-    frame_reader::FrameReader,
-    peer_liveness::PeerLiveness,
-    unsent::{unconfirmed, unsent},
-};
-use crate::{
-    backoff::limit_backoff,
-    error::{Error, Result},
-    transport::Inbox,
-};
+use super::frame_reader::{FrameReader, PeerLiveness};
+use crate::error::{Error, Result};
+use crate::socket::limit_backoff;
+use crate::socket::{unconfirmed, unsent};
+use crate::transport::Inbox;
 
 /// The connection to one peer: whole frames go out, one at a time.
 #[derive(Debug)]

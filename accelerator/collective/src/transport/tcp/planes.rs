@@ -13,15 +13,14 @@ use super::{
     frame_reader::{ReadOutcome, is_open, read_frames},
     link::{self, Link, WRITER_CHECK_INTERVAL, await_ready, timespec},
 };
-use crate::{
-    error::{Certainty, Error, Result, Seconds},
-    liveness::{self, mesh_interval, suspended_for},
-    transport::{
-        ControlPlane, DataPlane, FinalMessage, LeaveKind, MAX_IN_FLIGHT, OpDeadline, OutgoingChunk,
-        TransportKind,
-    },
-    wire::frame::{FrameKind, Head, Heartbeat},
+use crate::error::{Certainty, Error, Result, Seconds};
+use crate::liveness;
+use crate::liveness::{mesh_interval, suspended_for};
+use crate::transport::{
+    ControlPlane, DataPlane, FinalMessage, LeaveKind, MAX_IN_FLIGHT, OpDeadline, OutgoingChunk,
+    TransportKind,
 };
+use crate::wire::{FrameKind, Head, Heartbeat};
 
 impl DataPlane for Tcp {
     fn kind(&self) -> TransportKind {

@@ -9,20 +9,17 @@ use std::{
 };
 
 use super::{Tcp, mesh};
-use crate::{
-    element::{Element, ReduceOp},
-    error::Error,
-    group::{GroupOptions, ProcessGroup},
-    launch::Launch,
-    rendezvous::{Key, Meeting, Rendezvous, StoreHost, StoreServer},
-    topology::Topology,
-    transport::{Abort, TransportKind},
-    wire::{
-        frame::{FrameKind, Head},
-        message::Registration,
-    },
-};
+use crate::element::{Element, ReduceOp};
+use crate::error::Error;
+use crate::group::{GroupOptions, ProcessGroup};
+use crate::launch::Launch;
+use crate::rendezvous::{Key, Meeting, Rendezvous, StoreHost, StoreServer};
+use crate::topology::Topology;
+use crate::transport::{Abort, TransportKind};
+use crate::wire::message::Registration;
+use crate::wire::{FrameKind, Head};
 
+mod handoff;
 mod silence;
 mod waiting;
 

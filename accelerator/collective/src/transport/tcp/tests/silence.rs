@@ -11,14 +11,12 @@ use super::{
     final_message, long_timeouts, pair, reduce, run, run_with_witness, short_liveness_timeout,
     show_life,
 };
-use crate::{
-    element::{Element, ReduceOp},
-    error::Result,
-    fingerprint::{CallSite, CollectiveFingerprint, OpKind},
-    group::ProcessGroup,
-    transport::{CHUNK, DataPlane, OpDeadline, OpPhase, OutgoingChunk, Tag},
-    wire::frame::{FrameKind, Head},
-};
+use crate::element::{Element, ReduceOp};
+use crate::error::Result;
+use crate::fingerprint::{CallSite, CollectiveFingerprint, OpKind};
+use crate::group::ProcessGroup;
+use crate::transport::{CHUNK, DataPlane, OpDeadline, OpPhase, OutgoingChunk, Tag};
+use crate::wire::{FrameKind, Head};
 
 /// The odd rank shows life once and then is silent. Every operation reports it in time, and names no live rank.
 #[test]

@@ -14,19 +14,15 @@ use rustix::{
 };
 
 use super::{pair, show_life};
-use crate::{
-    error::{Certainty, Error, Kind},
-    fingerprint::{CallSite, CollectiveFingerprint, OpKind},
-    transport::{
-        Abort, CHUNK, ControlPlane, DataPlane, FinalMessage, LeaveKind, OpDeadline, OpPhase,
-        OpTimeouts, OutgoingChunk, Tag, TimeoutKind,
-        tcp::{
-            Tcp,
-            link::{Link, await_ready},
-        },
-    },
-    wire::frame::{FrameKind, Head},
+use crate::error::{Certainty, Error, Kind};
+use crate::fingerprint::{CallSite, CollectiveFingerprint, OpKind};
+use crate::transport::tcp::Tcp;
+use crate::transport::tcp::link::{Link, await_ready};
+use crate::transport::{
+    Abort, CHUNK, ControlPlane, DataPlane, FinalMessage, LeaveKind, OpDeadline, OpPhase,
+    OpTimeouts, OutgoingChunk, Tag, TimeoutKind,
 };
+use crate::wire::{FrameKind, Head};
 
 /// The program may end right after the final message, and unread data would make the system discard that message.
 #[test]

@@ -1,7 +1,7 @@
 //! A measurement, not a test: run it on an idle machine with
 //!
 //! ```text
-//! cargo test --release -p burn-accelerate-collective --lib kernel::speed -- --ignored --nocapture
+//! cargo test --release -p burn-accelerate-collective --lib kernel::tests::speed -- --ignored --nocapture
 //! ```
 //!
 //! As many threads as ranks combine their parts of all ranks' buffers into all of them. Beside it
@@ -11,7 +11,7 @@
 
 use std::{sync::Barrier, thread, time::Instant};
 
-use super::*;
+use crate::kernel::*;
 
 const ROUNDS: usize = 11;
 

@@ -19,7 +19,7 @@ use loom::{
     thread,
 };
 
-use super::*;
+use crate::shm::seq_counter::*;
 
 #[test]
 fn no_wake_up_is_lost() {

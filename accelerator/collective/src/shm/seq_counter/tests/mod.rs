@@ -1,3 +1,6 @@
+#[cfg(loom)]
+mod model;
+
 use std::{sync::Arc, thread};
 
 use super::*;

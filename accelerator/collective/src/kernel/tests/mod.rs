@@ -1,3 +1,5 @@
+mod speed;
+
 use std::fmt::Debug;
 
 use proptest::{prelude::*, sample::select};
