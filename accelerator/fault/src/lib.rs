@@ -19,15 +19,11 @@
 //! # }
 //! ```
 
-mod parse;
 mod plan;
 mod points;
-mod random;
 
-pub use parse::Error;
-pub use plan::{Action, Fault, FaultPlan, Point, SaveStage};
+pub use plan::{Action, Bounds, Error, Fault, FaultPlan, Point, SaveStage};
 pub use points::{Effect, check, fail_point};
-pub use random::Bounds;
 
 /// The variable that holds the plan of a process.
 pub const VARIABLE: &str = "ACCEL_FAULTS";

@@ -1,7 +1,6 @@
 //! The places where a planned fault happens.
 
-use crate::parse::Error;
-use crate::plan::Point;
+use crate::plan::{Error, Point};
 
 /// The part of a fault that the caller carries out.
 ///

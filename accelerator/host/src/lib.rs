@@ -21,11 +21,12 @@
 //! assert!(VARIABLES.iter().all(|variable| variable.name.starts_with("ACCEL_")));
 //! ```
 
-pub use grammar::{DEFAULT_LIVENESS, Grammar, SHORTEST_LIVENESS, number, port, seconds, switch};
 #[cfg(unix)]
 pub use signals::{heed_children, prepare_child, reset_signals};
 pub use table::*;
-pub use variable::{Reader, Variable};
+pub use variable::{
+    DEFAULT_LIVENESS, Grammar, Reader, SHORTEST_LIVENESS, Variable, number, port, seconds, switch,
+};
 
 pub mod cli;
 pub mod error;
@@ -36,7 +37,6 @@ pub mod process;
 pub mod sync;
 pub mod text;
 
-mod grammar;
 #[cfg(unix)]
 mod signals;
 mod table;

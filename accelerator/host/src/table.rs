@@ -1,6 +1,6 @@
 //! The table, in alphabetical order: a new variable is one entry.
 
-use crate::grammar::Grammar::{
+use crate::variable::Grammar::{
     Count, ExistingFile, NewFile, Number, OneOf, Port, Seconds, Switch, Text, TraceSchedule,
 };
 use crate::variable::Reader::{LauncherAndRanks, Ranks, SetByLauncher, Tests};

@@ -28,17 +28,12 @@
 mod api;
 mod communicator;
 mod error;
-mod failure_detector;
 mod gpu;
 mod gpu_location;
 mod library;
-mod memory;
-mod operation;
-mod unique_id;
 
 pub use communicator::Communicator;
 pub use error::{Error, Result};
-pub use gpu::Gpu;
+pub use gpu::{DeviceMemory, DevicePointer, Gpu};
 pub use gpu_location::GpuLocation;
 pub use library::{Library, Version};
-pub use memory::{DeviceMemory, DevicePointer};

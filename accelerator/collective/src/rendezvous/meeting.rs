@@ -7,8 +7,9 @@ use std::{io, thread};
 
 use accelerator_fault::{Effect, Point, fail_point};
 
-use super::address::addresses_of;
-use super::address::{listen_at, listen_everywhere, of_one_family, own_addresses, reachable};
+use super::address::{
+    addresses_of, listen_at, listen_everywhere, of_one_family, own_addresses, reachable,
+};
 use super::join::{JoinAttempt, Joined, RETRY};
 use super::server::not_listening;
 use super::token::{Key, Token};

@@ -9,9 +9,9 @@ use std::thread::{self, ThreadId};
 use std::time::{Duration, Instant};
 
 use super::{
-    Api, CallError, CallResult, Comm, Context, Device, EventHandle, Foreign, Progress, StreamHandle,
+    Api, CallError, CallResult, Comm, Context, Device, EventHandle, Foreign, Operation, Progress,
+    StreamHandle,
 };
-use crate::operation::Operation;
 
 /// Two GPUs.
 #[derive(Debug)]

@@ -1,4 +1,5 @@
-//! The foreign functions, behind a trait, so that all else is tested without a GPU.
+//! The foreign functions, behind a trait, so that all else is tested without a GPU; the reductions that NCCL is asked
+//! for, and the id that the ranks of a communicator have in common.
 //!
 //! Handles are made by an [`Api`] alone, and each is kept by one owner of this crate, which gives it
 //! back once, when nothing else can reach it. That is what each `unsafe` call of a method relies on.
@@ -12,12 +13,14 @@ mod dynamic;
 #[cfg(test)]
 pub(crate) mod fake;
 
+use std::ffi::c_int;
 use std::fmt;
 
-pub(crate) use dynamic::Dynamic;
+use accelerator_collective::{DType, ReduceOp};
 
-use crate::error::{Error, Kind};
-use crate::operation::Operation;
+use crate::error::{Error, Kind, Result};
+
+pub(crate) use dynamic::Dynamic;
 
 /// A device of the driver's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -160,4 +163,184 @@ pub(crate) trait Api: fmt::Debug + Send + Sync {
     unsafe fn finalize(&self, comm: Comm) -> CallResult<Progress>;
     unsafe fn destroy(&self, comm: Comm) -> CallResult<()>;
     unsafe fn abort(&self, comm: Comm) -> CallResult<()>;
+}
+
+/// A reduction that NCCL has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Operation {
+    dtype: DType,
+    op: ReduceOp,
+    /// `ncclDataType_t`.
+    pub(crate) dtype_code: c_int,
+    /// `ncclRedOp_t`.
+    pub(crate) op_code: c_int,
+}
+
+impl Operation {
+    /// # Errors
+    /// A misuse for what NCCL does not have.
+    pub(crate) fn new(dtype: DType, op: ReduceOp) -> Result<Self> {
+        let Some(dtype_code) = dtype_code(dtype) else {
+            let known = DTYPES.map(DType::name).join(", ");
+            let message = format!("NCCL does not reduce {dtype}: expected one of {known}");
+            return Err(Error::new(Kind::Misuse, message));
+        };
+        let Some(op_code) = op_code(op) else {
+            let message = format!("NCCL has no reduction {op}: expected max, mean, min or sum");
+            return Err(Error::new(Kind::Misuse, message));
+        };
+        Ok(Self {
+            dtype,
+            op,
+            dtype_code,
+            op_code,
+        })
+    }
+}
+
+impl fmt::Display for Operation {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { dtype, op, .. } = self;
+        write!(formatter, "{op} of {dtype}")
+    }
+}
+
+/// The types that NCCL reduces.
+pub(crate) const DTYPES: [DType; 10] = [
+    DType::BF16,
+    DType::F16,
+    DType::F32,
+    DType::F64,
+    DType::I8,
+    DType::I32,
+    DType::I64,
+    DType::U8,
+    DType::U32,
+    DType::U64,
+];
+
+fn dtype_code(dtype: DType) -> Option<c_int> {
+    match dtype {
+        DType::I8 => Some(0),
+        DType::U8 => Some(1),
+        DType::I32 => Some(2),
+        DType::U32 => Some(3),
+        DType::I64 => Some(4),
+        DType::U64 => Some(5),
+        DType::F16 => Some(6),
+        DType::F32 => Some(7),
+        DType::F64 => Some(8),
+        DType::BF16 => Some(9),
+        _ => None,
+    }
+}
+
+fn op_code(op: ReduceOp) -> Option<c_int> {
+    match op {
+        ReduceOp::Sum => Some(0),
+        ReduceOp::Max => Some(2),
+        ReduceOp::Min => Some(3),
+        ReduceOp::Mean => Some(4),
+        _ => None,
+    }
+}
+
+/// The place where ranks meet, and a random number. One id makes one communicator; it travels from rank 0
+/// to the others.
+#[derive(Clone, PartialEq, Eq)]
+pub(crate) struct UniqueId([u8; Self::SIZE]);
+
+impl UniqueId {
+    /// The size in bytes.
+    pub(crate) const SIZE: usize = 128;
+
+    pub(crate) fn new(bytes: [u8; Self::SIZE]) -> Self {
+        Self(bytes)
+    }
+
+    /// Reads an id as rank 0 has sent it.
+    pub(crate) fn received(bytes: &[u8]) -> Result<Self> {
+        match bytes.try_into() {
+            Ok(bytes) => Ok(Self(bytes)),
+            Err(_) => {
+                let message = format!(
+                    "rank 0 has sent no id of NCCL's: expected {} bytes, found {}; run one build on all ranks",
+                    Self::SIZE,
+                    bytes.len()
+                );
+                Err(Error::new(Kind::Nccl, message))
+            }
+        }
+    }
+
+    pub(crate) fn to_bytes(&self) -> &[u8; Self::SIZE] {
+        &self.0
+    }
+}
+
+impl fmt::Debug for UniqueId {
+    /// Leaves out the bytes: whoever knows them may take a rank's place.
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str("UniqueId(..)")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use cudarc::nccl::sys as nccl;
+
+    use super::*;
+
+    #[test]
+    fn codes_are_those_of_the_header() {
+        use nccl::ncclDataType_t as Type;
+        for (dtype, code) in [
+            (DType::BF16, Type::ncclBfloat16),
+            (DType::F16, Type::ncclFloat16),
+            (DType::F32, Type::ncclFloat32),
+            (DType::F64, Type::ncclFloat64),
+            (DType::I8, Type::ncclInt8),
+            (DType::I32, Type::ncclInt32),
+            (DType::I64, Type::ncclInt64),
+            (DType::U8, Type::ncclUint8),
+            (DType::U32, Type::ncclUint32),
+            (DType::U64, Type::ncclUint64),
+        ] {
+            assert!(DTYPES.contains(&dtype));
+            let operation = Operation::new(dtype, ReduceOp::Sum).unwrap();
+            assert_eq!(operation.dtype_code, code as c_int, "{dtype}");
+        }
+        use nccl::ncclRedOp_t as Op;
+        for (op, code) in [
+            (ReduceOp::Max, Op::ncclMax),
+            (ReduceOp::Mean, Op::ncclAvg),
+            (ReduceOp::Min, Op::ncclMin),
+            (ReduceOp::Sum, Op::ncclSum),
+        ] {
+            let operation = Operation::new(DType::F32, op).unwrap();
+            assert_eq!(operation.op_code, code as c_int, "{op}");
+        }
+    }
+
+    #[test]
+    fn a_type_that_nccl_lacks_is_refused() {
+        for dtype in [DType::I16, DType::U16] {
+            let error = Operation::new(dtype, ReduceOp::Sum).unwrap_err();
+            assert!(error.is_misuse());
+            let text = format!("NCCL does not reduce {dtype}: expected one of bf16, f16, f32");
+            assert!(error.to_string().starts_with(&text), "{error}");
+        }
+    }
+
+    #[test]
+    fn ids_do_not_show_what_they_are() {
+        let id = UniqueId::received(&[42; UniqueId::SIZE]).unwrap();
+        assert!(!format!("{id:?}").contains("42"));
+    }
+
+    #[test]
+    fn what_is_no_id_is_refused() {
+        let error = UniqueId::received(&[42; 3]).unwrap_err();
+        assert!(error.to_string().contains("expected 128 bytes, found 3"));
+    }
 }

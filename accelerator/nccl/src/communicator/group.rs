@@ -6,12 +6,11 @@ use std::time::Duration;
 use accelerator_collective::ProcessGroup;
 use serde::{Deserialize, Serialize};
 
-use super::state::{CommTimeouts, Notify};
+use super::state::{CommTimeouts, GroupFailureDetector, Notify};
 use super::{CLOSING, Communicator};
+use crate::api::UniqueId;
 use crate::error::{Error, Kind, Result};
-use crate::failure_detector::GroupFailureDetector;
 use crate::gpu::Gpu;
-use crate::unique_id::UniqueId;
 
 impl Communicator {
     /// Connects this rank's GPU with those of all other ranks of the group, each of which calls this, and

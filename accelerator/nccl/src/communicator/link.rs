@@ -2,11 +2,8 @@
 
 #![expect(unsafe_code, reason = "a handle of NCCL's is made and given back here")]
 
-use crate::api::{self, CallResult, Progress};
-use crate::gpu::{Gpu, Stream};
-use crate::memory::DevicePointer;
-use crate::operation::Operation;
-use crate::unique_id::UniqueId;
+use crate::api::{self, CallResult, Operation, Progress, UniqueId};
+use crate::gpu::{DevicePointer, Gpu, Stream};
 
 /// A communicator that NCCL knows. Whoever has it, has it alone: methods that use it need `&mut`, and
 /// those that give it back take it.

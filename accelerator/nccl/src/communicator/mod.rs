@@ -5,7 +5,6 @@ mod link;
 mod state;
 #[cfg(test)]
 mod tests;
-mod watchdog;
 
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
@@ -15,16 +14,13 @@ use accelerator_collective::{DType, ReduceOp};
 use accelerator_host::sync::Mutex;
 
 use self::link::Link;
-use self::state::{
-    ABORTING, CallerHandle, CommTimeouts, CommunicatorInner, Notify, Phase, Work, after,
-};
-use crate::api::{CallResult, Progress};
+use crate::api::{self, CallResult, Operation, Progress, UniqueId};
 use crate::error::{Error, Kind, Result};
-use crate::failure_detector::FailureDetector;
-use crate::gpu::{Gpu, Ordering};
-use crate::memory::{DeviceMemory, DevicePointer};
-use crate::operation::{self, Operation};
-use crate::unique_id::UniqueId;
+use crate::gpu::{DeviceMemory, DevicePointer, Gpu, Ordering};
+use state::{
+    ABORTING, CallerHandle, CommTimeouts, CommunicatorInner, FailureDetector, Notify, Phase, Work,
+    after,
+};
 
 /// This rank's end of a group of GPUs that reduce together, by NCCL.
 ///
@@ -88,7 +84,7 @@ pub struct Communicator {
 
 impl Communicator {
     /// The types of elements that NCCL reduces.
-    pub const DTYPES: [DType; 10] = operation::DTYPES;
+    pub const DTYPES: [DType; 10] = api::DTYPES;
 
     /// This rank.
     pub fn rank(&self) -> usize {
@@ -291,7 +287,7 @@ impl Communicator {
         };
         let who = format!("rank {rank} of {world_size}");
         let inner = Arc::new(CommunicatorInner::new(gpu, detector, timeouts, who)?);
-        let watching = watchdog::start(&inner).map_err(|error| {
+        let watching = state::start_watchdog(&inner).map_err(|error| {
             let message = "the thread that watches over a communicator could not be started";
             Error::new(Kind::Nccl, message).with_source(error)
         })?;

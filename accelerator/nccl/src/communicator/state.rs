@@ -1,16 +1,20 @@
-//! The state that the caller of a communicator and its watching thread share.
+//! The state that the caller of a communicator and its watchdog share, the watchdog, and the failures that the
+//! communicator and its group tell each other.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
+use std::{fmt, thread};
 
+use accelerator_collective::ProcessGroup;
 use accelerator_host::sync::{Condvar, Mutex, MutexGuard};
 
 use super::link::Link;
 use crate::api::{CallError, Progress};
 use crate::error::{Error, Kind, Result};
-use crate::failure_detector::FailureDetector;
-use crate::gpu::{Event, Gpu, Stream};
+use crate::gpu::{Event, Gpu, Stream, note};
 
 /// A communicator without its thread.
 #[derive(Debug)]
@@ -121,11 +125,11 @@ impl CommunicatorInner {
         self.changed.notify_all();
     }
 
-    pub(super) fn pause<'a>(&self, state: MutexGuard<'a, CommState>) -> MutexGuard<'a, CommState> {
+    fn pause<'a>(&self, state: MutexGuard<'a, CommState>) -> MutexGuard<'a, CommState> {
         self.changed.wait(state)
     }
 
-    pub(super) fn pause_for<'a>(
+    fn pause_for<'a>(
         &self,
         state: MutexGuard<'a, CommState>,
         time: Duration,
@@ -194,7 +198,7 @@ impl CommunicatorInner {
     }
 
     /// Returns an error with the reason that the group has ended, if it has.
-    pub(super) fn group_failure(&self) -> Option<Error> {
+    fn group_failure(&self) -> Option<Error> {
         let asked = catch_unwind(AssertUnwindSafe(|| self.detector.failure()));
         let reason = asked.unwrap_or_else(|_| Some("its failure detection panicked".to_owned()))?;
         let message = format!(
@@ -218,7 +222,7 @@ impl CommunicatorInner {
     }
 
     /// The error of a communicator that a failed call ends.
-    pub(super) fn aborted_by(&self, fault: &CallError) -> Error {
+    fn aborted_by(&self, fault: &CallError) -> Error {
         let message = format!("the NCCL communicator of {} was aborted: {fault}", self.who);
         Error::new(Kind::Aborted, message).with_source(fault.clone())
     }
@@ -251,3 +255,190 @@ pub(super) fn after(began: Instant, time: Duration) -> Instant {
 
 /// The time that callers wait for NCCL to abort.
 pub(super) const ABORTING: Duration = Duration::from_secs(10);
+
+/// Starts the thread of a communicator. It alone gives NCCL's communicator back, however it ends.
+pub(super) fn start_watchdog(inner: &Arc<CommunicatorInner>) -> std::io::Result<JoinHandle<()>> {
+    let inner = Arc::clone(inner);
+    thread::Builder::new()
+        .name("nccl watchdog".into())
+        .spawn(move || run(&inner))
+}
+
+fn run(inner: &CommunicatorInner) {
+    let mut state = inner.lock();
+    let mut looked = Instant::now();
+    loop {
+        state = match next(&state) {
+            WatchdogStep::Rest => inner.pause(state),
+            WatchdogStep::Look(interval) => {
+                state = inner.pause_until(state, looked + interval, |state| {
+                    !matches!(next(state), WatchdogStep::Look(_))
+                });
+                if !matches!(next(&state), WatchdogStep::Look(_)) {
+                    continue;
+                }
+                drop(state);
+                look(inner);
+                looked = Instant::now();
+                inner.lock()
+            }
+            WatchdogStep::Abort(error) => {
+                let link = state.link.take();
+                drop(state);
+                tracing::debug!("{error}");
+                if let Some(link) = link {
+                    note(link.abort());
+                }
+                inner.lock().phase = Phase::Ended(error);
+                break;
+            }
+            WatchdogStep::Close => {
+                let link = state.link.take();
+                drop(state);
+                if let Some(link) = link {
+                    close(inner, link);
+                }
+                inner.lock().phase = Phase::Closed;
+                break;
+            }
+            WatchdogStep::Nothing => return,
+        };
+    }
+    inner.notify();
+}
+
+/// The next thing to do.
+enum WatchdogStep {
+    /// Wait until the state changes.
+    Rest,
+    /// Look, so long after the last time.
+    Look(Duration),
+    Abort(Error),
+    Close,
+    Nothing,
+}
+
+fn next(state: &CommState) -> WatchdogStep {
+    match (&state.phase, state.owner) {
+        // NCCL has not begun; nothing may end before it is known what.
+        (Phase::Connecting, _) if state.link.is_none() => WatchdogStep::Rest,
+        (Phase::Connecting, _) => WatchdogStep::Look(CONNECTING),
+        (Phase::Ready, CallerHandle::Dropped) => WatchdogStep::Close,
+        (Phase::Ready, CallerHandle::Held) if state.work == Work::None => WatchdogStep::Rest,
+        (Phase::Ready, CallerHandle::Held) => WatchdogStep::Look(WORKING),
+        (Phase::Ending(error), _) => WatchdogStep::Abort(error.clone()),
+        (Phase::Ended(_) | Phase::Closed, _) => WatchdogStep::Nothing,
+    }
+}
+
+/// Asks the group, and NCCL.
+fn look(inner: &CommunicatorInner) {
+    if let Some(error) = inner.group_failure() {
+        inner.start_abort(error, Notify::Nobody);
+        return;
+    }
+    let mut state = inner.lock();
+    let looked = state
+        .link
+        .as_mut()
+        .map_or(Ok(Progress::Done), Link::progress);
+    let looked = looked.and_then(|progress| {
+        let ended = match state.work {
+            Work::Enqueued => inner.done.query()? == Progress::Done,
+            Work::None | Work::Enqueuing => false,
+        };
+        if progress == Progress::Done && matches!(state.phase, Phase::Connecting) {
+            state.phase = Phase::Ready;
+            inner.notify();
+        }
+        if ended {
+            state.work = Work::None;
+        }
+        Ok(())
+    });
+    drop(state);
+    if let Err(fault) = looked {
+        inner.start_abort(inner.aborted_by(&fault), Notify::Group);
+    }
+}
+
+/// Ends in good order, or else at once.
+fn close(inner: &CommunicatorInner, mut link: Link) {
+    let deadline = after(Instant::now(), inner.timeouts.closing);
+    let mut progress = link.finalize();
+    while progress == Ok(Progress::UnderWay) {
+        let late = Instant::now() >= deadline;
+        if late || inner.group_failure().is_some() {
+            break;
+        }
+        thread::sleep(FINALIZING);
+        progress = link.progress();
+    }
+    let closed = match progress {
+        Ok(Progress::Done) => link.destroy(),
+        Ok(Progress::UnderWay) => link.abort(),
+        Err(fault) => link.abort().and(Err(fault)),
+    };
+    note(closed);
+}
+
+/// The time between looks while ranks come together.
+const CONNECTING: Duration = Duration::from_millis(1);
+
+/// The time between looks while operations are under way.
+const WORKING: Duration = Duration::from_millis(20);
+
+/// The time between looks while NCCL finalizes.
+const FINALIZING: Duration = Duration::from_millis(1);
+
+/// The failure detection of the group that a communicator belongs to.
+///
+/// Both methods are called by a thread of the communicator's, and by those that use it, at any time until
+/// it is dropped; they return at once.
+pub(super) trait FailureDetector: Send + Sync {
+    /// Returns the reason that the group has ended, if it has. What is waiting for peers is freed then.
+    fn failure(&self) -> Option<String>;
+
+    /// Takes the news, at most once, that the communicator has ended on this rank for a reason that the
+    /// group may not know.
+    fn failed(&self, text: &str);
+}
+
+impl fmt::Debug for dyn FailureDetector {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str("FailureDetector")
+    }
+}
+
+/// The failure detection of a process group.
+pub(super) struct GroupFailureDetector {
+    group: ProcessGroup,
+    /// Set once all ranks are connected. Until then, a failure of NCCL's is no failure of the group.
+    enabled: AtomicBool,
+}
+
+impl GroupFailureDetector {
+    pub(super) fn new(group: &ProcessGroup) -> Self {
+        Self {
+            group: group.clone(),
+            enabled: AtomicBool::new(false),
+        }
+    }
+
+    /// Lets failures of NCCL's end the group from now on.
+    pub(super) fn enable(&self) {
+        self.enabled.store(true, Ordering::Release);
+    }
+}
+
+impl FailureDetector for GroupFailureDetector {
+    fn failure(&self) -> Option<String> {
+        self.group.failure()
+    }
+
+    fn failed(&self, text: &str) {
+        if self.enabled.load(Ordering::Acquire) {
+            self.group.abort(text);
+        }
+    }
+}

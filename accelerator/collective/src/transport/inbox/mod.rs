@@ -3,8 +3,7 @@
 mod recv;
 mod state;
 
-use std::io;
-use std::io::{Read, Write};
+use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;

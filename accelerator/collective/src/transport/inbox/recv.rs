@@ -6,8 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::Waker;
-use super::{Inbox, OpPosition, RecvChunk, state::InboxState};
+use super::{Inbox, OpPosition, RecvChunk, Waker, state::InboxState};
 use crate::error::Result;
 use crate::transport::{OpDeadline, Peer, Transport};
 

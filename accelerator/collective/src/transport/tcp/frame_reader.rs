@@ -1,7 +1,6 @@
 //! Reads the frames of one peer, as far as they have arrived, and records when it was heard.
 
-use std::io;
-use std::io::{IoSliceMut, Read};
+use std::io::{self, IoSliceMut, Read};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -10,8 +9,7 @@ use crate::error::Certainty;
 use crate::fingerprint::CollectiveFingerprint;
 use crate::transport::chunk::PooledBuffer;
 use crate::transport::{Abort, Inbox, LeaveKind, OpPhase, RecvChunk, Tag};
-use crate::wire::ReadError;
-use crate::wire::{FrameError, FrameKind, Head, Heartbeat, MAX_PREAMBLE};
+use crate::wire::{FrameError, FrameKind, Head, Heartbeat, MAX_PREAMBLE, ReadError};
 
 /// The receiving side of one connection. It never waits where its source does not, and can stop
 /// within a frame: whichever thread comes next goes on from there.

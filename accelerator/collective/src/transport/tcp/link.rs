@@ -15,8 +15,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::frame_reader::{FrameReader, PeerLiveness};
 use crate::error::{Error, Result};
-use crate::socket::limit_backoff;
-use crate::socket::{unconfirmed, unsent};
+use crate::socket::{limit_backoff, unconfirmed, unsent};
 use crate::transport::Inbox;
 
 /// The connection to one peer: whole frames go out, one at a time.

@@ -14,8 +14,7 @@ use super::{
     link::{self, Link, WRITER_CHECK_INTERVAL, await_ready, timespec},
 };
 use crate::error::{Certainty, Error, Result, Seconds};
-use crate::liveness;
-use crate::liveness::{mesh_interval, suspended_for};
+use crate::liveness::{self, mesh_interval, suspended_for};
 use crate::transport::{
     ControlPlane, DataPlane, FinalMessage, LeaveKind, MAX_IN_FLIGHT, OpDeadline, OutgoingChunk,
     TransportKind,

@@ -6,23 +6,20 @@
 
 #![expect(unsafe_code, reason = "foreign functions")]
 
-mod files;
 mod functions;
 
 use std::ffi::{CStr, c_char, c_int};
-use std::fmt;
-use std::ptr;
+use std::{fmt, ptr};
 
-use self::files::{CUDA_FILES, NCCL_FILES, open};
-use self::functions::{
-    Config, ContextEvents, Cuda, DISABLE_TIMING, IN_PROGRESS, NO_DEVICE, NON_BLOCKING, NOT_FOUND,
-    NOT_READY, Nccl, Pointer, RawUniqueId, SUCCESS,
-};
 use super::{
-    Api, CallError, CallResult, Comm, Context, Device, EventHandle, Foreign, Progress, StreamHandle,
+    Api, CallError, CallResult, Comm, Context, Device, EventHandle, Foreign, Operation, Progress,
+    StreamHandle,
 };
 use crate::error::{Error, Kind, Result};
-use crate::operation::Operation;
+use functions::{
+    CUDA_FILES, Config, ContextEvents, Cuda, DISABLE_TIMING, IN_PROGRESS, NCCL_FILES, NO_DEVICE,
+    NON_BLOCKING, NOT_FOUND, NOT_READY, Nccl, Pointer, RawUniqueId, SUCCESS, open,
+};
 
 /// CUDA's driver and NCCL, loaded. They are never unloaded: both have threads of their own.
 pub(crate) struct Dynamic {
