@@ -4,6 +4,7 @@ use core::num::NonZeroUsize;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use accelerator_collective::ProcessGroup;
+use accelerator_collective::launcher::GroupExt;
 use burn::tensor::Device;
 
 use crate::core::agreement;

@@ -190,10 +190,8 @@ pub mod collective {
     #[doc(hidden)]
     pub use accelerator_collective::launcher;
     pub use accelerator_collective::{
-        Activity, Buffer, BufferSlice, Busy, Culprit, DType, Element, Error, ExecThread, Forbidden,
-        GroupOptions, Launch, LaunchSource, OpEvent, OpKind, Origin, Partition, Pending,
-        ProcessGroup, ReduceOp, Rendezvous, Result, Setting, ShardLayout, StoreHost, Topology,
-        TransportKind,
+        Activity, Buffer, Busy, Culprit, DType, Element, Error, GroupOptions, Launch, LaunchSource,
+        Partition, Pending, ProcessGroup, ReduceOp, Result, Topology, TransportKind,
     };
 }
 

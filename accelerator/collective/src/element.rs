@@ -200,7 +200,7 @@ impl ReduceOp {
     pub(crate) const ALL: [Self; 4] = [Self::Max, Self::Mean, Self::Min, Self::Sum];
 
     /// The name in messages, such as `sum`.
-    pub fn name(self) -> &'static str {
+    pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Max => "max",
             Self::Mean => "mean",

@@ -18,15 +18,15 @@ use accelerator_host::sync::Mutex;
 
 use crate::element::{DType, ReduceOp};
 use crate::error::Result;
-use crate::group::{GroupOptions, ProcessGroup};
+use crate::group::{GroupExt, GroupOptions, ProcessGroup};
 use crate::shard_layout::ShardLayout;
 use crate::topology::Topology;
 use crate::transport::{
     ControlPlane, DataPlane, FinalMessage, Inbox, OpDeadline, OutgoingChunk, Peer, PeerLocation,
     Transport, TransportKind, feed,
 };
-use crate::wire::message::{Message, RankTable, Registration};
-use crate::wire::{FrameKind, Head, MAX_PREAMBLE, message};
+use crate::wire::message::{self, Message, RankTable, Registration};
+use crate::wire::{FrameKind, Head, MAX_PREAMBLE};
 
 /// Gives bytes to a rank as what its peer sent over an open connection.
 ///

@@ -46,33 +46,35 @@ mod topology;
 mod transport;
 mod wire;
 
-pub use buffer::{Buffer, BufferSlice};
+pub use buffer::Buffer;
 pub use element::{DType, Element, ReduceOp};
 pub use error::{Culprit, Error, Result};
-pub use fingerprint::OpKind;
-pub use group::{
-    Activity, Busy, ExecThread, Forbidden, GroupOptions, OpEvent, Pending, ProcessGroup,
-};
-pub use launch::{Launch, LaunchSource, Origin, Setting};
-pub use rendezvous::{Rendezvous, StoreHost};
-pub use shard_layout::{Partition, ShardLayout};
+pub use group::{Activity, Busy, GroupOptions, Pending, ProcessGroup};
+pub use launch::{Launch, LaunchSource};
+pub use shard_layout::Partition;
 pub use topology::{Topology, TransportKind};
 
 /// Items for the launcher and the other crates of this project. They are not part of the public API.
 #[doc(hidden)]
 pub mod launcher {
-    pub use crate::error::stderr_fallback;
-    pub use crate::group::NextPlace;
-    pub use crate::launch::{
-        AgentHead, AgentLaunch, AgentProcesses, NodeCount, check_alone, expand_hosts,
-        place_variables,
+    pub use crate::{
+        buffer::BufferSlice,
+        error::stderr_fallback,
+        fingerprint::OpKind,
+        group::{ExecThread, Forbidden, GroupExt, NextPlace, OpEvent},
+        launch::{
+            AgentHead, AgentLaunch, AgentProcesses, LaunchExt, NodeCount, Origin, Setting,
+            check_alone, expand_hosts, place_variables,
+        },
+        processor::TargetFeatures,
+        rendezvous::{
+            FailureReport, PendingHandshake, PendingHandshakes, Rendezvous, Report, Security,
+            StoreHost, StoreOptions, StoreServer, Token, is_own_address, listen_at,
+            listen_everywhere,
+        },
+        shard_layout::ShardLayout,
+        socket::limit_backoff,
     };
-    pub use crate::processor::TargetFeatures;
-    pub use crate::rendezvous::{
-        FailureReport, PendingHandshake, PendingHandshakes, Report, Security, StoreOptions,
-        StoreServer, Token, is_own_address, listen_at, listen_everywhere,
-    };
-    pub use crate::socket::limit_backoff;
 
     #[cfg(feature = "fuzzing")]
     pub use crate::fuzzing::{frames as fuzz_frames, messages as fuzz_messages};

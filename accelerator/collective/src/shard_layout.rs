@@ -5,7 +5,7 @@ use std::{iter, ops::Range};
 use crate::error::{Error, Kind, Result};
 
 /// The elements of a buffer that each rank keeps of a reduction; see
-/// [`ProcessGroup::reduce_scatter_buffer`](crate::ProcessGroup::reduce_scatter_buffer).
+/// [`reduce_scatter_buffer`](crate::launcher::GroupExt::reduce_scatter_buffer).
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct ShardLayout {
     len: usize,
@@ -251,7 +251,7 @@ impl Partition {
     }
 
     /// The number of elements of the largest part, which is the first.
-    pub fn largest(&self) -> usize {
+    pub(crate) fn largest(&self) -> usize {
         self.len.div_ceil(self.parts)
     }
 

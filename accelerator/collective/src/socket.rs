@@ -1,4 +1,4 @@
-//! What no crate asks the system about a connection: the data that has not arrived, and a bound on the pauses before
+//! Questions to the system about a connection: the data that has not arrived, and a bound on the pauses before
 //! lost data is sent again.
 #![cfg_attr(
     target_os = "linux",

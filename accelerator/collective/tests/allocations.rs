@@ -19,7 +19,8 @@ use std::{
     },
 };
 
-use accelerator_collective::{Buffer, DType, ProcessGroup, ReduceOp, ShardLayout};
+use accelerator_collective::launcher::{GroupExt, ShardLayout};
+use accelerator_collective::{Buffer, DType, ProcessGroup, ReduceOp};
 use world::{Means, run};
 
 /// Counts the allocations of each thread.

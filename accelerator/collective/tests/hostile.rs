@@ -23,9 +23,9 @@ use std::{
     time::{Duration, Instant},
 };
 
+use accelerator_collective::launcher::{LaunchExt, Rendezvous, StoreHost, StoreServer};
 use accelerator_collective::{
-    GroupOptions, Launch, ProcessGroup, ReduceOp, Rendezvous, Result, StoreHost, Topology,
-    TransportKind, launcher::StoreServer,
+    GroupOptions, Launch, ProcessGroup, ReduceOp, Result, Topology, TransportKind,
 };
 use cap::Cap;
 use ciborium::Value;

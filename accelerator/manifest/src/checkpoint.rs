@@ -1,7 +1,7 @@
 //! Committed checkpoints: reading and verifying them.
 
 use std::fmt;
-use std::fs::File;
+use std::fs::{self, File};
 use std::io::{self, Read};
 use std::panic::{RefUnwindSafe, UnwindSafe};
 use std::path::{Path, PathBuf};
@@ -12,7 +12,6 @@ use crate::hash::ContentHash;
 use crate::manifest::{CheckpointKind, FileEntry, Manifest};
 use crate::name::{FileName, MANIFEST};
 use crate::staged::{StagedName, State, try_lock};
-use crate::tree;
 use crate::vfs::{Progress, Vfs};
 
 /// A checkpoint in a [`Folder`](crate::Folder): at first a path only.
@@ -76,7 +75,7 @@ impl Checkpoint {
         let manifest = path.join(MANIFEST);
         match manifest.symlink_metadata() {
             Ok(_) => Self::at(path).map(Some),
-            Err(error) if tree::is_absence(&error) => Ok(None),
+            Err(error) if is_absence(&error) => Ok(None),
             Err(error) => Err(Error::io("read", &manifest, error)),
         }
     }
@@ -181,7 +180,7 @@ impl Checkpoint {
                 report.defects.push(defect);
             }
         }
-        report.untracked = tree::untracked(&self.path, &manifest);
+        report.untracked = untracked(&self.path, &manifest);
         report
     }
 
@@ -233,7 +232,7 @@ impl Checkpoint {
     /// A file of this length, to be compared with its sum.
     fn reader(&self, name: &FileName, entry: &FileEntry) -> Result<VerifiedReader> {
         Ok(VerifiedReader {
-            file: tree::expect_file(&self.path, name, entry.bytes)?,
+            file: expect_file(&self.path, name, entry.bytes)?,
             path: name.at(&self.path),
             expected: entry.clone(),
             bytes: 0,
@@ -385,7 +384,7 @@ impl Read for VerifiedReader {
             return Ok(0);
         }
         let message = if self.bytes != self.expected.bytes {
-            tree::size_message(&self.path, self.expected.bytes, self.bytes)
+            size_message(&self.path, self.expected.bytes, self.bytes)
         } else {
             let found = ContentHash::from(self.hash.finalize());
             if found == self.expected.blake3 {
@@ -414,15 +413,15 @@ fn read_manifest(root: &Path) -> Result<Manifest> {
     if let Err(error) = root.symlink_metadata() {
         return Err(Error::io("read the checkpoint", root, error));
     }
-    tree::expect_folder(root)?;
+    expect_folder(root)?;
     let path = root.join(MANIFEST);
     let mut bytes = Vec::new();
     // One byte more than is allowed: `parse` refuses what is longer.
-    let read = tree::open_file(&path).and_then(|file| {
+    let read = open_file(&path).and_then(|file| {
         file.take(Manifest::LONGEST as u64 + 1)
             .read_to_end(&mut bytes)
     });
-    read.map_err(|error| tree::broken("the manifest of the checkpoint", &path, error))?;
+    read.map_err(|error| broken("the manifest of the checkpoint", &path, error))?;
     Manifest::parse(&bytes).map_err(|error| error.at(&path))
 }
 
@@ -479,6 +478,157 @@ pub(crate) const LATEST: &str = "latest";
 
 /// The largest number of a checkpoint.
 pub(crate) const LARGEST: u64 = 999_999_999_999_999_999;
+
+/// All files below a checkpoint or a draft but the manifest, as names with `/`, sorted.
+///
+/// # Errors
+///
+/// [`Error::is_misuse`] for entries that a checkpoint cannot have: folders in folders, links, pipes, names that are
+/// no text.
+pub(crate) fn files_of(root: &Path) -> Result<Vec<String>> {
+    let mut files = Vec::new();
+    walk(root, &mut |name, is_file| {
+        if !is_file {
+            let message = format!(
+                "{} cannot be part of a checkpoint: expected plain files, and one level of folders",
+                root.join(name).display()
+            );
+            return Err(Error::new(Kind::Misuse, message));
+        }
+        files.push(name.to_owned());
+        Ok(())
+    })?;
+    files.retain(|x| x != MANIFEST);
+    files.sort();
+    Ok(files)
+}
+
+/// Files below a checkpoint that its manifest does not list.
+pub(crate) fn untracked(root: &Path, manifest: &Manifest) -> Vec<String> {
+    let mut untracked = Vec::new();
+    // What cannot be listed is not reported; files that are missed have defects.
+    let _ = walk(root, &mut |name, _| {
+        let known = FileName::new(name).is_ok_and(|x| manifest.files.contains_key(&x));
+        if !known && name != MANIFEST {
+            untracked.push(name.to_owned());
+        }
+        Ok(())
+    });
+    untracked.sort();
+    untracked
+}
+
+/// A plain file of a checkpoint, of this length.
+pub(crate) fn expect_file(root: &Path, name: &FileName, bytes: u64) -> Result<File> {
+    if let Some(folder) = name.folder() {
+        expect_folder(&root.join(folder))?;
+    }
+    let path = name.at(root);
+    let file = open_file(&path).map_err(|error| broken("a file", &path, error))?;
+    let metadata = file.metadata();
+    let found = metadata
+        .map_err(|error| Error::io("read", &path, error))?
+        .len();
+    if found != bytes {
+        return Err(Error::new(Kind::Corrupt, size_message(&path, bytes, found)));
+    }
+    Ok(file)
+}
+
+/// Describes how the length of a file is wrong.
+pub(crate) fn size_message(path: &Path, expected: u64, found: u64) -> String {
+    let what = if found < expected {
+        "cut off"
+    } else {
+        "too long"
+    };
+    format!(
+        "{} is {what}: expected {expected} bytes, found {found}",
+        path.display()
+    )
+}
+
+/// A folder of a checkpoint, and not a link to one.
+pub(crate) fn expect_folder(path: &Path) -> Result<()> {
+    let metadata = path
+        .symlink_metadata()
+        .map_err(|error| broken("a folder", path, error))?;
+    if metadata.is_dir() {
+        return Ok(());
+    }
+    let found = kind_of(&metadata);
+    let message = format!("expected a folder at {}, found {found}", path.display());
+    Err(Error::new(Kind::Corrupt, message))
+}
+
+/// The error of a failed read: an entry that is missing, or is something else, is a defect of the checkpoint; any
+/// other failure is the system's.
+pub(crate) fn broken(expected: &str, path: &Path, error: io::Error) -> Error {
+    let message = match error.kind() {
+        _ if is_absence(&error) => {
+            format!("{} is missing: expected {expected} there", path.display())
+        }
+        io::ErrorKind::InvalidData => format!("{}: {error}", path.display()),
+        _ => return Error::io("read", path, error),
+    };
+    Error::new(Kind::Corrupt, message).with_source(error)
+}
+
+/// Returns true if the system reports that nothing has that name, as opposed to that it cannot tell.
+pub(crate) fn is_absence(error: &io::Error) -> bool {
+    let absent = [io::ErrorKind::NotFound, io::ErrorKind::NotADirectory];
+    absent.contains(&error.kind())
+}
+
+/// Opens a plain file; never follows a link, never waits for a pipe.
+pub(crate) fn open_file(path: &Path) -> io::Result<File> {
+    let metadata = path.symlink_metadata()?;
+    if !metadata.is_file() {
+        let message = format!("expected a plain file, found {}", kind_of(&metadata));
+        return Err(io::Error::new(io::ErrorKind::InvalidData, message));
+    }
+    File::open(path)
+}
+
+/// Visits everything below `root`, two levels deep; `true` for plain files.
+fn walk(root: &Path, visit: &mut dyn FnMut(&str, bool) -> Result<()>) -> Result<()> {
+    for outer in entries(root)? {
+        let (name, kind) = outer;
+        if !kind.is_dir() {
+            visit(&name, kind.is_file())?;
+            continue;
+        }
+        for (inner, kind) in entries(&root.join(&name))? {
+            visit(&format!("{name}/{inner}"), kind.is_file())?;
+        }
+    }
+    Ok(())
+}
+
+fn entries(folder: &Path) -> Result<Vec<(String, fs::FileType)>> {
+    let list = || {
+        let entries = fs::read_dir(folder)?.map(|entry| {
+            let entry = entry?;
+            let name = entry.file_name().to_string_lossy().into_owned();
+            Ok((name, entry.file_type()?))
+        });
+        entries.collect::<io::Result<_>>()
+    };
+    list().map_err(|error| Error::io("list", folder, error))
+}
+
+fn kind_of(metadata: &fs::Metadata) -> &'static str {
+    let kind = metadata.file_type();
+    if kind.is_symlink() {
+        "a symbolic link"
+    } else if kind.is_dir() {
+        "a folder"
+    } else if kind.is_file() {
+        "a file"
+    } else {
+        "something that is neither a file nor a folder"
+    }
+}
 
 #[cfg(test)]
 mod tests {

@@ -9,12 +9,12 @@ use accelerator_fault::{Effect, Point, SaveStage, fail_point};
 use accelerator_host::lock::FileLock;
 use accelerator_host::machine::unix_time;
 
-use crate::checkpoint::{Checkpoint, name_of, point_latest};
+use crate::checkpoint::{self, Checkpoint, name_of, point_latest};
 use crate::error::{Error, Kind, Result};
 use crate::manifest::{FileEntry, Manifest, Metadata, Role};
 use crate::name::{FileName, MANIFEST};
+use crate::staged;
 use crate::vfs::Vfs;
-use crate::{staged, tree};
 
 /// A checkpoint that is being written, under a hidden name.
 ///
@@ -105,7 +105,7 @@ impl Draft {
     /// have, such as links, and I/O errors.
     pub fn adopt(&mut self, role: Role) -> Result<Vec<FileName>> {
         let mut adopted = Vec::new();
-        for name in tree::files_of(self.path())? {
+        for name in checkpoint::files_of(self.path())? {
             let name = FileName::new(name)?;
             if !self.writer.files.contains_key(&name) {
                 self.writer.adopt(&name, role)?;
@@ -214,7 +214,7 @@ impl Draft {
     }
 
     fn refuse_strangers(&self) -> Result<()> {
-        let names = tree::files_of(self.path())?;
+        let names = checkpoint::files_of(self.path())?;
         let listed = |x: &&String| !self.writer.files.keys().any(|name| name.as_str() == **x);
         match names.iter().find(listed) {
             None => Ok(()),
@@ -381,7 +381,7 @@ impl Writer {
             }
             Ok(file)
         };
-        let file = tree::open_file(&path).and_then(sum_up);
+        let file = checkpoint::open_file(&path).and_then(sum_up);
         let file = file.map_err(|error| Error::io("read", &path, error))?;
         let synced = self.vfs.sync(&path, &file);
         synced.map_err(|error| Error::io("flush", &path, error))?;

@@ -57,5 +57,4 @@ mod hash;
 mod manifest;
 mod name;
 mod staged;
-mod tree;
 mod vfs;

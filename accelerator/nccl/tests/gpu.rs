@@ -7,10 +7,8 @@ use std::process::{Child, Command};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use accelerator_collective::launcher::StoreServer;
-use accelerator_collective::{
-    DType, GroupOptions, Launch, ProcessGroup, ReduceOp, Rendezvous, StoreHost, Topology,
-};
+use accelerator_collective::launcher::{LaunchExt, Rendezvous, StoreHost, StoreServer};
+use accelerator_collective::{DType, GroupOptions, Launch, ProcessGroup, ReduceOp, Topology};
 use accelerator_nccl::{Communicator, DeviceMemory, Gpu, GpuLocation, Library, Result, Version};
 use bytemuck::Pod;
 use half::{bf16, f16};

@@ -1,6 +1,6 @@
 use core::time::Duration;
 
-use accelerator_collective::launcher::NextPlace;
+use accelerator_collective::launcher::{GroupExt, NextPlace};
 
 use super::Accelerator;
 use crate::checkpoint::{self, Save};

@@ -18,6 +18,7 @@ use core::num::NonZeroUsize;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
+use accelerator_collective::launcher::GroupExt;
 use accelerator_collective::{ProcessGroup, Topology};
 use burn::tensor::Device;
 

@@ -7,7 +7,7 @@ use std::process::{Child, Command, ExitStatus};
 use std::time::{Duration, Instant};
 
 use accelerator_collective::ProcessGroup;
-use accelerator_collective::launcher::{StoreOptions, StoreServer};
+use accelerator_collective::launcher::{GroupExt, StoreOptions, StoreServer};
 use accelerator_host::PREEMPTED_EXIT_CODE;
 use accelerator_host::sync::Mutex;
 use serde::Serialize;

@@ -1,6 +1,7 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use accelerator_collective::ProcessGroup;
+use accelerator_collective::launcher::GroupExt;
 use accelerator_host::sync::Mutex;
 
 use super::error::{Error, Result};

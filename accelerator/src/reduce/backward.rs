@@ -1,6 +1,7 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use accelerator_collective::launcher::GroupExt;
 use accelerator_fault::{Point, fail_point};
 use burn::module::Module;
 use burn::optim::GradientsParams;

@@ -1,7 +1,8 @@
 use core::ops::Range;
 use std::sync::Arc;
 
-use accelerator_collective::{Buffer, DType, ProcessGroup, ShardLayout};
+use accelerator_collective::launcher::ShardLayout;
+use accelerator_collective::{Buffer, DType, ProcessGroup};
 use burn::tensor::Device;
 
 use super::bucket::{BucketStorage, Placement};

@@ -1,7 +1,8 @@
 use core::ops::Range;
 use std::sync::Arc;
 
-use accelerator_collective::{BufferSlice, ProcessGroup, ReduceOp};
+use accelerator_collective::launcher::{BufferSlice, GroupExt};
+use accelerator_collective::{ProcessGroup, ReduceOp};
 use burn::module::ParamId;
 use burn::optim::GradientsParams;
 use burn::tensor::{Device, Tensor, TensorData};

@@ -1,7 +1,8 @@
 use core::ops::{Div, Mul, Range};
 use std::sync::Arc;
 
-use accelerator_collective::{BufferSlice, Element, ProcessGroup};
+use accelerator_collective::launcher::{BufferSlice, GroupExt};
+use accelerator_collective::{Element, ProcessGroup};
 use burn::backend::DispatchTensor;
 use burn::module::ParamId;
 use burn::optim::GradientsParams;

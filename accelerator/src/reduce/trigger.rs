@@ -1,6 +1,7 @@
 use core::fmt;
 use std::sync::Weak;
 
+use accelerator_collective::launcher::GroupExt;
 use accelerator_collective::{ProcessGroup, ReduceOp};
 use accelerator_host::sync::Mutex;
 

@@ -1,6 +1,6 @@
 use core::fmt;
 
-use accelerator_collective::OpKind;
+use accelerator_collective::launcher::OpKind;
 use serde::{Deserialize, Serialize};
 
 /// The activity of the thread that trains.

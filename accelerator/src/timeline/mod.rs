@@ -20,19 +20,20 @@ use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use accelerator_collective::ProcessGroup;
+use accelerator_collective::launcher::GroupExt;
 
 pub(crate) use self::event::{EventSubject, Phase};
-pub use self::profiler::Cycle;
-pub use self::profiler::ProfilerSchedule;
 pub(crate) use self::profiler::check_cycles;
+pub use self::profiler::{Cycle, ProfilerSchedule};
 pub(crate) use self::recorder::{Recording, Span};
 pub use self::summary::{Figure, StepSummary};
 pub(crate) use self::trace::{TraceFile, clear_traces};
 
-use self::clock::{ClockSync, PURPOSE};
-use self::profiler::{OnCycle, Profile, Profiling, SchedulePhase};
-use self::recorder::Recorder;
-use self::trace::{RankTrace, TraceStart, put};
+use clock::{ClockSync, PURPOSE};
+use profiler::{OnCycle, Profile, Profiling, SchedulePhase};
+use recorder::Recorder;
+use trace::{RankTrace, TraceStart, put};
+
 use crate::core::error::{Error, Result};
 
 /// The notes of one rank about its steps: a handle, clones of which note in one place.

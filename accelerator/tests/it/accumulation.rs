@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::common::{assert_close, devices, distance, flat, line, loader, of_every_rank};
+use accelerator::collective::launcher::GroupExt;
 use accelerator::prelude::*;
 use accelerator::{Overlap, Weight};
 use burn::module::Param;

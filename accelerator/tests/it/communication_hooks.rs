@@ -8,8 +8,8 @@ use std::thread;
 use std::time::Duration;
 
 use crate::common::{Column, columns, devices, distance, flat, line, linear, of_every_rank};
-use accelerator::collective::launcher::StoreServer;
-use accelerator::collective::{Launch, Rendezvous, StoreHost, Topology, TransportKind};
+use accelerator::collective::launcher::{LaunchExt, Rendezvous, StoreHost, StoreServer};
+use accelerator::collective::{Launch, Topology, TransportKind};
 use accelerator::hook::{
     BucketValues, CommunicationHook, GradientBucket, HookError, PowerSgd, Ranks, SavedBy,
 };

@@ -7,8 +7,8 @@ use std::sync::{Arc, Barrier, Mutex};
 use std::time::Duration;
 
 use crate::common::{devices, distance, line, loader};
-use accelerator::collective::launcher::StoreServer;
-use accelerator::collective::{Launch, Rendezvous, StoreHost, Topology};
+use accelerator::collective::launcher::{GroupExt, LaunchExt, Rendezvous, StoreHost, StoreServer};
+use accelerator::collective::{Launch, Topology};
 use accelerator::prelude::*;
 use burn::optim::SgdConfig;
 

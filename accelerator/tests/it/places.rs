@@ -4,6 +4,7 @@ use std::sync::{Arc, Mutex};
 
 use crate::common::{ColumnBatcher, columns, line, loader};
 use accelerator::checkpoint::PerRank;
+use accelerator::collective::launcher::{GroupExt, OpEvent};
 use accelerator::nn::{SyncBatchNorm, SyncBatchNormConfig};
 use accelerator::optim::Sharded;
 use accelerator::prelude::*;
@@ -19,7 +20,7 @@ type Notes = Arc<Mutex<Vec<(&'static str, String)>>>;
 fn observed(accelerator: &Accelerator) -> Notes {
     let notes = Notes::default();
     let noted = notes.clone();
-    let observer = move |operation: &accelerator::collective::OpEvent| {
+    let observer = move |operation: &OpEvent| {
         let place = operation.place().to_string();
         noted.lock().unwrap().push((operation.name, place));
     };

@@ -4,8 +4,8 @@ use std::sync::{Mutex, mpsc};
 use std::time::Duration;
 
 use crate::common::devices;
-use accelerator::collective::launcher::StoreServer;
-use accelerator::collective::{Launch, Rendezvous, StoreHost, Topology, TransportKind};
+use accelerator::collective::launcher::{LaunchExt, Rendezvous, StoreHost, StoreServer};
+use accelerator::collective::{Launch, Topology, TransportKind};
 use accelerator::prelude::*;
 use accelerator::{AcceleratorBuilder, GradientReduction, Overlap};
 use burn::nn::{Linear, LinearConfig};

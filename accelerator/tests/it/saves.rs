@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use crate::common::checkpoints::{batch_is_cursed, misfit, names, prepared, train};
 use crate::common::{distance, line};
+use accelerator::collective::launcher::GroupExt;
 use accelerator::prelude::*;
 
 #[test]

@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::common::{distance, line, loader};
 use accelerator::AcceleratorBuilder;
+use accelerator::collective::launcher::GroupExt;
 use accelerator::local::Weighting;
 use accelerator::prelude::*;
 use burn::nn::Linear;

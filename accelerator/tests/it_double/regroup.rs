@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use crate::common::{Column, ColumnBatcher, columns, linear};
 use accelerator::collective::Launch;
-use accelerator::collective::launcher::StoreServer;
+use accelerator::collective::launcher::{GroupExt, StoreServer};
 use accelerator::prelude::*;
 use accelerator::track::{RunHistory, RunStatus};
 use burn::lr_scheduler::cosine::CosineAnnealingLrSchedulerConfig;

@@ -3,7 +3,8 @@
 use std::path::Path;
 use std::time::Duration;
 
-use accelerator_collective::{GroupOptions, Launch, ProcessGroup, ReduceOp, launcher::NextPlace};
+use accelerator_collective::launcher::{GroupExt, NextPlace};
+use accelerator_collective::{GroupOptions, Launch, ProcessGroup, ReduceOp};
 use rustix::process::Signal;
 
 use crate::hosts::Hosts;

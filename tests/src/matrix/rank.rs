@@ -4,9 +4,9 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use accelerator_collective::launcher::{BufferSlice, GroupExt, ShardLayout};
 use accelerator_collective::{
-    BufferSlice, DType, Error, GroupOptions, Launch, Partition, Pending, ProcessGroup, ReduceOp,
-    ShardLayout,
+    DType, Error, GroupOptions, Launch, Partition, Pending, ProcessGroup, ReduceOp,
 };
 use serde::{Deserialize, Serialize};
 

@@ -1,17 +1,15 @@
 //! Operations that all ranks of a group call: on slices, on buffers, and on values that serde can write.
 
-use std::sync::Arc;
-
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::engine::{Output, scatter_len};
 use super::{Pending, ProcessGroup};
-use crate::buffer::{Buffer, BufferSlice, GatherLayout};
+use crate::buffer::Buffer;
 use crate::element::{DType, Element, ReduceOp};
 use crate::error::{Error, Kind, Result};
 use crate::fingerprint::{CallSite, CollectiveFingerprint, OpKind};
-use crate::shard_layout::{Partition, ShardLayout};
+use crate::shard_layout::Partition;
 
 impl ProcessGroup {
     /// Reduces the values of all ranks, element by element, in place.
@@ -104,89 +102,6 @@ impl ProcessGroup {
         Ok(all)
     }
 
-    /// Gathers as [`all_gather_varied`](Self::all_gather_varied) does, into memory of the caller: `sink` gets the
-    /// values of each other rank with its number, piece by piece and in order for each rank. The
-    /// rank's own values are not given back.
-    ///
-    /// # Errors
-    ///
-    /// The same as for [`all_gather_varied`](Self::all_gather_varied).
-    #[track_caller]
-    pub fn all_gather_varied_with<T: Element>(
-        &self,
-        values: &[T],
-        mut sink: impl FnMut(usize, &[T]),
-    ) -> Result<()> {
-        let fingerprint = CollectiveFingerprint::new(OpKind::AllGatherVaried, self.site())
-            .with_data(T::DTYPE, values.len());
-        self.run(&fingerprint, |ctx| {
-            // A piece is a whole number of elements, aligned to a cache line.
-            ctx.gather(
-                bytemuck::cast_slice(values),
-                |_, _| true,
-                |rank, piece| {
-                    sink(rank, bytemuck::cast_slice(piece));
-                },
-            )
-        })
-    }
-
-    /// Shows every rank parts of the buffers of all ranks: `sink` gets each part with its rank and its
-    /// number among the parts of that rank, its own ones too. All ranks pass buffers of the same
-    /// lengths, and the same `parts`, by rank, of which those of different ranks must not overlap.
-    ///
-    /// If ranks share memory, they see the parts where they lie, without a copy. What a rank has in its
-    /// own buffers of the parts of others is unspecified then and after errors.
-    ///
-    /// `sink` is called for everything or not at all, also if an error is returned: it is called when
-    /// all parts of all ranks are there.
-    ///
-    /// ```
-    /// use std::thread;
-    ///
-    /// use accelerator_collective::{DType, GroupOptions, BufferSlice, ProcessGroup};
-    ///
-    /// # fn main() -> accelerator_collective::Result<()> {
-    /// let ranks = ProcessGroup::threads(2, &GroupOptions::new())?;
-    /// // Rank 0 has the first four bytes, and rank 1 the rest.
-    /// let parts = [0..4, 4..6].map(|bytes| vec![BufferSlice { buffer: 0, bytes }]);
-    /// thread::scope(|scope| {
-    ///     for group in ranks {
-    ///         let parts = &parts;
-    ///         scope.spawn(move || -> accelerator_collective::Result<()> {
-    ///             let mut buffer = group.buffer(DType::U8, 6);
-    ///             buffer.as_mut_slice::<u8>()?.fill(group.rank() as u8 + 1);
-    ///             let mut all: Vec<u8> = Vec::new();
-    ///             group.all_gather_parts(&mut [&mut buffer], parts, |_, _, bytes| all.extend(bytes))?;
-    ///             assert_eq!(all, [1, 1, 1, 1, 2, 2]);
-    ///             Ok(())
-    ///         });
-    ///     }
-    /// });
-    /// # Ok(())
-    /// # }
-    /// ```
-    ///
-    /// # Errors
-    ///
-    /// A misuse error if parts do not lie within the buffers, or are not those of as many ranks as
-    /// there are; a mismatch error if ranks pass other parts; otherwise as
-    /// [`all_reduce`](Self::all_reduce).
-    #[track_caller]
-    pub fn all_gather_parts(
-        &self,
-        buffers: &mut [&mut Buffer],
-        parts: &[Vec<BufferSlice>],
-        sink: impl FnMut(usize, usize, &[u8]),
-    ) -> Result<()> {
-        let layout = GatherLayout::new(buffers, parts, self.world_size())?;
-        let fingerprint = CollectiveFingerprint::new(OpKind::AllGatherParts, self.site())
-            .with_data(DType::U8, layout.longest());
-        self.run(&fingerprint, |ctx| {
-            ctx.all_gather_parts(buffers, &layout, sink)
-        })
-    }
-
     /// Reduces the values of all ranks and gives rank `r` the `r`-th part of the result, as
     /// [`Partition`] cuts it.
     ///
@@ -275,110 +190,6 @@ impl ProcessGroup {
         self.run(&fingerprint, |ctx| {
             ctx.reduce_buffer(op, &Output::Full, buffer)
         })
-    }
-
-    /// Reduces the values of all ranks, element by element, in place, and only those that this rank
-    /// keeps by the `layout`: afterwards they have the bits that
-    /// [`all_reduce_buffer`](Self::all_reduce_buffer) would give them. All others are unspecified.
-    ///
-    /// All ranks pass buffers of the same length, and the same layout. Where they share memory, what a
-    /// rank keeps is reduced where it lies and written once; over connections no results travel, which
-    /// is half of what an all-reduce sends. Over [several hosts](crate::TransportKind::Hierarchical)
-    /// everything is reduced as by an all-reduce, so that a link carries no more.
-    ///
-    /// ```
-    /// use std::{sync::Arc, thread};
-    ///
-    /// use accelerator_collective::{ShardLayout, DType, GroupOptions, ProcessGroup, ReduceOp};
-    ///
-    /// # fn main() -> accelerator_collective::Result<()> {
-    /// let ranks = ProcessGroup::threads(2, &GroupOptions::new())?;
-    /// // Rank 0 keeps both ends of the buffer, and rank 1 the middle.
-    /// let layout = Arc::new(ShardLayout::new(6, vec![vec![0..1, 5..6], vec![1..5]])?);
-    /// thread::scope(|scope| {
-    ///     for group in ranks {
-    ///         let layout = &layout;
-    ///         scope.spawn(move || -> accelerator_collective::Result<()> {
-    ///             let mut buffer = group.buffer(DType::F32, 6);
-    ///             buffer.as_mut_slice::<f32>()?.fill(1.5);
-    ///             group.reduce_scatter_buffer(&mut buffer, ReduceOp::Sum, layout)?;
-    ///             for range in layout.of(group.rank()) {
-    ///                 let kept = &buffer.as_slice::<f32>()?[range.clone()];
-    ///                 assert!(kept.iter().all(|x| *x == 3.0));
-    ///             }
-    ///             Ok(())
-    ///         });
-    ///     }
-    /// });
-    /// # Ok(())
-    /// # }
-    /// ```
-    ///
-    /// # Errors
-    ///
-    /// A misuse error if the layout is one of another number of ranks, or of a buffer of another
-    /// length; a mismatch error, with the same text on every rank, if ranks pass other layouts;
-    /// otherwise as [`all_reduce`](Self::all_reduce). The buffer's contents are then unspecified.
-    #[track_caller]
-    pub fn reduce_scatter_buffer(
-        &self,
-        buffer: &mut Buffer,
-        op: ReduceOp,
-        layout: &Arc<ShardLayout>,
-    ) -> Result<()> {
-        let fingerprint = self.scattering(buffer, op, layout)?;
-        let output = Output::Shard(Arc::clone(layout));
-        self.run(&fingerprint, |ctx| ctx.reduce_buffer(op, &output, buffer))
-    }
-
-    /// Starts a [`reduce_scatter_buffer`](Self::reduce_scatter_buffer) and returns at once, as
-    /// [`start_all_reduce`](Self::start_all_reduce) does. Ranks that call the blocking one at the
-    /// same time take part in the same operation.
-    ///
-    /// # Errors
-    ///
-    /// Fails at once if the layout does not fit, the operation is not admitted or the communication thread
-    /// cannot be started; otherwise from [`Pending::wait`], as
-    /// [`reduce_scatter_buffer`](Self::reduce_scatter_buffer).
-    #[track_caller]
-    pub fn start_reduce_scatter(
-        &self,
-        buffer: Buffer,
-        op: ReduceOp,
-        layout: &Arc<ShardLayout>,
-    ) -> Result<Pending> {
-        let fingerprint = self.scattering(&buffer, op, layout)?;
-        let output = Output::Shard(Arc::clone(layout));
-        self.0
-            .start(fingerprint.with_purpose(self.1), buffer, op, output)
-    }
-
-    /// The fingerprint of a reduction by a shard layout, which must fit.
-    #[track_caller]
-    fn scattering(
-        &self,
-        buffer: &Buffer,
-        op: ReduceOp,
-        layout: &ShardLayout,
-    ) -> Result<CollectiveFingerprint> {
-        let (found, expected) = (
-            (layout.ranks(), layout.len()),
-            (self.world_size(), buffer.len()),
-        );
-        if found != expected {
-            return Err(Error::new(
-                Kind::Misuse,
-                format!(
-                    "expected a layout of {} elements for {} ranks, found one of {} for {}; make it for the \
-                     buffer and the world size",
-                    expected.1, expected.0, found.1, found.0
-                ),
-            ));
-        }
-        let fingerprint = CollectiveFingerprint::new(OpKind::ReduceScatterBuffer, self.site());
-        Ok(fingerprint
-            .with_op(op)
-            .with_data(buffer.dtype(), buffer.len()))
     }
 }
 

@@ -4,6 +4,7 @@ mod collectives;
 mod data_path;
 mod engine;
 mod in_flight;
+mod internal;
 mod lifecycle;
 mod observer;
 mod options;
@@ -12,7 +13,8 @@ mod rank_state;
 
 use std::{fmt, panic::Location, sync::Arc, thread, time::Instant};
 
-pub use lifecycle::{Activity, Busy, Forbidden, NextPlace};
+pub use internal::{Forbidden, GroupExt, NextPlace};
+pub use lifecycle::{Activity, Busy};
 pub use observer::{ExecThread, OpEvent};
 pub use options::GroupOptions;
 pub use pending::Pending;
@@ -28,7 +30,7 @@ use crate::{
     error::{Error, Kind, Result},
     fingerprint::{CallSite, CollectiveFingerprint, Purpose},
     launch::Launch,
-    rendezvous::{Key, StoreClient, Token},
+    rendezvous::{Key, StoreClient},
     topology::Topology,
     transport::{Tcp, Threads, Transport, TransportKind},
 };
@@ -96,7 +98,6 @@ use accelerator_host::sync::Mutex;
 /// # fn main() -> Result<()> {
 /// let ranks = ProcessGroup::threads(2, &GroupOptions::new())?;
 /// assert_eq!(ranks[0].transport(), TransportKind::Threads);
-/// assert_eq!(ranks[0].options().transport(), TransportKind::Auto, "that is what was asked for");
 /// thread::scope(|scope| {
 ///     let ranks: Vec<_> = ranks.iter().map(|group| scope.spawn(|| exchange(group))).collect();
 ///     ranks.into_iter().try_for_each(|rank| rank.join().unwrap())
@@ -227,17 +228,6 @@ impl ProcessGroup {
         self.0.rank_state.transport.kind()
     }
 
-    /// Derives a token from the key of the job, for a protocol of the program's own between the ranks of this group;
-    /// nobody sends the token. Each purpose has a different one. Returns `None` if this rank is alone or the ranks are
-    /// threads.
-    ///
-    /// The token is as secret as the job's key: if the ranks have met without a job token, anyone who has recorded
-    /// their connections can derive it, too.
-    #[doc(hidden)]
-    pub fn token(&self, purpose: &str) -> Option<Token> {
-        self.0.key.as_ref().map(|key| key.token(purpose))
-    }
-
     /// A handle whose operations are for `purpose`, a few words that stand first wherever an operation is named; what
     /// is behind the first 40 bytes is cut off. It must be the same on every rank: ranks that exchange values for different
     /// purposes get a mismatch error, even if the values look alike.
@@ -272,6 +262,7 @@ impl ProcessGroup {
     /// ```
     /// use std::panic::Location;
     ///
+    /// use accelerator_collective::launcher::GroupExt;
     /// use accelerator_collective::{ProcessGroup, ReduceOp};
     ///
     /// # fn main() -> accelerator_collective::Result<()> {
@@ -295,41 +286,6 @@ impl ProcessGroup {
     pub fn buffer(&self, dtype: DType, len: usize) -> Buffer {
         let buffer = self.0.rank_state.transport.buffer(dtype, len);
         buffer.counted_by(&self.0.rank_state.buffers)
-    }
-
-    /// The bytes of the buffers of this rank that live: those that [`buffer`](Self::buffer) has
-    /// made and nobody has dropped.
-    pub fn buffer_bytes(&self) -> usize {
-        self.0.rank_state.buffers.bytes()
-    }
-
-    /// Calls `observer` after each operation of this rank, before its result is given out: to
-    /// measure, not to compute. It runs on the thread that ran the operation, must not wait, and must
-    /// call no collective. Nothing is measured if nobody observes.
-    ///
-    /// ```
-    /// use std::sync::{Arc, atomic::{AtomicUsize, Ordering}};
-    ///
-    /// use accelerator_collective::{ProcessGroup, ReduceOp};
-    ///
-    /// # fn main() -> accelerator_collective::Result<()> {
-    /// let group = ProcessGroup::single();
-    /// let bytes = Arc::new(AtomicUsize::new(0));
-    /// let sum = Arc::clone(&bytes);
-    /// group.observe(move |operation| {
-    ///     sum.fetch_add(operation.bytes, Ordering::Relaxed);
-    /// })?;
-    /// group.all_reduce(&mut [1.0_f32; 8], ReduceOp::Sum)?;
-    /// assert_eq!(bytes.load(Ordering::Relaxed), 32);
-    /// # Ok(())
-    /// # }
-    /// ```
-    ///
-    /// # Errors
-    ///
-    /// A misuse error if this rank has an observer already.
-    pub fn observe(&self, observer: impl Fn(&OpEvent) + Send + Sync + 'static) -> Result<()> {
-        self.0.rank_state.observe(Box::new(observer))
     }
 
     #[cfg(test)]
@@ -476,14 +432,17 @@ impl Drop for GroupHandle {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
     use std::process::Command;
+
+    use super::*;
+    use crate::launch::LaunchExt;
+    use crate::rendezvous::Rendezvous;
 
     /// The test below runs this one in a process of its own.
     #[test]
     fn groups_are_made() {
         let options = GroupOptions::new();
-        let launch = Launch::new(Topology::single(), crate::Rendezvous::new("127.0.0.1", 1));
+        let launch = Launch::new(Topology::single(), Rendezvous::new("127.0.0.1", 1));
         let connected = ProcessGroup::connect(&launch, &options).map(drop);
         let threads = ProcessGroup::threads(2, &options).map(drop);
         if std::env::var_os(accelerator_fault::VARIABLE).is_none() {

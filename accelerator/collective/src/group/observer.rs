@@ -8,7 +8,7 @@ use std::{
 use crate::fingerprint::{CallSite, CollectiveFingerprint, OpKind};
 
 /// An operation of this rank that has ended, well or not; see
-/// [`ProcessGroup::observe`](crate::ProcessGroup::observe).
+/// [`GroupExt::observe`](super::GroupExt::observe).
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct OpEvent {
@@ -99,6 +99,7 @@ mod tests {
     };
 
     use super::*;
+    use crate::group::GroupExt;
     use crate::{DType, GroupOptions, ProcessGroup, ReduceOp};
 
     #[test]

@@ -19,7 +19,6 @@ use crate::{
 /// # fn main() -> accelerator_collective::Result<()> {
 /// let options = GroupOptions::new().with_progress_timeout(Duration::from_secs(30));
 /// let ranks = ProcessGroup::threads(2, &options)?;
-/// assert_eq!(ranks[1].options().progress_timeout(), Duration::from_secs(30));
 /// # Ok(())
 /// # }
 /// ```
@@ -104,17 +103,12 @@ impl GroupOptions {
     }
 
     /// Returns the time that the ranks may take to find one another and to agree on the path of data.
-    pub fn connect_timeout(&self) -> Duration {
+    pub(crate) fn connect_timeout(&self) -> Duration {
         self.connect_timeout
     }
 
-    /// Returns the time that an operation may wait for a live rank without any progress.
-    pub fn progress_timeout(&self) -> Duration {
-        self.progress_timeout
-    }
-
     /// Returns the time for which a busy rank counts as one that works.
-    pub fn busy_timeout(&self) -> Duration {
+    pub(crate) fn busy_timeout(&self) -> Duration {
         self.busy_timeout
     }
 
@@ -124,7 +118,7 @@ impl GroupOptions {
     }
 
     /// The transport that was asked for.
-    pub fn transport(&self) -> TransportKind {
+    pub(crate) fn transport(&self) -> TransportKind {
         self.transport
     }
 

@@ -15,7 +15,6 @@ mod tests;
 
 use std::time::Duration;
 
-use accelerator_host as env;
 use accelerator_host::variable;
 
 pub use agent::{AgentHead, AgentLaunch, AgentProcesses, NodeCount};
@@ -39,7 +38,7 @@ use crate::{
 /// The launch of this process: its place in the job and where the ranks meet.
 ///
 /// [`from_env`](Self::from_env) asks these launchers in turn. The first that tells a place tells all of it;
-/// [`source`](Self::source) is that one, and [`noticed`](Self::noticed) those that have left variables beside it:
+/// [`source`](Self::source) is that one:
 ///
 /// | launcher | place | where the ranks meet, without `MASTER_ADDR` |
 /// |---|---|---|
@@ -70,7 +69,7 @@ use crate::{
 /// | `ACCEL_LIVENESS_TIMEOUT` | after how many seconds of silence a rank counts as lost |
 /// | `ACCEL_RESTART`, `ACCEL_MAX_RESTARTS` | how often the job was restarted, and may be; set by the launcher |
 /// | `ACCEL_ELASTIC` | `running` if the launcher may give ranks a place in a next group, `joining` if the others are already running |
-/// | `ACCEL_SET_BY_LAUNCHER` | which variables the launcher has [set itself](Self::SET_BY_LAUNCHER) |
+/// | `ACCEL_SET_BY_LAUNCHER` | which variables the launcher has set itself, separated by commas: a program that does not know one of them is older than the launcher and ignores it |
 ///
 /// `ACCEL_FAULTS`, faults to inject for tests, is read by `burn-accelerate-fault`.
 ///
@@ -81,7 +80,7 @@ use crate::{
 /// `accel-launch`), PMI or PMIx without a rank and a size; and where `RANK` is set by none of the launchers above and
 /// contradicts MPI's.
 ///
-/// A program can list the settings that it was started with:
+/// What a launcher has told:
 ///
 /// ```
 /// use accelerator_collective::{Launch, TransportKind};
@@ -103,11 +102,6 @@ use crate::{
 /// assert_eq!((launched.restart(), launched.max_restarts()), (1, Some(3)));
 /// assert_eq!(launched.transport, TransportKind::Shm);
 /// assert_eq!(launched.rendezvous.as_ref().map(|store| store.port()), Some(29_500));
-/// for setting in launched.settings() {
-///     println!("{} = {} ({})", setting.name, setting.value, setting.origin);
-/// }
-/// // What it does not inherit from a job, where it is to be alone:
-/// assert!(Launch::VARIABLES.contains(&"ACCEL_RESTART"));
 /// # Ok(())
 /// # }
 /// ```
@@ -135,41 +129,6 @@ pub struct Launch {
 }
 
 impl Launch {
-    /// The variables of this project that belong to a launch, besides torchrun's:
-    /// [`from_env`](Self::from_env) reads them all but `ACCEL_FAULTS`, which
-    /// `burn-accelerate-fault` reads, and [`SET_BY_LAUNCHER`](Self::SET_BY_LAUNCHER).
-    pub const VARIABLES: [&'static str; 13] = [
-        env::ELASTIC.name,
-        env::FAULTS.name,
-        env::INSECURE.name,
-        env::JOB.name,
-        env::LIVENESS_TIMEOUT.name,
-        env::MAX_RESTARTS.name,
-        env::NETWORK_INTERFACE.name,
-        env::PORT.name,
-        env::RESTART.name,
-        env::SET_BY_LAUNCHER.name,
-        env::STORE.name,
-        env::TOKEN_FILE.name,
-        env::TRANSPORT.name,
-    ];
-
-    /// The variable in which `accel-launch` lists the names of the `ACCEL_…` variables that it has set itself,
-    /// separated by commas.
-    ///
-    /// An `ACCEL_…` variable that a program does not know is misspelt, and an error, unless it is listed here:
-    /// then the launcher is newer than the program, which ignores the variable.
-    pub const SET_BY_LAUNCHER: &'static str = env::SET_BY_LAUNCHER.name;
-
-    /// A launch that the program describes itself.
-    pub fn new(topology: Topology, rendezvous: Rendezvous) -> Self {
-        Self {
-            topology,
-            rendezvous: Some(rendezvous),
-            ..Self::single()
-        }
-    }
-
     /// A world of one.
     pub fn single() -> Self {
         Self {
@@ -213,7 +172,7 @@ impl Launch {
 
     /// Returns the time without a heartbeat after which a rank counts as lost, if the environment sets it
     /// (`ACCEL_LIVENESS_TIMEOUT`, in seconds).
-    pub fn liveness_timeout(&self) -> Option<Duration> {
+    pub(crate) fn liveness_timeout(&self) -> Option<Duration> {
         self.liveness_timeout
     }
 
@@ -228,11 +187,6 @@ impl Launch {
         self.max_restarts
     }
 
-    /// Every setting with its value and where it came from, in a fixed order.
-    pub fn settings(&self) -> &[Setting] {
-        &self.settings
-    }
-
     /// The launcher that told the place of this process; `None` if none did, and the process is alone or was given
     /// its place by the program.
     ///
@@ -245,25 +199,17 @@ impl Launch {
     ///         "OMPI_COMM_WORLD_RANK" | "OMPI_COMM_WORLD_LOCAL_RANK" => "1",
     ///         "OMPI_COMM_WORLD_SIZE" | "OMPI_COMM_WORLD_LOCAL_SIZE" => "2",
     ///         "PMIX_NAMESPACE" => "prterun-node-0-4711@1",
-    ///         // `mpirun` in a job of Slurm's starts its daemons as tasks of a step.
-    ///         "SLURM_PROCID" => "0",
     ///         _ => return None,
     ///     };
     ///     Some(value.to_owned())
     /// })?;
     /// assert_eq!(launch.topology.to_string(), "rank 1 of 2 (local 1 of 2)");
     /// assert_eq!(launch.source().unwrap().launcher, "Open MPI");
-    /// assert_eq!(launch.noticed()[0].variable, "SLURM_PROCID");
     /// # Ok(())
     /// # }
     /// ```
     pub fn source(&self) -> Option<LaunchSource> {
         self.source
-    }
-
-    /// Launchers that have left variables, and whose place this process does not take.
-    pub fn noticed(&self) -> &[LaunchSource] {
-        &self.noticed
     }
 
     /// Returns `true` if this process has nobody to meet: it is the only one, and stays so.
@@ -315,6 +261,68 @@ impl Launch {
             ))),
             _ => Ok(topology),
         }
+    }
+}
+
+/// Methods of a [`Launch`] for the other crates of this project.
+pub trait LaunchExt: Sized {
+    /// A launch that the program describes itself.
+    fn new(topology: Topology, rendezvous: Rendezvous) -> Self;
+
+    /// Every setting with its value and where it came from, in a fixed order.
+    ///
+    /// ```
+    /// use accelerator_collective::Launch;
+    /// use accelerator_collective::launcher::LaunchExt;
+    ///
+    /// # fn main() -> accelerator_collective::Result<()> {
+    /// for setting in Launch::from_vars(|_| None)?.settings() {
+    ///     println!("{} = {} ({})", setting.name, setting.value, setting.origin);
+    /// }
+    /// # Ok(())
+    /// # }
+    /// ```
+    fn settings(&self) -> &[Setting];
+
+    /// Launchers that have left variables, and whose place this process does not take.
+    ///
+    /// ```
+    /// use accelerator_collective::Launch;
+    /// use accelerator_collective::launcher::LaunchExt;
+    ///
+    /// # fn main() -> accelerator_collective::Result<()> {
+    /// let launch = Launch::from_vars(|name| {
+    ///     let value = match name {
+    ///         "OMPI_COMM_WORLD_RANK" | "OMPI_COMM_WORLD_LOCAL_RANK" => "1",
+    ///         "OMPI_COMM_WORLD_SIZE" | "OMPI_COMM_WORLD_LOCAL_SIZE" => "2",
+    ///         // `mpirun` in a job of Slurm's starts its daemons as tasks of a step.
+    ///         "SLURM_PROCID" => "0",
+    ///         _ => return None,
+    ///     };
+    ///     Some(value.to_owned())
+    /// })?;
+    /// assert_eq!(launch.noticed()[0].variable, "SLURM_PROCID");
+    /// # Ok(())
+    /// # }
+    /// ```
+    fn noticed(&self) -> &[LaunchSource];
+}
+
+impl LaunchExt for Launch {
+    fn new(topology: Topology, rendezvous: Rendezvous) -> Self {
+        Self {
+            topology,
+            rendezvous: Some(rendezvous),
+            ..Self::single()
+        }
+    }
+
+    fn settings(&self) -> &[Setting] {
+        &self.settings
+    }
+
+    fn noticed(&self) -> &[LaunchSource] {
+        &self.noticed
     }
 }
 

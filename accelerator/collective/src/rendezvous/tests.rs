@@ -16,17 +16,13 @@ use rustix::net::sockopt::set_socket_recv_buffer_size;
 #[cfg(target_os = "linux")]
 use super::address::{addresses_of, all_names, own_addresses};
 use super::{Rendezvous, Report, StoreHost, StoreOptions, StorePlace, StoreServer, random};
-use crate::{
-    element::ReduceOp,
-    error::{Error, Kind, Result},
-    group::{GroupOptions, ProcessGroup},
-    launch::Launch,
-    topology::{Topology, TransportKind},
-    wire::{
-        ReadError, WireError,
-        message::{self, Message, Proves, RankTable, Registration},
-    },
-};
+use crate::element::ReduceOp;
+use crate::error::{Error, Kind, Result};
+use crate::group::{GroupOptions, ProcessGroup};
+use crate::launch::{Launch, LaunchExt};
+use crate::topology::{Topology, TransportKind};
+use crate::wire::message::{self, Message, Proves, RankTable, Registration};
+use crate::wire::{ReadError, WireError};
 
 const LIVENESS: Duration = Duration::from_secs(1);
 

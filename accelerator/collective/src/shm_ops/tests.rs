@@ -2,9 +2,11 @@
 
 use std::{ops::Range, sync::Arc, thread};
 
-use crate::{
-    BufferSlice, DType, GroupOptions, ProcessGroup, ReduceOp, ShardLayout, shm::SHM_CHUNK,
-};
+use crate::buffer::BufferSlice;
+use crate::group::{GroupExt, GroupOptions, ProcessGroup};
+use crate::shard_layout::ShardLayout;
+use crate::shm::SHM_CHUNK;
+use crate::{DType, ReduceOp};
 
 fn run(world_size: usize, start: u32, body: impl Fn(&ProcessGroup) + Sync) {
     let ranks = ProcessGroup::threads(world_size, &GroupOptions::new()).unwrap();

@@ -8,10 +8,11 @@ use std::{
     time::{Duration, Instant},
 };
 
+use accelerator_collective::launcher::{
+    LaunchExt, Rendezvous, StoreHost, StoreOptions, StoreServer, Token,
+};
 use accelerator_collective::{
-    Error, GroupOptions, Launch, ProcessGroup, ReduceOp, Rendezvous, Result, StoreHost, Topology,
-    TransportKind,
-    launcher::{StoreOptions, StoreServer, Token},
+    Error, GroupOptions, Launch, ProcessGroup, ReduceOp, Result, Topology, TransportKind,
 };
 
 use crate::ports::{RefusingAddress, free_port};

@@ -8,12 +8,11 @@ use std::{fs, io};
 
 use crate::checkpoint::{
     Checkpoint, LARGEST, LATEST, VerifyLevel, VerifyReport, is_leftover, is_ours, name_of,
-    parse_name, temporary,
+    open_file, parse_name, temporary,
 };
 use crate::draft::Draft;
 use crate::error::{Error, Kind, Result};
 use crate::staged::{self, State};
-use crate::tree::open_file;
 use crate::vfs::{Progress, Vfs};
 
 /// A folder that holds checkpoints: `checkpoint-000001`, `checkpoint-000002`, …, and `latest`, a

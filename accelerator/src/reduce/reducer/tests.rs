@@ -1,6 +1,7 @@
 use std::sync::Barrier;
 
 use accelerator_collective::GroupOptions;
+use accelerator_collective::launcher::GroupExt;
 use burn::module::ParamId;
 use burn::tensor::{Device, Tensor};
 

@@ -1,3 +1,5 @@
+//! ASHA in the stopping form, and the rungs of successive halving.
+
 use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
@@ -63,7 +65,8 @@ impl Asha {
 
     pub(super) fn halving(&self, mode: Mode, seed: u64) -> Result<Halving> {
         trial_scheduler::check("asha", self.grace_period, self.reduction_factor, self.max_t)?;
-        let times = trial_scheduler::times(self.grace_period, self.reduction_factor, self.max_t);
+        let times =
+            trial_scheduler::rung_times(self.grace_period, self.reduction_factor, self.max_t);
         if self.brackets == 0 || self.brackets as usize > times.len() {
             let what = format!(
                 "`brackets` is {}; with {} rungs it is from 1 to {}",
@@ -331,7 +334,8 @@ impl AshaPromotion {
     pub(super) fn build(&self, mode: Mode) -> Result<Box<dyn TrialScheduler>> {
         let name = "asha_promotion";
         trial_scheduler::check(name, self.grace_period, self.reduction_factor, self.max_t)?;
-        let times = trial_scheduler::times(self.grace_period, self.reduction_factor, self.max_t);
+        let times =
+            trial_scheduler::rung_times(self.grace_period, self.reduction_factor, self.max_t);
         let rungs = times.into_iter().map(|time| PromotionRung {
             time,
             entries: Vec::new(),

@@ -4,6 +4,8 @@ mod agents;
 mod programs;
 mod slurm;
 
+use accelerator_host as env;
+
 use super::*;
 
 fn launch(vars: &[(&str, &str)]) -> Result<Launch> {
@@ -47,7 +49,7 @@ fn nothing_set_is_a_world_of_one() {
 
 #[test]
 fn a_variable_that_is_empty_is_not_set() {
-    let names = Launch::VARIABLES.into_iter().chain([
+    let names = VARIABLES.into_iter().chain([
         "RANK",
         "WORLD_SIZE",
         "LOCAL_RANK",
@@ -250,3 +252,20 @@ fn an_address_of_ipv6_may_be_in_brackets() {
     let agents = AgentLaunch::from_vars(agents).unwrap().unwrap();
     assert_eq!(agents.head.unwrap().host, "fd00::1");
 }
+
+/// The variables of this project that belong to a launch.
+const VARIABLES: [&str; 13] = [
+    env::ELASTIC.name,
+    env::FAULTS.name,
+    env::INSECURE.name,
+    env::JOB.name,
+    env::LIVENESS_TIMEOUT.name,
+    env::MAX_RESTARTS.name,
+    env::NETWORK_INTERFACE.name,
+    env::PORT.name,
+    env::RESTART.name,
+    env::SET_BY_LAUNCHER.name,
+    env::STORE.name,
+    env::TOKEN_FILE.name,
+    env::TRANSPORT.name,
+];

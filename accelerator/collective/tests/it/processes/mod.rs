@@ -13,8 +13,9 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 
+use accelerator_collective::launcher::{GroupExt, ShardLayout};
 use accelerator_collective::{
-    DType, Error, GroupOptions, Launch, Partition, ProcessGroup, ReduceOp, ShardLayout,
+    DType, Error, GroupOptions, Launch, Partition, ProcessGroup, ReduceOp,
 };
 use rustix::process::{Pid, Signal, getpid, kill_process};
 

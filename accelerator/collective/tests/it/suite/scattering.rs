@@ -2,9 +2,8 @@
 
 use std::{ops::Range, sync::Arc};
 
-use accelerator_collective::{
-    Buffer, Element, Partition, ProcessGroup, ReduceOp, Result, ShardLayout,
-};
+use accelerator_collective::launcher::{GroupExt, ShardLayout};
+use accelerator_collective::{Buffer, Element, Partition, ProcessGroup, ReduceOp, Result};
 use half::{bf16, f16};
 
 use super::{

@@ -2,10 +2,8 @@
 
 use std::{sync::mpsc, thread, time::Duration};
 
-use accelerator_collective::{
-    GroupOptions, Launch, ProcessGroup, Rendezvous, StoreHost, Topology, TransportKind,
-    launcher::StoreServer,
-};
+use accelerator_collective::launcher::{LaunchExt, Rendezvous, StoreHost, StoreServer};
+use accelerator_collective::{GroupOptions, Launch, ProcessGroup, Topology, TransportKind};
 
 /// The connection between the ranks of a test.
 #[derive(Clone, Copy, Debug)]

@@ -1,6 +1,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use accelerator_collective::launcher::GroupExt;
 use accelerator_collective::{Buffer, DType, GroupOptions, ProcessGroup};
 use burn::module::ParamId;
 use proptest::prelude::*;

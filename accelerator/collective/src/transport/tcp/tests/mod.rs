@@ -12,7 +12,7 @@ use super::{Tcp, mesh};
 use crate::element::{Element, ReduceOp};
 use crate::error::Error;
 use crate::group::{GroupOptions, ProcessGroup};
-use crate::launch::Launch;
+use crate::launch::{Launch, LaunchExt};
 use crate::rendezvous::{Key, Meeting, Rendezvous, StoreHost, StoreServer};
 use crate::topology::Topology;
 use crate::transport::{Abort, TransportKind};

@@ -1,0 +1,539 @@
+//! The part of a group that the other crates of this project call, and programs do not.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use accelerator_host::variable;
+
+use super::engine::Output;
+use super::observer::OpEvent;
+use super::{Pending, ProcessGroup, rank_state};
+use crate::buffer::{Buffer, BufferSlice, GatherLayout};
+use crate::element::{DType, Element, ReduceOp};
+use crate::error::{Error, Kind, Result, Seconds};
+use crate::fingerprint::{CollectiveFingerprint, OpKind};
+use crate::launch::Launch;
+use crate::rendezvous::Token;
+use crate::shard_layout::ShardLayout;
+
+/// Methods of a [`ProcessGroup`] for the other crates of this project.
+pub trait GroupExt: Sized {
+    /// Forbids collectives on all handles of this rank while the guard lives.
+    ///
+    /// A collective that only some ranks reach would wait for the others in vain; around code
+    /// that runs on one rank alone, this turns it into a misuse error at once, with the reason.
+    /// The group stays usable.
+    ///
+    /// ```
+    /// use accelerator_collective::ProcessGroup;
+    /// use accelerator_collective::launcher::GroupExt;
+    ///
+    /// let group = ProcessGroup::single();
+    /// let guard = group.forbid("only the main rank runs this closure");
+    /// let error = group.barrier().unwrap_err();
+    /// assert!(error.is_misuse());
+    /// assert!(error.to_string().ends_with("only the main rank runs this closure"));
+    /// drop(guard);
+    /// assert!(group.barrier().is_ok());
+    /// ```
+    fn forbid(&self, reason: impl Into<String>) -> Forbidden;
+
+    /// Checks that collectives of this rank are allowed here, for a `call` that communicates only after it
+    /// has done something else. Sends nothing.
+    ///
+    /// # Errors
+    ///
+    /// A misuse error if they are [forbidden](Self::forbid), with the reason. The group stays usable.
+    fn check_allowed(&self, call: impl fmt::Display) -> Result<()>;
+
+    /// Ends the group because this thread panicked, and the panic was caught: as [`abort`](ProcessGroup::abort), for
+    /// what the panic said and where it was. A group whose last handle is dropped by a thread that unwinds
+    /// does so by itself.
+    fn abort_by_panic(&self);
+
+    /// Returns the message and the place of the latest panic of this thread, for a thread that unwinds. It is known in
+    /// a program with a group of several ranks.
+    fn last_panic() -> String;
+
+    /// Returns `true` if the launcher has told this process its place in a next group. Nothing is sent or awaited.
+    /// Other ranks may learn of theirs a moment earlier or later. It is always `false` without a launcher that does so.
+    fn has_next_place(&self) -> bool;
+
+    /// The place that the launcher gives this process in the next group; waits up to `timeout` for it. The group may be
+    /// closed already.
+    ///
+    /// # Errors
+    ///
+    /// A rendezvous error if none comes in time; a topology error if the launcher tells a place that cannot be.
+    fn next_place(&self, timeout: Duration) -> Result<NextPlace>;
+
+    /// Derives a token from the key of the job, for a protocol of the program's own between the ranks of this group;
+    /// nobody sends the token. Each purpose has a different one. Returns `None` if this rank is alone or the ranks are
+    /// threads.
+    ///
+    /// The token is as secret as the job's key: if the ranks have met without a job token, anyone who has recorded
+    /// their connections can derive it, too.
+    fn token(&self, purpose: &str) -> Option<Token>;
+
+    /// The bytes of the buffers of this rank that live: those that [`buffer`](ProcessGroup::buffer) has
+    /// made and nobody has dropped.
+    fn buffer_bytes(&self) -> usize;
+
+    /// Calls `observer` after each operation of this rank, before its result is given out: to
+    /// measure, not to compute. It runs on the thread that ran the operation, must not wait, and must
+    /// call no collective. Nothing is measured if nobody observes.
+    ///
+    /// ```
+    /// use std::sync::{Arc, atomic::{AtomicUsize, Ordering}};
+    ///
+    /// use accelerator_collective::launcher::GroupExt;
+    /// use accelerator_collective::{ProcessGroup, ReduceOp};
+    ///
+    /// # fn main() -> accelerator_collective::Result<()> {
+    /// let group = ProcessGroup::single();
+    /// let bytes = Arc::new(AtomicUsize::new(0));
+    /// let sum = Arc::clone(&bytes);
+    /// group.observe(move |operation| {
+    ///     sum.fetch_add(operation.bytes, Ordering::Relaxed);
+    /// })?;
+    /// group.all_reduce(&mut [1.0_f32; 8], ReduceOp::Sum)?;
+    /// assert_eq!(bytes.load(Ordering::Relaxed), 32);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// A misuse error if this rank has an observer already.
+    fn observe(&self, observer: impl Fn(&OpEvent) + Send + Sync + 'static) -> Result<()>;
+
+    /// Gathers as [`all_gather_varied`](ProcessGroup::all_gather_varied) does, into memory of the caller: `sink` gets the
+    /// values of each other rank with its number, piece by piece and in order for each rank. The
+    /// rank's own values are not given back.
+    ///
+    /// # Errors
+    ///
+    /// The same as for [`all_gather_varied`](ProcessGroup::all_gather_varied).
+    #[track_caller]
+    fn all_gather_varied_with<T: Element>(
+        &self,
+        values: &[T],
+        sink: impl FnMut(usize, &[T]),
+    ) -> Result<()>;
+
+    /// Shows every rank parts of the buffers of all ranks: `sink` gets each part with its rank and its
+    /// number among the parts of that rank, its own ones too. All ranks pass buffers of the same
+    /// lengths, and the same `parts`, by rank, of which those of different ranks must not overlap.
+    ///
+    /// If ranks share memory, they see the parts where they lie, without a copy. What a rank has in its
+    /// own buffers of the parts of others is unspecified then and after errors.
+    ///
+    /// `sink` is called for everything or not at all, also if an error is returned: it is called when
+    /// all parts of all ranks are there.
+    ///
+    /// ```
+    /// use std::thread;
+    ///
+    /// use accelerator_collective::launcher::{BufferSlice, GroupExt};
+    /// use accelerator_collective::{DType, GroupOptions, ProcessGroup};
+    ///
+    /// # fn main() -> accelerator_collective::Result<()> {
+    /// let ranks = ProcessGroup::threads(2, &GroupOptions::new())?;
+    /// // Rank 0 has the first four bytes, and rank 1 the rest.
+    /// let parts = [0..4, 4..6].map(|bytes| vec![BufferSlice { buffer: 0, bytes }]);
+    /// thread::scope(|scope| {
+    ///     for group in ranks {
+    ///         let parts = &parts;
+    ///         scope.spawn(move || -> accelerator_collective::Result<()> {
+    ///             let mut buffer = group.buffer(DType::U8, 6);
+    ///             buffer.as_mut_slice::<u8>()?.fill(group.rank() as u8 + 1);
+    ///             let mut all: Vec<u8> = Vec::new();
+    ///             group.all_gather_parts(&mut [&mut buffer], parts, |_, _, bytes| all.extend(bytes))?;
+    ///             assert_eq!(all, [1, 1, 1, 1, 2, 2]);
+    ///             Ok(())
+    ///         });
+    ///     }
+    /// });
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// A misuse error if parts do not lie within the buffers, or are not those of as many ranks as
+    /// there are; a mismatch error if ranks pass other parts; otherwise as
+    /// [`all_reduce`](ProcessGroup::all_reduce).
+    #[track_caller]
+    fn all_gather_parts(
+        &self,
+        buffers: &mut [&mut Buffer],
+        parts: &[Vec<BufferSlice>],
+        sink: impl FnMut(usize, usize, &[u8]),
+    ) -> Result<()>;
+
+    /// Reduces the values of all ranks, element by element, in place, and only those that this rank
+    /// keeps by the `layout`: afterwards they have the bits that
+    /// [`all_reduce_buffer`](ProcessGroup::all_reduce_buffer) would give them. All others are unspecified.
+    ///
+    /// All ranks pass buffers of the same length, and the same layout. Where they share memory, what a
+    /// rank keeps is reduced where it lies and written once; over connections no results travel, which
+    /// is half of what an all-reduce sends. Over [several hosts](crate::TransportKind::Hierarchical)
+    /// everything is reduced as by an all-reduce, so that a link carries no more.
+    ///
+    /// ```
+    /// use std::{sync::Arc, thread};
+    ///
+    /// use accelerator_collective::launcher::{GroupExt, ShardLayout};
+    /// use accelerator_collective::{DType, GroupOptions, ProcessGroup, ReduceOp};
+    ///
+    /// # fn main() -> accelerator_collective::Result<()> {
+    /// let ranks = ProcessGroup::threads(2, &GroupOptions::new())?;
+    /// // Rank 0 keeps both ends of the buffer, and rank 1 the middle.
+    /// let layout = Arc::new(ShardLayout::new(6, vec![vec![0..1, 5..6], vec![1..5]])?);
+    /// thread::scope(|scope| {
+    ///     for group in ranks {
+    ///         let layout = &layout;
+    ///         scope.spawn(move || -> accelerator_collective::Result<()> {
+    ///             let mut buffer = group.buffer(DType::F32, 6);
+    ///             buffer.as_mut_slice::<f32>()?.fill(1.5);
+    ///             group.reduce_scatter_buffer(&mut buffer, ReduceOp::Sum, layout)?;
+    ///             for range in layout.of(group.rank()) {
+    ///                 let kept = &buffer.as_slice::<f32>()?[range.clone()];
+    ///                 assert!(kept.iter().all(|x| *x == 3.0));
+    ///             }
+    ///             Ok(())
+    ///         });
+    ///     }
+    /// });
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// A misuse error if the layout is one of another number of ranks, or of a buffer of another
+    /// length; a mismatch error, with the same text on every rank, if ranks pass other layouts;
+    /// otherwise as [`all_reduce`](ProcessGroup::all_reduce). The buffer's contents are then unspecified.
+    #[track_caller]
+    fn reduce_scatter_buffer(
+        &self,
+        buffer: &mut Buffer,
+        op: ReduceOp,
+        layout: &Arc<ShardLayout>,
+    ) -> Result<()>;
+
+    /// Starts a [`reduce_scatter_buffer`](Self::reduce_scatter_buffer) and returns at once, as
+    /// [`start_all_reduce`](ProcessGroup::start_all_reduce) does. Ranks that call the blocking one at the
+    /// same time take part in the same operation.
+    ///
+    /// # Errors
+    ///
+    /// Fails at once if the layout does not fit, the operation is not admitted or the communication thread
+    /// cannot be started; otherwise from [`Pending::wait`], as
+    /// [`reduce_scatter_buffer`](Self::reduce_scatter_buffer).
+    #[track_caller]
+    fn start_reduce_scatter(
+        &self,
+        buffer: Buffer,
+        op: ReduceOp,
+        layout: &Arc<ShardLayout>,
+    ) -> Result<Pending>;
+}
+
+/// A guard that makes collectives of this rank fail while it lives; see [`GroupExt::forbid`].
+#[derive(Debug)]
+#[must_use = "collectives are allowed again when this is dropped"]
+pub struct Forbidden {
+    group: ProcessGroup,
+    reason: Arc<str>,
+}
+
+impl Drop for Forbidden {
+    fn drop(&mut self) {
+        self.group.0.rank_state.allow(&self.reason);
+    }
+}
+
+/// The place of a process in the group that follows this one, of another size.
+///
+/// ```
+/// use accelerator_collective::{Launch, ProcessGroup, GroupOptions, launcher::NextPlace};
+///
+/// # fn main() -> accelerator_collective::Result<()> {
+/// let next = |place| match place {
+///     // This group is closed first.
+///     NextPlace::Join(launch) => ProcessGroup::connect(&launch, &GroupOptions::new()).map(Some),
+///     NextPlace::Leave => Ok(None),
+/// };
+/// let group = next(NextPlace::Join(Box::new(Launch::single())))?;
+/// assert_eq!(group.map(|group| group.world_size()), Some(1));
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug)]
+pub enum NextPlace {
+    /// The process is this rank of the next group.
+    Join(Box<Launch>),
+    /// The process is no rank of the next group, and ends.
+    Leave,
+}
+
+impl GroupExt for ProcessGroup {
+    fn forbid(&self, reason: impl Into<String>) -> Forbidden {
+        let reason: Arc<str> = reason.into().into();
+        self.0.rank_state.forbid(Arc::clone(&reason));
+        Forbidden {
+            group: self.clone(),
+            reason,
+        }
+    }
+
+    fn check_allowed(&self, call: impl fmt::Display) -> Result<()> {
+        self.0.rank_state.check_allowed(&call)
+    }
+
+    fn abort_by_panic(&self) {
+        self.0.rank_state.abort(&rank_state::last_panic());
+    }
+
+    fn last_panic() -> String {
+        rank_state::last_panic()
+    }
+
+    fn has_next_place(&self) -> bool {
+        let store = self.0.rank_state.store();
+        store.is_some_and(|store| store.has_next_place())
+    }
+
+    fn next_place(&self, timeout: Duration) -> Result<NextPlace> {
+        let store = self.0.rank_state.store();
+        let Some(told) = store.and_then(|store| store.next_place(timeout)) else {
+            return Err(Error::new(
+                Kind::Rendezvous,
+                format!(
+                    "the launcher has told {} no place in a next group, within {}",
+                    self.topology(),
+                    Seconds(timeout)
+                ),
+            ));
+        };
+        if told.is_empty() {
+            return Ok(NextPlace::Leave);
+        }
+        let told: BTreeMap<String, String> = told.into_iter().collect();
+        let launch = Launch::from_vars(|name| match told.get(name) {
+            Some(value) => Some(value.clone()),
+            None => Some(variable(name)?.to_string_lossy().into_owned()),
+        })?;
+        Ok(NextPlace::Join(Box::new(launch)))
+    }
+
+    fn token(&self, purpose: &str) -> Option<Token> {
+        self.0.key.as_ref().map(|key| key.token(purpose))
+    }
+
+    fn buffer_bytes(&self) -> usize {
+        self.0.rank_state.buffers.bytes()
+    }
+
+    fn observe(&self, observer: impl Fn(&OpEvent) + Send + Sync + 'static) -> Result<()> {
+        self.0.rank_state.observe(Box::new(observer))
+    }
+
+    #[track_caller]
+    fn all_gather_varied_with<T: Element>(
+        &self,
+        values: &[T],
+        mut sink: impl FnMut(usize, &[T]),
+    ) -> Result<()> {
+        let fingerprint = CollectiveFingerprint::new(OpKind::AllGatherVaried, self.site())
+            .with_data(T::DTYPE, values.len());
+        self.run(&fingerprint, |ctx| {
+            // A piece is a whole number of elements, aligned to a cache line.
+            ctx.gather(
+                bytemuck::cast_slice(values),
+                |_, _| true,
+                |rank, piece| {
+                    sink(rank, bytemuck::cast_slice(piece));
+                },
+            )
+        })
+    }
+
+    #[track_caller]
+    fn all_gather_parts(
+        &self,
+        buffers: &mut [&mut Buffer],
+        parts: &[Vec<BufferSlice>],
+        sink: impl FnMut(usize, usize, &[u8]),
+    ) -> Result<()> {
+        let layout = GatherLayout::new(buffers, parts, self.world_size())?;
+        let fingerprint = CollectiveFingerprint::new(OpKind::AllGatherParts, self.site())
+            .with_data(DType::U8, layout.longest());
+        self.run(&fingerprint, |ctx| {
+            ctx.all_gather_parts(buffers, &layout, sink)
+        })
+    }
+
+    #[track_caller]
+    fn reduce_scatter_buffer(
+        &self,
+        buffer: &mut Buffer,
+        op: ReduceOp,
+        layout: &Arc<ShardLayout>,
+    ) -> Result<()> {
+        let fingerprint = self.scattering(buffer, op, layout)?;
+        let output = Output::Shard(Arc::clone(layout));
+        self.run(&fingerprint, |ctx| ctx.reduce_buffer(op, &output, buffer))
+    }
+
+    #[track_caller]
+    fn start_reduce_scatter(
+        &self,
+        buffer: Buffer,
+        op: ReduceOp,
+        layout: &Arc<ShardLayout>,
+    ) -> Result<Pending> {
+        let fingerprint = self.scattering(&buffer, op, layout)?;
+        let output = Output::Shard(Arc::clone(layout));
+        self.0
+            .start(fingerprint.with_purpose(self.1), buffer, op, output)
+    }
+}
+
+impl ProcessGroup {
+    /// The fingerprint of a reduction by a shard layout, which must fit.
+    #[track_caller]
+    fn scattering(
+        &self,
+        buffer: &Buffer,
+        op: ReduceOp,
+        layout: &ShardLayout,
+    ) -> Result<CollectiveFingerprint> {
+        let (found, expected) = (
+            (layout.ranks(), layout.len()),
+            (self.world_size(), buffer.len()),
+        );
+        if found != expected {
+            return Err(Error::new(
+                Kind::Misuse,
+                format!(
+                    "expected a layout of {} elements for {} ranks, found one of {} for {}; make it for the \
+                     buffer and the world size",
+                    expected.1, expected.0, found.1, found.0
+                ),
+            ));
+        }
+        let fingerprint = CollectiveFingerprint::new(OpKind::ReduceScatterBuffer, self.site());
+        Ok(fingerprint
+            .with_op(op)
+            .with_data(buffer.dtype(), buffer.len()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+
+    use super::*;
+    use crate::GroupOptions;
+    use crate::rendezvous::{StoreServer, Token};
+
+    const SOON: Duration = Duration::from_secs(10);
+
+    /// A launch as a launcher describes it to a process.
+    fn launch(store: &StoreServer, rank: usize, size: usize, elastic: &str) -> Launch {
+        let told: BTreeMap<_, _> = variables(store, rank, size, elastic).into_iter().collect();
+        Launch::from_vars(|name| told.get(name).cloned()).unwrap()
+    }
+
+    fn variables(
+        store: &StoreServer,
+        rank: usize,
+        size: usize,
+        elastic: &str,
+    ) -> Vec<(String, String)> {
+        let told = [
+            ("RANK", rank.to_string()),
+            ("WORLD_SIZE", size.to_string()),
+            ("MASTER_ADDR", "127.0.0.1".to_owned()),
+            ("ACCEL_PORT", store.local_addr().port().to_string()),
+            ("ACCEL_STORE", "launcher".to_owned()),
+            ("ACCEL_TRANSPORT", "tcp".to_owned()),
+            ("ACCEL_ELASTIC", elastic.to_owned()),
+        ];
+        let told = told.map(|(name, value)| (name.to_owned(), value));
+        told.to_vec()
+    }
+
+    fn store(size: usize) -> StoreServer {
+        StoreServer::bind(("127.0.0.1", 0), size, None::<Token>).unwrap()
+    }
+
+    fn sum(group: &ProcessGroup) -> f64 {
+        let mut sum = [1.0];
+        group.all_reduce(&mut sum, crate::ReduceOp::Sum).unwrap();
+        sum[0]
+    }
+
+    fn connect(launch: &Launch) -> ProcessGroup {
+        let options = GroupOptions::new().with_connect_timeout(SOON);
+        ProcessGroup::connect(launch, &options).unwrap()
+    }
+
+    fn next(group: &ProcessGroup) -> Option<ProcessGroup> {
+        group.close().unwrap();
+        match group.next_place(SOON).unwrap() {
+            NextPlace::Join(launch) => Some(connect(&launch)),
+            NextPlace::Leave => None,
+        }
+    }
+
+    #[test]
+    fn a_place_that_is_told_before_the_ranks_have_met_waits_for_them() {
+        let [first, second] = [store(2), store(1)];
+        first.tell_next_place(0, variables(&second, 0, 1, "running"));
+        first.tell_next_place(1, []);
+        thread::scope(|scope| {
+            for rank in 0..2 {
+                let launch = launch(&first, rank, 2, "running");
+                scope.spawn(move || {
+                    let group = connect(&launch);
+                    assert_eq!(sum(&group), 2.0);
+                    assert_eq!(next(&group).is_some(), rank == 0);
+                });
+            }
+        });
+    }
+
+    #[test]
+    fn one_process_becomes_three_and_then_two() {
+        let [first, second, third] = [store(1), store(3), store(2)];
+        thread::scope(|scope| {
+            for rank in 1..3 {
+                let launch = launch(&second, rank, 3, "joining");
+                scope.spawn(move || {
+                    let group = connect(&launch);
+                    assert_eq!(sum(&group), 3.0);
+                    let group = next(&group);
+                    assert_eq!(group.is_some(), rank == 2, "rank 1 leaves");
+                    if let Some(group) = group {
+                        assert_eq!((group.rank(), sum(&group)), (1, 2.0));
+                    }
+                });
+            }
+            let alone = connect(&launch(&first, 0, 1, "running"));
+            assert_eq!(sum(&alone), 1.0);
+            assert!(!alone.has_next_place());
+            first.tell_next_place(0, variables(&second, 0, 3, "running"));
+            let group = next(&alone).unwrap();
+            assert_eq!(sum(&group), 3.0);
+            second.tell_next_place(0, variables(&third, 0, 2, "running"));
+            second.tell_next_place(1, []);
+            second.tell_next_place(2, variables(&third, 1, 2, "running"));
+            assert_eq!(sum(&next(&group).unwrap()), 2.0);
+        });
+    }
+}
