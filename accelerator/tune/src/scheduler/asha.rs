@@ -1,4 +1,4 @@
-//! ASHA in the stopping form, and the rungs of successive halving.
+//! ASHA, in its stopping and its promotion form.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -78,7 +78,7 @@ impl Asha {
         }
         let bracket = |number: u32| match self.compatibility {
             Compatibility::Exact => times[number as usize..].to_vec(),
-            Compatibility::Ray => trial_scheduler::times_of_ray(
+            Compatibility::Ray => trial_scheduler::rung_times_of_ray(
                 self.grace_period,
                 self.reduction_factor,
                 self.max_t,

@@ -132,7 +132,7 @@ impl TrialScheduler for Fifo {
 }
 
 /// The times of a bracket's rungs, ascending: `grace`, `grace·η`, … and at last `max_t`.
-pub(super) fn times(grace: u64, eta: u64, max_t: u64) -> Vec<u64> {
+pub(super) fn rung_times(grace: u64, eta: u64, max_t: u64) -> Vec<u64> {
     let steps = std::iter::successors(Some(grace), |time| time.checked_mul(eta));
     let mut times: Vec<_> = steps.take_while(|time| *time < max_t).collect();
     times.push(max_t);
@@ -147,7 +147,7 @@ pub(super) fn times(grace: u64, eta: u64, max_t: u64) -> Vec<u64> {
     clippy::cast_sign_loss,
     reason = "as Ray computes them"
 )]
-pub(super) fn times_of_ray(grace: u64, eta: u64, max_t: u64, bracket: u32) -> Vec<u64> {
+pub(super) fn rung_times_of_ray(grace: u64, eta: u64, max_t: u64, bracket: u32) -> Vec<u64> {
     let (grace_f, eta_f, max_f) = (grace as f64, eta as f64, max_t as f64);
     let count = (max_f / grace_f).ln() / eta_f.ln() - f64::from(bracket) + 1.0;
     let count = count.trunc().max(0.0) as u32;
@@ -227,15 +227,15 @@ mod tests {
 
     #[test]
     fn rungs_are_powers_and_the_last_is_the_longest_time() {
-        assert_eq!(times(1, 4, 100), [1, 4, 16, 64, 100]);
-        assert_eq!(times(1, 10, 1000), [1, 10, 100, 1000]);
-        assert_eq!(times(1, 3, 243), [1, 3, 9, 27, 81, 243]);
-        assert_eq!(times(2, 3, 9), [2, 6, 9]);
-        assert_eq!(times(5, 2, 5), [5]);
+        assert_eq!(rung_times(1, 4, 100), [1, 4, 16, 64, 100]);
+        assert_eq!(rung_times(1, 10, 1000), [1, 10, 100, 1000]);
+        assert_eq!(rung_times(1, 3, 243), [1, 3, 9, 27, 81, 243]);
+        assert_eq!(rung_times(2, 3, 9), [2, 6, 9]);
+        assert_eq!(rung_times(5, 2, 5), [5]);
         // Ray loses the last one where a logarithm falls short of an integer.
-        assert_eq!(times_of_ray(1, 10, 1000, 0), [1, 10, 100]);
-        assert_eq!(times_of_ray(1, 3, 243, 0), [1, 3, 9, 27, 81]);
-        assert_eq!(times_of_ray(1, 4, 100, 1), [4, 16, 64]);
+        assert_eq!(rung_times_of_ray(1, 10, 1000, 0), [1, 10, 100]);
+        assert_eq!(rung_times_of_ray(1, 3, 243, 0), [1, 3, 9, 27, 81]);
+        assert_eq!(rung_times_of_ray(1, 4, 100, 1), [4, 16, 64]);
     }
 
     #[test]
