@@ -188,7 +188,7 @@ class Crate:
             return ""
         name = rf"(?:{'|'.join(sorted(names))})\b"
         item = re.compile(
-            rf"^(?:pub (?:mod|struct|enum|(?:const )?fn) {name}|impl(?:<[^>{{]*>)? (?:[^{{]* for )?{name})", re.M
+            rf"^(?:pub (?:mod|struct|enum|trait|(?:const )?fn) {name}|impl(?:<[^>{{]*>)? (?:[^{{]* for )?{name})", re.M
         )
         kept, at = "", 0
         while match := item.search(text, at):

@@ -1,5 +1,7 @@
 //! Fault injection: planned faults at named points, which can be replayed.
 //!
+//! Internal to Accelerate for Rust: no promise of stability.
+//!
 //! A [`FaultPlan`] says which rank gets which fault, and when: `rank=1 step=3 kill; rank=0 step=5 stop
 //! 10s`. A program that is built with the feature `inject` reads it from [`VARIABLE`], and the
 //! library calls [`fail_point`] at the points that a plan can name. Without the feature `fail_point` does

@@ -1,5 +1,7 @@
-//! Internals that the crates of this project share: the `ACCEL_` environment variables, and utilities that know nothing
-//! of training. They change without notice.
+//! The `ACCEL_` environment variables, and utilities that know nothing of training, which the crates of this project
+//! share.
+//!
+//! Internal to Accelerate for Rust: no promise of stability.
 //!
 //! One table has the name, grammar, default, reader and meaning of each variable; the library, the launcher and the
 //! documentation ([`markdown`]) use it. A new variable is one entry of `table.rs`. The crate also has the exit code

@@ -27,7 +27,7 @@ accelerator_host::define_error! {
         Aborted => is_aborted,
         /// Returns `true` if the driver refused something: memory, a stream, a device.
         Cuda => is_cuda,
-        /// Returns `true` if NCCL refused something.
-        Nccl => is_nccl,
+        /// NCCL refused something.
+        Nccl,
     }
 }

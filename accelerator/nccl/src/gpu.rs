@@ -53,7 +53,7 @@ impl Gpu {
 
     /// Its place on the PCI bus of this host, such as `0000:3B:00.0`. Two ranks of one host have the
     /// same if they share a GPU (or have a part of the same one each), which NCCL refuses by default.
-    pub fn bus_id(&self) -> &str {
+    pub(crate) fn bus_id(&self) -> &str {
         &self.0.bus_id
     }
 

@@ -49,7 +49,8 @@ impl GpuLocation {
         }
     }
 
-    /// The GPU's location on its host, as [`Gpu::bus_id`] tells it.
+    /// The GPU's place on the PCI bus of its host, such as `0000:3B:00.0`. Ranks of one host that share a GPU, or have
+    /// parts of the same one, have the same.
     pub fn bus_id(&self) -> &str {
         &self.bus_id
     }

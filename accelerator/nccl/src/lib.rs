@@ -9,16 +9,16 @@
 //! use std::time::Duration;
 //!
 //! use accelerator_collective::{DType, ProcessGroup, ReduceOp};
-//! use accelerator_nccl::{Communicator, DeviceMemory, Gpu, Library};
+//! use accelerator_nccl::{Communicator, DevicePointer, Gpu, Library};
 //!
 //! let group = ProcessGroup::single(); // or of many processes, each with a GPU
 //! let gpu = Gpu::open(&Library::load()?, group.topology().local_rank())?;
 //! let communicator = Communicator::connect_group(&gpu, &group, Duration::from_secs(60))??;
 //!
-//! let mut gradients = DeviceMemory::new(&gpu, 4 * 1024)?;
-//! gradients.write(&[0; 4096])?;
+//! # let address = 0;
+//! let gradients = DevicePointer(address); // of memory on this GPU, such as a tensor of CubeCL's
 //! // SAFETY: the memory holds 1024 values, and lives until `wait` has returned.
-//! unsafe { communicator.all_reduce(gradients.pointer(), 1024, DType::F32, ReduceOp::Sum)? };
+//! unsafe { communicator.all_reduce(gradients, 1024, DType::F32, ReduceOp::Sum)? };
 //! communicator.wait()?;
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
@@ -34,6 +34,12 @@ mod library;
 
 pub use communicator::Communicator;
 pub use error::{Error, Result};
-pub use gpu::{DeviceMemory, DevicePointer, Gpu};
+pub use gpu::{DevicePointer, Gpu};
 pub use gpu_location::GpuLocation;
 pub use library::{Library, Version};
+
+/// Items for the launcher's benchmark and for tests. They are not part of the public API.
+#[doc(hidden)]
+pub mod internal {
+    pub use crate::gpu::DeviceMemory;
+}

@@ -83,7 +83,7 @@ pub struct Version {
 
 impl Version {
     /// A version by its numbers.
-    pub const fn new(major: u32, minor: u32, patch: u32) -> Self {
+    pub(crate) const fn new(major: u32, minor: u32, patch: u32) -> Self {
         Self {
             major,
             minor,

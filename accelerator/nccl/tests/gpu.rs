@@ -9,7 +9,8 @@ use std::time::{Duration, Instant};
 
 use accelerator_collective::launcher::{LaunchExt, Rendezvous, StoreHost, StoreServer};
 use accelerator_collective::{DType, GroupOptions, Launch, ProcessGroup, ReduceOp, Topology};
-use accelerator_nccl::{Communicator, DeviceMemory, Gpu, GpuLocation, Library, Result, Version};
+use accelerator_nccl::internal::DeviceMemory;
+use accelerator_nccl::{Communicator, Gpu, GpuLocation, Library, Result, Version};
 use bytemuck::Pod;
 use half::{bf16, f16};
 use serde::Serialize;
@@ -114,16 +115,17 @@ fn where_there_is_no_driver_it_is_asked_for() {
 #[ignore = "needs an NVIDIA GPU"]
 fn a_gpu_tells_where_it_is() {
     let (library, gpu) = gpu();
-    assert!(library.version() >= Version::new(2, 18, 0));
-    assert!(gpu.driver_version() >= Version::new(11, 4, 0));
-    let parts: Vec<_> = gpu.bus_id().split([':', '.']).collect();
-    assert_eq!(parts.len(), 4, "{}", gpu.bus_id());
+    assert!(is_from(library.version(), (2, 18)));
+    assert!(is_from(gpu.driver_version(), (11, 4)));
+    let location = GpuLocation::of(&gpu, &ProcessGroup::single());
+    let parts: Vec<_> = location.bus_id().split([':', '.']).collect();
+    assert_eq!(parts.len(), 4, "{}", location.bus_id());
     assert!(Gpu::open(&library, 1000).unwrap_err().is_misuse());
     println!(
         "NCCL {}, CUDA {}, {}",
         library.version(),
         gpu.driver_version(),
-        gpu.bus_id()
+        location.bus_id()
     );
 }
 
@@ -278,10 +280,15 @@ impl Drop for Second {
 /// The variable that tells rank 1 where the ranks meet.
 const PORT: &str = "ACCEL_NCCL_TEST_PORT";
 
+/// Returns true if a version is this one or a later one.
+fn is_from(version: Version, (major, minor): (u32, u32)) -> bool {
+    (version.major(), version.minor()) >= (major, minor)
+}
+
 /// Returns true if two ranks can run here, and prints a line if they cannot.
 fn is_place_for_two(library: &Library) -> bool {
     let is_shared = std::env::var("NCCL_MULTI_RANK_GPU_ENABLE").is_ok_and(|value| value == "1");
-    let can_share = is_shared && library.version() >= Version::new(2, 30, 0);
+    let can_share = is_shared && is_from(library.version(), (2, 30));
     let enough = can_share || library.gpu_count().unwrap() > 1;
     if !enough {
         println!(
@@ -304,7 +311,7 @@ fn two_ranks_add_up() {
             .all_gather_object(&GpuLocation::of(gpu, group))
             .unwrap();
         assert_eq!(GpuLocation::nccl_unavailable(&places), None);
-        let own = 1.0 + communicator.rank() as f32;
+        let own = 1.0 + group.rank() as f32;
         for (op, expected) in [
             (ReduceOp::Sum, 3.0),
             (ReduceOp::Mean, 1.5),
@@ -334,7 +341,7 @@ fn a_rank_that_waits_on_its_gpu_for_one_that_is_gone_is_freed() {
         let what = (DType::F32, ReduceOp::Sum);
         // The first operation makes the connections.
         reduced(&communicator, gpu, &values, what, Communicator::wait);
-        if communicator.rank() == 1 {
+        if group.rank() == 1 {
             // Rank 1 makes no more calls until the group has ended.
             let began = Instant::now();
             while group.failure().is_none() {

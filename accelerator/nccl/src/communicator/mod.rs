@@ -14,7 +14,7 @@ use accelerator_collective::{DType, ReduceOp};
 use accelerator_host::sync::Mutex;
 
 use self::link::Link;
-use crate::api::{self, CallResult, Operation, Progress, UniqueId};
+use crate::api::{CallResult, Operation, Progress, UniqueId};
 use crate::error::{Error, Kind, Result};
 use crate::gpu::{DeviceMemory, DevicePointer, Gpu, Ordering};
 use state::{
@@ -47,28 +47,22 @@ use state::{
 /// use std::time::Duration;
 ///
 /// use accelerator_collective::{DType, ProcessGroup, ReduceOp};
-/// use accelerator_nccl::{Communicator, DeviceMemory, Gpu};
+/// use accelerator_nccl::{Communicator, DevicePointer, Gpu};
 ///
 /// # type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
-/// /// Adds up the gradients of all ranks.
-/// fn reduce(gpu: &Gpu, group: &ProcessGroup) -> Result<()> {
+/// /// Averages the gradients of all ranks, each bucket 1024 values on this GPU, such as tensors of CubeCL's.
+/// fn reduce(gpu: &Gpu, group: &ProcessGroup, buckets: &[DevicePointer]) -> Result<()> {
 ///     let ranks = Communicator::connect_group(gpu, group, Duration::from_secs(60))??;
-///     println!("rank {} of {}", ranks.rank(), ranks.world_size());
-///     let mut buckets = [DeviceMemory::new(gpu, 4096)?, DeviceMemory::new(gpu, 4096)?];
-///     for bucket in &mut buckets {
-///         bucket.write(&[0; 4096])?;
-///         // SAFETY: a bucket holds 1024 values, and lives until `read` has waited for the operations.
-///         unsafe { ranks.all_reduce(bucket.pointer(), 1024, DType::F32, ReduceOp::Mean)? };
+///     for bucket in buckets {
+///         // SAFETY: a bucket holds 1024 values, and lives until `wait` has returned.
+///         unsafe { ranks.all_reduce(*bucket, 1024, DType::F32, ReduceOp::Mean)? };
 ///         if ranks.is_done()? {
 ///             println!("that was quick");
 ///         }
 ///     }
+///     // Kernels and copies that are enqueued from here on see the averages.
 ///     ranks.order_after()?;
-///     let mut bytes = [0; 4096];
-///     buckets[0].read(&mut bytes)?;
 ///     ranks.wait()?;
-///     // Or, where it is this crate's memory, and nothing else is to be done meanwhile:
-///     ranks.all_reduce_memory(&mut buckets[0], DType::F32, ReduceOp::Mean, 1)?;
 ///     Ok(())
 /// }
 /// ```
@@ -78,24 +72,9 @@ pub struct Communicator {
     /// One operation is enqueued at a time.
     turn: Mutex<()>,
     watching: Option<JoinHandle<()>>,
-    rank: usize,
-    world_size: usize,
 }
 
 impl Communicator {
-    /// The types of elements that NCCL reduces.
-    pub const DTYPES: [DType; 10] = api::DTYPES;
-
-    /// This rank.
-    pub fn rank(&self) -> usize {
-        self.rank
-    }
-
-    /// Returns the number of ranks.
-    pub fn world_size(&self) -> usize {
-        self.world_size
-    }
-
     /// Enqueues a reduction of all ranks' elements at that place, in place: after it, every rank has the
     /// result there.
     ///
@@ -109,9 +88,8 @@ impl Communicator {
     /// divided before they are added, integers after.
     ///
     /// # Errors
-    /// [`is_misuse`](Error::is_misuse) for elements of a type that is not among
-    /// [`DTYPES`](Self::DTYPES), [`is_aborted`](Error::is_aborted)
-    /// if the communicator has ended, with the reason. A failure of this very call ends it as well, and is
+    /// [`is_misuse`](Error::is_misuse) for elements of a type that NCCL does not reduce, as the message lists them,
+    /// [`is_aborted`](Error::is_aborted) if the communicator has ended, with the reason. A failure of this very call ends it as well, and is
     /// told to the group: the others have an operation that this rank has not.
     ///
     /// # Safety
@@ -189,6 +167,7 @@ impl Communicator {
         unsafe_code,
         reason = "an operation on memory that is borrowed until it has ended"
     )]
+    #[doc(hidden)]
     pub fn all_reduce_memory(
         &self,
         memory: &mut DeviceMemory,
@@ -295,8 +274,6 @@ impl Communicator {
             inner,
             turn: Mutex::new(()),
             watching: Some(watching),
-            rank,
-            world_size,
         };
         communicator.connected(gpu, id, (number, count), began)?;
         Ok(communicator)

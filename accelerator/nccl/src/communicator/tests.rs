@@ -108,7 +108,6 @@ const CLOSED: [&str; 2] = ["finalize", "destroy"];
 fn a_communicator_that_takes_its_time_connects_and_closes() {
     let setting = Setting::new(Fake::new().with_polls(5));
     let communicator = setting.connect();
-    assert_eq!((communicator.rank(), communicator.world_size()), (1, 2));
     assert!(setting.fake.looks() >= 5);
     assert!(communicator.is_done().unwrap());
     communicator.wait().unwrap();

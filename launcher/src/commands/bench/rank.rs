@@ -10,7 +10,8 @@ use std::time::{Duration, Instant};
 use accelerator_collective::{
     Buffer, DType, Element, GroupOptions, Launch, ProcessGroup, ReduceOp,
 };
-use accelerator_nccl::{Communicator, DeviceMemory, Gpu, GpuLocation, Library};
+use accelerator_nccl::internal::DeviceMemory;
+use accelerator_nccl::{Communicator, Gpu, GpuLocation, Library};
 use half::{bf16, f16};
 
 use super::args::{AllReduceArgs, BenchDevice};
