@@ -85,11 +85,6 @@ impl<M: Module> Ema<M> {
         &self.average
     }
 
-    /// Returns the averaged model, and ends the averaging.
-    pub fn into_model(self) -> M {
-        self.average
-    }
-
     /// The averaged model, and the decay.
     pub(crate) fn into_parts(self) -> (M, f64) {
         (self.average, self.decay)

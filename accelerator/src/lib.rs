@@ -65,7 +65,7 @@
 //! | divide other work than batches among ranks | [`Accelerator::split_between_processes`] |
 //! | run code on one rank only, or on one rank first | [`Accelerator::on_main_process`], [`Accelerator::main_process_first`] |
 //! | find the batch that memory holds | [`Accelerator::find_executable_batch_size`] |
-//! | log, warn and print with the rank | [`logging`], [`Accelerator::warn_once`], [`Accelerator::print_in_order`], [`Accelerator::in_rank_order`] |
+//! | log and print with the rank | [`logging`], [`Accelerator::print`], [`Accelerator::in_rank_order`] |
 //! | track a run: metrics, histograms, TensorBoard | [`Accelerator::init_trackers`], [`Accelerator::log`], [`AcceleratorBuilder::log_with`] |
 //! | show progress bars on rank 0 | `Accelerator::progress`, with the feature `progress` |
 //! | stop all ranks on a condition of one | [`Accelerator::set_trigger`], [`Accelerator::check_trigger`] |

@@ -18,20 +18,18 @@
 //! ```
 //!
 //! Nothing here communicates, so that logging cannot hang: lines of different ranks come in the order of
-//! time. Lines in the order of ranks are [`Accelerator::print_in_order`](crate::Accelerator::print_in_order)'s, which every rank calls; and
-//! [`Accelerator::in_rank_order`](crate::Accelerator::in_rank_order) lets the ranks log one after the other.
+//! time. [`Accelerator::in_rank_order`](crate::Accelerator::in_rank_order), which every rank calls, lets the ranks log
+//! one after the other.
 //!
 //! Ranks that are threads of one process share a subscriber, and none of this knows them apart: there,
 //! enter [`Accelerator::span`](crate::Accelerator::span).
 
-use std::collections::HashSet;
 use std::fmt;
 use std::io::IsTerminal;
 
 use accelerator_collective::{Launch, Topology};
-use accelerator_host::sync::Mutex;
 use tracing::{Event, Level, Metadata, Subscriber};
-use tracing_subscriber::fmt::format::{Format, Full, Writer};
+use tracing_subscriber::fmt::format::{Format, Writer};
 use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields};
 use tracing_subscriber::layer::{Context, Filter, Layer};
 use tracing_subscriber::registry::LookupSpan;
@@ -71,29 +69,14 @@ where
     Ok(layer.with_filter(RankFilter::new(speakers, &topology)))
 }
 
-/// Lets through what these ranks say, for layers of the program's own.
-///
-/// ```
-/// use accelerator::logging::{RankFilter, LogRanks};
-/// use tracing_subscriber::prelude::*;
-///
-/// # let accelerator = accelerator::Accelerator::new()?;
-/// // A file for each host, beside what goes to standard error.
-/// let filter = RankFilter::new(LogRanks::LocalMain, accelerator.topology());
-/// let file = tracing_subscriber::fmt::layer().with_writer(std::io::sink).with_filter(filter);
-/// let subscriber = tracing_subscriber::registry().with(file);
-/// # drop(subscriber);
-/// # Ok::<(), accelerator::Error>(())
-/// ```
+/// Lets through what these ranks say.
 #[derive(Clone, Copy, Debug)]
-pub struct RankFilter {
+struct RankFilter {
     speaks: bool,
 }
 
 impl RankFilter {
-    /// Makes a filter for the rank of `topology`, from [`Accelerator::topology`](crate::Accelerator::topology) or
-    /// [`Launch::from_env`].
-    pub fn new(speakers: LogRanks, topology: &Topology) -> Self {
+    fn new(speakers: LogRanks, topology: &Topology) -> Self {
         let speaks = match speakers {
             LogRanks::Main => topology.is_main(),
             LogRanks::LocalMain => topology.is_local_main(),
@@ -116,7 +99,7 @@ impl<S> Filter<S> for RankFilter {
 
 /// Puts `rank=N` in front of what another format writes, if there are several ranks.
 #[derive(Clone, Debug)]
-pub struct RankFormat<F = Format<Full>> {
+struct RankFormat<F> {
     inner: F,
     /// `None` for one that is alone.
     rank: Option<usize>,
@@ -124,7 +107,7 @@ pub struct RankFormat<F = Format<Full>> {
 
 impl<F> RankFormat<F> {
     /// Makes a format for the rank of `topology` that wraps `inner`.
-    pub fn new(topology: &Topology, inner: F) -> Self {
+    fn new(topology: &Topology, inner: F) -> Self {
         Self {
             inner,
             rank: (topology.world_size() > 1).then(|| topology.rank()),
@@ -151,22 +134,12 @@ where
     }
 }
 
-/// The texts of warnings that were shown.
-#[derive(Debug, Default)]
-pub(crate) struct WarnedTexts(Mutex<HashSet<String>>);
-
-impl WarnedTexts {
-    pub(crate) fn is_first(&self, text: &str) -> bool {
-        let mut warned = self.0.lock();
-        warned.insert(text.to_owned())
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::io::{self, Write};
     use std::sync::Arc;
 
+    use accelerator_host::sync::Mutex;
     use tracing_subscriber::prelude::*;
 
     use super::*;
@@ -237,25 +210,15 @@ mod tests {
 
     #[cfg(feature = "flex")]
     #[test]
-    fn a_warning_is_given_once_and_by_rank_zero() {
+    fn a_span_shows_the_rank() {
         let texts = crate::launch(2, |accelerator| {
             Ok(shown(&Topology::single(), LogRanks::Every, || {
                 let _rank = accelerator.span().entered();
-                for what in ["labels", "images", "labels"] {
-                    accelerator.warn_once(format_args!("no {what}"));
-                }
                 tracing::info!("done");
             }))
         })
         .unwrap();
-        let rank = |rank| format!("rank{{rank={rank} world_size=2}}: ");
-        assert_eq!(
-            texts[0],
-            format!(
-                " WARN {0}no labels\n WARN {0}no images\n INFO {0}done\n",
-                rank(0)
-            )
-        );
-        assert_eq!(texts[1], format!(" INFO {}done\n", rank(1)));
+        let text = |rank| format!(" INFO rank{{rank={rank} world_size=2}}: done\n");
+        assert_eq!(texts, [text(0), text(1)]);
     }
 }

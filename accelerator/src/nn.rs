@@ -6,7 +6,7 @@ use std::sync::{Arc, Weak};
 
 use accelerator_collective::{ProcessGroup, ReduceOp};
 use burn::module::{Content, DisplaySettings, Flag, Module, ModuleDisplay, Param, RunningState};
-use burn::nn::{BatchNorm, BatchNormConfig};
+use burn::nn::BatchNorm;
 use burn::tensor::{DType, Tensor, TensorData};
 
 use crate::accelerator::Accelerator;
@@ -14,38 +14,6 @@ use crate::context::Context;
 use crate::core::autodiff::{self, Node, NodeContext};
 use crate::core::error::{Error, Kind};
 use crate::data::batch::Weight;
-
-/// Makes a [`SyncBatchNorm`]. The fields are those of Burn's [`BatchNormConfig`].
-#[derive(Clone, Debug)]
-pub struct SyncBatchNormConfig(BatchNormConfig);
-
-impl SyncBatchNormConfig {
-    /// Makes a layer of that many features, with Burn's defaults: an epsilon of 1e-5, a momentum of 0.1.
-    pub fn new(num_features: usize) -> Self {
-        Self(BatchNormConfig::new(num_features))
-    }
-
-    /// Sets the number added to the variance. Finite and positive.
-    #[must_use]
-    pub fn with_epsilon(self, epsilon: f64) -> Self {
-        Self(self.0.with_epsilon(epsilon))
-    }
-
-    /// Sets how much of the running statistics each step replaces, from 0 to 1.
-    #[must_use]
-    pub fn with_momentum(self, momentum: f64) -> Self {
-        Self(self.0.with_momentum(momentum))
-    }
-
-    /// The layer, on the accelerator's device.
-    ///
-    /// # Panics
-    ///
-    /// Panics like Burn's: without a feature, and for an epsilon or a momentum out of their ranges.
-    pub fn init(&self, accelerator: &Accelerator) -> SyncBatchNorm {
-        SyncBatchNorm::of(self.0.init(&accelerator.device()), accelerator)
-    }
-}
 
 /// Batch normalisation over the batches of all ranks together: in training, mean and variance are
 /// those of the global batch, and gradients flow through them to every rank. So the ranks train
@@ -64,11 +32,13 @@ impl SyncBatchNormConfig {
 /// 2015); the running variance is over n as well, as in Burn.
 ///
 /// ```
-/// use accelerator::nn::{SyncBatchNorm, SyncBatchNormConfig};
+/// use accelerator::nn::SyncBatchNorm;
+/// use burn::nn::BatchNormConfig;
 /// use burn::tensor::Tensor;
 ///
 /// let outputs = accelerator::launch(2, |accelerator| {
-///     let norm: SyncBatchNorm = accelerator.prepare(SyncBatchNormConfig::new(1).init(&accelerator))?;
+///     let norm = BatchNormConfig::new(1).init(&accelerator.device());
+///     let norm = accelerator.prepare(SyncBatchNorm::of(norm, &accelerator))?;
 ///     // One rank has seen −1 only, the other 1: over both, the mean is 0 and the variance 1.
 ///     let value = 2.0 * accelerator.rank() as f64 - 1.0;
 ///     let input = Tensor::<2>::full([4, 1], value, &accelerator.device());

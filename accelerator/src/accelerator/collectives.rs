@@ -1,6 +1,5 @@
 use core::fmt;
 use std::collections::BTreeMap;
-use std::ops::Range;
 
 use accelerator_collective::{Partition, ProcessGroup, ReduceOp};
 use burn::tensor::kind::Basic;
@@ -530,16 +529,11 @@ impl Accelerator {
 
 /// Shares out work without a loader: prompts, files, folds.
 impl Accelerator {
-    /// Returns this rank's contiguous share of `count` items; the first ranks get one more if it
-    /// does not divide evenly. Nothing is communicated.
-    pub fn share_of(&self, count: usize) -> Range<usize> {
-        Partition::new(count, self.world_size()).range(self.rank())
-    }
-
-    /// Returns this rank's contiguous share of `items`, as [`share_of`](Self::share_of) cuts them. With fewer
-    /// items than ranks, the last ranks get none.
+    /// Returns this rank's contiguous share of `items`; the first ranks get one more if they do not divide evenly,
+    /// and the last ones none if there are fewer items than ranks. Nothing is communicated.
     ///
-    /// Several lists of the same length, and rows of tensors, are cut alike by `share_of`.
+    /// Lists of one length are cut alike. [`Partition`](crate::collective::Partition) gives the range for anything else,
+    /// such as the rows of a tensor.
     ///
     /// ```
     /// let shares = accelerator::launch(2, |accelerator| {
@@ -550,7 +544,7 @@ impl Accelerator {
     /// ```
     pub fn split_between_processes<'a, T>(&self, items: &'a [T]) -> &'a [T] {
         // Within the items: the ranges partition them.
-        &items[self.share_of(items.len())]
+        &items[Partition::new(items.len(), self.world_size()).range(self.rank())]
     }
 }
 

@@ -38,7 +38,6 @@ use crate::context::Context;
 use crate::core::device::BackendKind;
 use crate::core::error::{self, Error, Result};
 use crate::data::UncountedPadding;
-use crate::logging::WarnedTexts;
 use crate::optim::OptimizerCount;
 use crate::precision::Precision;
 use crate::reduce::ReduceContext;
@@ -74,12 +73,12 @@ pub(crate) struct Shared {
     /// The number of prepared optimizers that live.
     pub(crate) optimizers: OptimizerCount,
     pub(crate) reduction: Arc<ReduceContext>,
-    restarts: Restarts,
+    /// The number of restarts that the launcher has made.
+    restarts: u64,
     trace: builder::TraceSettings,
     pub(crate) tracker_settings: TrackerSettings,
     tracking: Arc<Tracking>,
     uncounted: UncountedPadding,
-    warned: WarnedTexts,
 }
 
 impl Drop for Shared {
@@ -113,13 +112,6 @@ impl Drop for Shared {
             error::warn(&format!("the trace of rank {rank} is lost: {error}"));
         }
     }
-}
-
-/// The launcher's numbers of restarts.
-#[derive(Clone, Copy, Debug)]
-struct Restarts {
-    done: u64,
-    most: Option<u64>,
 }
 
 impl Accelerator {
@@ -201,19 +193,9 @@ impl Accelerator {
         self.shared.reduction.settings.precision
     }
 
-    /// Returns the seed that was given to the builder.
-    pub fn seed(&self) -> u64 {
-        self.shared.context.seed
-    }
-
     /// Returns how often the launcher has restarted this job: 0 in the first attempt, and without a launcher.
     pub fn restarts(&self) -> u64 {
-        self.shared.restarts.done
-    }
-
-    /// Returns how often the launcher restarts this job at most; `None` without a launcher that does.
-    pub fn max_restarts(&self) -> Option<u64> {
-        self.shared.restarts.most
+        self.shared.restarts
     }
 
     /// The process group underneath, for communication that this type has no method for.

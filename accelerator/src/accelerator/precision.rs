@@ -27,7 +27,7 @@ impl Accelerator {
         if self.precision().dtype().is_none() {
             return forward(model);
         }
-        let copy = self.working_copy(model);
+        let copy = self.working_copy(model, |_| false);
         // Nothing is used again after a panic, which continues.
         match catch_unwind(AssertUnwindSafe(|| forward(&copy))) {
             Ok(output) => output,
@@ -58,20 +58,14 @@ impl Accelerator {
     }
 
     /// The model with parameters in the [precision](Self::precision) to compute in, cast from those of
-    /// `model`, which get the gradients. `BatchNorm` stays as it is. With
-    /// [`Precision::No`](crate::precision::Precision::No) it is the same model.
+    /// `model`, which get the gradients. `BatchNorm` stays as it is, and so do parameters with paths (`layers.0.weight`)
+    /// that `keep` chooses. With [`Precision::No`](crate::precision::Precision::No) it is the same model.
     ///
     /// It serves one backward pass, and is gone with it: [`forward`](Self::forward) makes one each time.
     /// Two models that share parameters, or two forward passes whose losses are added, may each have a
     /// copy; then gradients are sent when backward has ended, whatever
     /// [`Overlap`](crate::Overlap) says. One whose loss goes to no backward looks like the first of two, and is
     /// kept until the next backward: evaluate on `model.valid()`, which leaves nothing behind.
-    pub fn working_copy<M: Module>(&self, model: &M) -> M {
-        self.working_copy_except(model, |_| false)
-    }
-
-    /// The same, but for parameters with paths (`layers.0.weight`) that `keep` chooses, which stay as they
-    /// are.
     ///
     /// ```
     /// use accelerator::prelude::*;
@@ -81,12 +75,12 @@ impl Accelerator {
     /// let accelerator = Accelerator::builder().precision(Precision::Bf16).build()?;
     /// # let device = accelerator.device();
     /// # let model: Linear = accelerator.prepare(LinearConfig::new(2, 1).init(&device))?;
-    /// let copy = accelerator.working_copy_except(&model, |path| path.ends_with("bias"));
+    /// let copy = accelerator.working_copy(&model, |path| path.ends_with("bias"));
     /// assert_eq!(copy.weight.val().dtype(), DType::BF16);
     /// assert_eq!(copy.bias.unwrap().val().dtype(), DType::F32);
     /// # Ok::<(), Error>(())
     /// ```
-    pub fn working_copy_except<M: Module>(&self, model: &M, keep: impl Fn(&str) -> bool) -> M {
+    pub fn working_copy<M: Module>(&self, model: &M, keep: impl Fn(&str) -> bool) -> M {
         working_copy(&self.shared.reduction, model, keep)
     }
 

@@ -8,7 +8,7 @@ use tracing::Span;
 
 use super::Accelerator;
 use crate::core::agreement;
-use crate::core::error::{self, Error, Kind, Result, panic_text};
+use crate::core::error::{Error, Kind, Result, panic_text};
 
 /// Control of which ranks run what, and in which order.
 impl Accelerator {
@@ -24,29 +24,22 @@ impl Accelerator {
         }
     }
 
-    /// Prints a line of each rank, in the order of ranks and in one piece, on rank 0.
-    ///
-    /// Every rank must call it: one collective sends the lines to rank 0. If some ranks do not call it, or one
-    /// calls it in a closure that only some ranks run, it is an error, not a hang.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::is_collective`](crate::Error::is_collective) when another rank is lost or does not call it.
-    #[track_caller]
-    pub fn print_in_order(&self, line: impl fmt::Display) -> Result<()> {
-        let group = self.shared.context.group.for_purpose("print_in_order");
-        let lines = group.all_gather_object(&line.to_string())?;
-        self.print(lines.join("\n"));
-        Ok(())
-    }
-
     /// Runs `work` on one rank after the other, in their order: each begins when the one before has
     /// ended, and the first when all have come. Every rank must call it; it returns when all are done.
     ///
     /// Lines that ranks log come in the order of ranks if all write to one terminal or file. A launcher that
     /// collects the output of each rank, as `accel-launch` does, may still mix lines that come at almost the
-    /// same time: if the order of lines is all that matters, [`print_in_order`](Self::print_in_order) sends
-    /// them to rank 0, in one operation for all ranks instead of one per rank.
+    /// same time: if the order of lines is all that matters, [gather](Self::gather_object) them, and
+    /// [print](Self::print) them on rank 0: one operation for all ranks instead of one per rank.
+    ///
+    /// ```
+    /// accelerator::launch(2, |accelerator| {
+    ///     let lines = accelerator.gather_object(&format!("rank {} is ready", accelerator.rank()))?;
+    ///     accelerator.print(lines.join("\n"));
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), accelerator::Error>(())
+    /// ```
     ///
     /// A collective inside `work` returns an error at once. What `work` returns, an error included, stays on this
     /// rank. When it panics, the panic is resumed on this rank, the other ranks get an error, and later ranks do not
@@ -284,19 +277,6 @@ impl Accelerator {
         let (rank, world_size) = (self.rank(), self.world_size());
         // At the level of errors, so that it is there whatever is filtered.
         tracing::error_span!("rank", rank, world_size)
-    }
-
-    /// Warns on rank 0, once for each text: of what every rank finds, such as a setting that does not
-    /// fit. A program that collects no logs gets it on standard error.
-    ///
-    /// Nothing is communicated. What one rank alone finds is `tracing::warn!`'s.
-    pub fn warn_once(&self, text: impl fmt::Display) {
-        if self.is_main_process() {
-            let text = text.to_string();
-            if self.shared.warned.is_first(&text) {
-                error::warn(&text);
-            }
-        }
     }
 }
 

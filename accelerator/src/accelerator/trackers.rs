@@ -298,7 +298,7 @@ impl Accelerator {
         capture
             .features(features.map(|(name, _)| name))
             .devices([self.backend_kind().to_string()])
-            .seed("accelerator", self.seed())
+            .seed("accelerator", self.shared.context.seed)
             .plan(serde_json::json!({
                 "accumulation_steps": self.accumulation_steps(),
                 "precision": self.precision().to_string(),

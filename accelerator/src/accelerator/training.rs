@@ -115,7 +115,7 @@ impl Accelerator {
     pub fn init<M: Module>(&self, build: impl FnOnce(&Device) -> M) -> M {
         let _turn = drawing();
         let device = self.device();
-        device.seed(self.seed());
+        device.seed(self.shared.context.seed);
         let model = build(&device);
         model::draw_all(&model);
         model

@@ -72,6 +72,6 @@ pub(crate) use self::resume::{resume, resume_loader};
 pub(crate) use self::save::{keep, save, save_async, save_emergency};
 pub(crate) use self::saving::CheckpointContext;
 pub use self::saving::{Saved, Saving};
-pub use self::settings::{Checkpoints, Draft, Resumed};
+pub use self::settings::Checkpoints;
 pub(crate) use self::snapshot::{Snapshot, SnapshotExchange};
 pub(crate) use self::state_file::{PartKind, open_model};

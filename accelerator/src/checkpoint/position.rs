@@ -33,7 +33,6 @@ pub struct Position {
     pub(super) step: u64,
     /// The steps of each optimizer.
     pub(super) steps: Vec<u64>,
-    pub(super) world_size: usize,
     pub(super) world_size_before: usize,
 }
 
@@ -54,7 +53,6 @@ impl Position {
             passed_over: Vec::new(),
             step: 0,
             steps: Vec::new(),
-            world_size,
             world_size_before: world_size,
         }
     }
@@ -67,16 +65,10 @@ impl Position {
         self.epoch
     }
 
-    /// Returns the number of optimizer steps done: those of the first optimizer in the tuple; see
-    /// [`steps`](Self::steps) if there are several.
+    /// Returns the number of optimizer steps done: those of the first optimizer in the tuple. Where there are several,
+    /// each knows [its own](crate::optim::PreparedOptimizer::steps).
     pub fn step(&self) -> u64 {
         self.step
-    }
-
-    /// Returns how many steps each optimizer had done, in the order of the tuple; empty at the start, and where none
-    /// was saved.
-    pub fn steps(&self) -> &[u64] {
-        &self.steps
     }
 
     /// Returns `true` if there was nothing to resume, so that training starts from the beginning.
@@ -99,11 +91,6 @@ impl Position {
     /// standard error by rank 0.
     pub fn passed_over(&self) -> &[String] {
         &self.passed_over
-    }
-
-    /// Returns the number of ranks.
-    pub fn world_size(&self) -> usize {
-        self.world_size
     }
 
     /// Returns the number of ranks that saved the checkpoint, or were in the group before; the current number at
@@ -149,7 +136,6 @@ impl fmt::Display for Position {
 pub struct WorldChange {
     pub(super) before: usize,
     pub(super) now: usize,
-    pub(super) global_batches: Vec<u64>,
 }
 
 impl WorldChange {
@@ -161,17 +147,6 @@ impl WorldChange {
     /// Returns the current number of ranks.
     pub fn now(&self) -> usize {
         self.now
-    }
-
-    /// Returns the current number of ranks divided by the former one: less than 1 if the job shrank.
-    pub fn ratio(&self) -> f64 {
-        self.now as f64 / self.before as f64
-    }
-
-    /// Returns the number of samples that all ranks together used per step, for each loader that was saved; Burn's
-    /// own loaders, which do not tell, are left out.
-    pub fn global_batches(&self) -> &[u64] {
-        &self.global_batches
     }
 }
 

@@ -360,14 +360,7 @@ impl FoundCheckpoint {
     ) -> Result<Self> {
         let metadata = source.metadata()?;
         let before = metadata.world_size.get();
-        let change = WorldChange {
-            before,
-            now,
-            global_batches: state
-                .loaders()
-                .filter_map(|loader| loader.global_batch)
-                .collect(),
-        };
+        let change = WorldChange { before, now };
         let rescale = if before == now {
             Rescale::default()
         } else {

@@ -8,8 +8,8 @@ use accelerator_manifest::{
 use super::parts::Resume;
 use super::position::{Origin, Position};
 use super::restorer::{FoundCheckpoint, Restorer};
-use super::saving::{CheckpointContext, from_main};
-use super::settings::{Checkpoints, Resumed};
+use super::saving::{CheckpointContext, Saved, from_main};
+use super::settings::Checkpoints;
 use super::state_file::{
     Source, StateFile, decode, is_called_checkpoint, is_meant_as_checkpoint, list,
 };
@@ -58,7 +58,7 @@ pub(crate) fn resume<K, P: Resume<K>>(
             return Ok(None);
         };
         let _busy = context.group().activity().busy();
-        settings.run_after_resume(&Resumed {
+        settings.run_after_resume(&Saved {
             number,
             path: found.path.clone(),
             step: found.step,
@@ -87,7 +87,6 @@ pub(crate) fn resume<K, P: Resume<K>>(
         passed_over: found.passed_over.clone(),
         step: found.step,
         steps: found.state.optimizer_steps(),
-        world_size: context.world_size(),
         world_size_before: found.world_size,
     };
     Ok((parts, position))

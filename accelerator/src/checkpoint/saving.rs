@@ -110,7 +110,8 @@ impl fmt::Debug for Saving {
     }
 }
 
-/// A checkpoint that was saved.
+/// A checkpoint that was saved; for the hook of [`Checkpoints::before_save`](super::Checkpoints::before_save), the one
+/// that is about to be complete.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub struct Saved {
     pub(super) number: u64,
@@ -124,7 +125,8 @@ impl Saved {
         self.number
     }
 
-    /// Returns its folder, on the host of the rank that wrote it.
+    /// Returns its folder, on the host of the rank that wrote it: for
+    /// [`before_save`](super::Checkpoints::before_save), the one in which it lies until it is complete.
     pub fn path(&self) -> &Path {
         &self.path
     }

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use accelerator_track::Runs;
 
 use super::position::{Rescale, WorldChange};
+use super::saving::Saved;
 use crate::core::error::{self, Error, Kind, Result};
 
 /// A folder of checkpoints, and how they are kept. A bare path will do where a `Checkpoints` is
@@ -18,33 +19,17 @@ pub struct Checkpoints {
     total_limit: Option<usize>,
     protected: Vec<PathBuf>,
     pub(super) max_shard_size: u64,
-    before_save: Vec<Arc<Callback<Draft>>>,
-    after_resume: Vec<Arc<Callback<Resumed>>>,
+    before_save: Vec<Arc<Callback>>,
+    after_resume: Vec<Arc<Callback>>,
     rescale: Option<Arc<RescaleRule>>,
 }
 
 type RescaleRule = dyn Fn(&WorldChange) -> Rescale + Send + Sync;
 
-type Callback<T> = dyn Fn(&T) -> Result<(), CallbackError> + Send + Sync;
+type Callback = dyn Fn(&Saved) -> Result<(), CallbackError> + Send + Sync;
 
 /// The error of a callback.
 type CallbackError = Box<dyn std::error::Error + Send + Sync>;
-
-/// A checkpoint that is about to be complete; for [`Checkpoints::before_save`].
-#[derive(Clone, Debug)]
-pub struct Draft {
-    pub(super) number: u64,
-    pub(super) path: PathBuf,
-    pub(super) step: u64,
-}
-
-/// A checkpoint that training continues from; for [`Checkpoints::after_resume`].
-#[derive(Clone, Debug)]
-pub struct Resumed {
-    pub(super) number: u64,
-    pub(super) path: PathBuf,
-    pub(super) step: u64,
-}
 
 impl Checkpoints {
     /// Checkpoints in the folder `path`, which is made when the first one is saved. Only rank 0
@@ -126,14 +111,14 @@ impl Checkpoints {
     }
 
     /// Runs `hook` on rank 0 before each checkpoint is completed. Files that it writes into
-    /// [`Draft::path`] become part of the checkpoint: hashed, and verified before a resume.
+    /// [`Saved::path`] become part of the checkpoint: hashed, and verified before a resume.
     ///
     /// A failure gives the checkpoint up. It must call no collective, which the other ranks would
     /// not join. With [`save_state_async`](crate::Accelerator::save_state_async), it runs on another
     /// thread, beside training.
     pub fn before_save(
         mut self,
-        hook: impl Fn(&Draft) -> Result<(), Box<dyn std::error::Error + Send + Sync>>
+        hook: impl Fn(&Saved) -> Result<(), Box<dyn std::error::Error + Send + Sync>>
         + Send
         + Sync
         + 'static,
@@ -165,7 +150,7 @@ impl Checkpoints {
     /// ```
     pub fn after_resume(
         mut self,
-        hook: impl Fn(&Resumed) -> Result<(), Box<dyn std::error::Error + Send + Sync>>
+        hook: impl Fn(&Saved) -> Result<(), Box<dyn std::error::Error + Send + Sync>>
         + Send
         + Sync
         + 'static,
@@ -191,7 +176,8 @@ impl Checkpoints {
     ///         // The same steps if the job shrank, larger ones if it grew.
     ///         match change.now() < change.before() {
     ///             true => Rescale::keep_global_batch(),
-    ///             false => Rescale::keep_batch_per_rank().with_learning_rate_factor(change.ratio()),
+    ///             false => Rescale::keep_batch_per_rank()
+    ///                 .with_learning_rate_factor(change.now() as f64 / change.before() as f64),
     ///         }
     ///     });
     ///     let (_, position) = accelerator.resume(checkpoints, Object(0))?;
@@ -258,7 +244,7 @@ impl Checkpoints {
         self.total_limit.map(limit).transpose()
     }
 
-    pub(super) fn run_before_save(&self, draft: &Draft) -> Result<()> {
+    pub(super) fn run_before_save(&self, draft: &Saved) -> Result<()> {
         let failed = |error| {
             let message = format!("a hook that runs before checkpoint {} failed", draft.number);
             Error::new(Kind::Checkpoint, message).with_source(error)
@@ -267,7 +253,7 @@ impl Checkpoints {
         hooks.try_for_each(|hook| hook(draft).map_err(failed))
     }
 
-    pub(super) fn run_after_resume(&self, resumed: &Resumed) -> Result<()> {
+    pub(super) fn run_after_resume(&self, resumed: &Saved) -> Result<()> {
         let failed = |error| {
             let path = resumed.path.display();
             let message = format!("a hook that runs after resuming from {path} failed");
@@ -285,40 +271,6 @@ impl Checkpoints {
                  hooks of `before_save` add no files; what they keep travels as an `Object`",
             );
         }
-    }
-}
-
-impl Draft {
-    /// The number that the checkpoint will have.
-    pub fn number(&self) -> u64 {
-        self.number
-    }
-
-    /// Returns the folder in which it lies until it is complete.
-    pub fn path(&self) -> &Path {
-        &self.path
-    }
-
-    /// Returns the number of optimizer steps done.
-    pub fn step(&self) -> u64 {
-        self.step
-    }
-}
-
-impl Resumed {
-    /// The number of the checkpoint.
-    pub fn number(&self) -> u64 {
-        self.number
-    }
-
-    /// Returns its folder.
-    pub fn path(&self) -> &Path {
-        &self.path
-    }
-
-    /// Returns the number of optimizer steps done.
-    pub fn step(&self) -> u64 {
-        self.step
     }
 }
 

@@ -12,7 +12,7 @@ use accelerator_manifest::{
 use accelerator_track::RunMark;
 
 use super::saving::{CheckpointContext, Saved};
-use super::settings::{Checkpoints, Draft};
+use super::settings::Checkpoints;
 use super::snapshot::{SnapshotMode, SnapshotPart, TakenSnapshot};
 use super::state_file::{HookState, LiveState, MODEL, Names, StateFile, encode, model_file};
 use crate::core::error::{self, Error, Result};
@@ -86,7 +86,7 @@ pub(super) fn write(
     {
         // Neither the program's hook nor the one flush of what it wrote shows that it is alive.
         let _busy = job.activity.busy();
-        settings.run_before_save(&Draft {
+        settings.run_before_save(&Saved {
             number: draft.number(),
             path: draft.path().to_owned(),
             step,

@@ -4,8 +4,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use accelerator_host::sync::Mutex;
-use burn::tensor::Tensor;
-use burn::tensor::kind::Basic;
 use serde::{Deserialize, Serialize};
 
 use super::cursor::{ConsumeTicket, EpochPass};
@@ -257,19 +255,6 @@ impl<O> Batch<O> {
     /// sample of an epoch comes exactly once.
     pub fn real_indices(&self) -> &[u64] {
         &self.info.indices[..self.real().min(self.info.indices.len())]
-    }
-
-    /// The rows of a tensor that belong to samples of this rank, where it has a row for each one of the batch: padding
-    /// and idle batches are left out. `None` if there is none, since Burn has no tensor without rows.
-    ///
-    /// A figure made of it counts each sample once over all ranks, as
-    /// [`gather_for_metrics`](crate::Accelerator::gather_for_metrics) does.
-    pub fn real_rows<const D: usize, K: Basic>(
-        &self,
-        tensor: &Tensor<D, K>,
-    ) -> Option<Tensor<D, K>> {
-        let rows = self.real().min(tensor.dims()[0]);
-        (rows > 0).then(|| tensor.clone().narrow(0, 0, rows))
     }
 
     /// The epoch that was asked for.

@@ -20,7 +20,8 @@ use crate::core::error::Result;
 /// before, so that it is the same on every rank and can be resumed anywhere.
 ///
 /// ```
-/// use accelerator::data::{LoaderBuilder, TailPolicy};
+/// use accelerator::data::LoaderBuilder;
+/// use accelerator::plan::TailPolicy;
 /// use burn::data::dataloader::batcher::Batcher;
 /// use burn::data::dataset::InMemDataset;
 /// use burn::tensor::Device;

@@ -5,7 +5,7 @@ use core::iter::FusedIterator;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use accelerator_collective::TransportKind;
 use accelerator_plan::{BatchKind, PlannedBatch, mix};
@@ -32,7 +32,6 @@ pub struct Epoch<O> {
     remaining: Option<u64>,
     timeline: Timeline,
     uncounted: UncountedPadding,
-    waited: Duration,
 }
 
 enum EpochState<O> {
@@ -64,7 +63,6 @@ impl<O> Epoch<O> {
             remaining: steps,
             timeline,
             uncounted,
-            waited: Duration::ZERO,
         }
     }
 
@@ -123,11 +121,6 @@ impl<O> Epoch<O> {
         let next = self.pass.yielded().step as usize;
         NumberedBatches { epoch: self, next }
     }
-
-    /// Returns how long `next` has waited for batches so far. If it grows by much, add workers.
-    pub fn waited(&self) -> Duration {
-        self.waited
-    }
 }
 
 impl<O> Iterator for Epoch<O> {
@@ -148,7 +141,6 @@ impl<O> Iterator for Epoch<O> {
             batch.resolve(seed)
         });
         let end = Instant::now();
-        self.waited += end - start;
         match &batch {
             Some(Ok(_)) => {
                 self.feed = EpochState::Open(feed);
@@ -234,7 +226,6 @@ impl<O> fmt::Debug for Epoch<O> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Epoch")
             .field("remaining", &self.remaining)
-            .field("waited", &self.waited)
             .finish_non_exhaustive()
     }
 }

@@ -46,7 +46,7 @@
 //!
 //! | a data set that is drawn | is the same on every rank with |
 //! |---|---|
-//! | from `rand::rng()` or the time, while it is built | a generator that is seeded by a number of the program, such as [`Accelerator::seed`](crate::Accelerator::seed) |
+//! | from `rand::rng()` or the time, while it is built | a generator that is seeded by a number of the program |
 //! | by Burn's `ShuffledDataset` | `ShuffledDataset::new(dataset, seed)`, not the system's generator; or the builder's [`shuffle`](LoaderBuilder::shuffle), which is another order in each epoch |
 //! | by Burn's `SamplerDataset` | nothing, also not `with_seed`: it draws anew for each index that is read, in the order of reading. Use [`weighted`](LoaderBuilder::weighted), [`weighted_without_replacement`](LoaderBuilder::weighted_without_replacement) or [`sampler`](LoaderBuilder::sampler) |
 //! | for augmentation, in `get` | [`map_samples`](LoaderBuilder::map_samples), seeded by [`SamplePlace::rng_seed`] |
@@ -128,4 +128,3 @@ pub use self::prepared::PreparedLoader;
 pub(crate) use self::source::DRAWN_HINT;
 pub use self::source::SamplePlace;
 pub use self::stream::{SampleStream, StreamError, StreamItems, StreamPart};
-pub use accelerator_plan::{TailPolicy, sample_rng_seed};

@@ -275,7 +275,7 @@ impl<O: Send + 'static> PreparedLoader<O> {
     ///     for batch in loader.eval() {
     ///         let batch = batch?;
     ///         // Without the padding of ranks that have no sample left.
-    ///         count += batch.real_rows(&*batch).map_or(0, |rows| rows.dims()[0]);
+    ///         count += batch.real();
     ///     }
     ///     Ok(count)
     /// })?;

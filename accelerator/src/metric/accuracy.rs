@@ -139,11 +139,6 @@ impl TopK {
     pub fn value(&self) -> f64 {
         self.hits.value()
     }
-
-    /// Returns how many of the highest logits count.
-    pub fn k(&self) -> usize {
-        self.k
-    }
 }
 
 impl fmt::Display for TopK {

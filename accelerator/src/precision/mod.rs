@@ -32,7 +32,7 @@
 //!   parameters stay as they are in the copy. In the model's own `forward`, give it what it can take, and
 //!   take back what came in, with [`in_full`]. `LayerNorm`, `GroupNorm` and `RmsNorm` compute in `f32` by
 //!   themselves.
-//! - What [`working_copy_except`](crate::Accelerator::working_copy_except) is told.
+//! - What [`working_copy`](crate::Accelerator::working_copy) is told to keep.
 //!
 //! # Overflow
 //!
@@ -104,7 +104,7 @@ impl Precision {
     const ALL: [Self; 3] = [Self::No, Self::F16, Self::Bf16];
 
     /// The name that `ACCEL_PRECISION` takes: `no`, `f16` or `bf16`.
-    pub fn name(self) -> &'static str {
+    fn name(self) -> &'static str {
         match self {
             Self::Bf16 => "bf16",
             Self::F16 => "f16",

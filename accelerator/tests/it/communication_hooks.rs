@@ -810,7 +810,7 @@ impl CommunicationHook for Asking {
             assert_eq!(accelerator.loss_scale(model)?, None);
             assert!(accelerator.bucket_memory() > 0);
             assert_eq!(accelerator.step_summary().is_some(), bucket.step() > 0);
-            let _ = accelerator.working_copy(model);
+            let _ = accelerator.working_copy(model, |_| false);
             assert!(!accelerator.check_trigger()?);
             accelerator.check_replicas(model)?;
             let other = accelerator.prepare(line(&accelerator.device()))?;

@@ -285,7 +285,6 @@ fn c14_a_collective_where_a_rank_is_alone_is_an_error_there_and_then() {
             accelerator.on_process(1, meet),
             accelerator.on_local_process(1, meet),
             accelerator.on_process(0, || accelerator.check_trigger().map(drop)),
-            accelerator.on_process(0, || accelerator.print_in_order("alone")),
             accelerator.on_process(0, || accelerator.gather_object(&1).map(drop)),
             accelerator.on_process(0, || accelerator.finish()),
         ];

@@ -2,7 +2,7 @@
 
 use crate::common::{Column, ColumnBatcher, columns, distance, flat, line, linear, of_every_rank};
 use accelerator::Weight;
-use accelerator::nn::SyncBatchNormConfig;
+use accelerator::nn::SyncBatchNorm;
 use accelerator::optim::{Manual, Sharded};
 use accelerator::prelude::*;
 use burn::lr_scheduler::exponential::ExponentialLrSchedulerConfig;
@@ -455,7 +455,8 @@ fn layers_that_ask_other_ranks_in_each_forward_are_refused() {
         let mut local = LocalSgdConfig::new(4).init(&accelerator, &model)?;
         drop(local.backward(loss(&accelerator, &model), &model, 4)?);
         local.average(&mut model.clone())?;
-        let _norm = SyncBatchNormConfig::new(3).init(&accelerator);
+        let norm = BatchNormConfig::new(3).init(&accelerator.device());
+        let _norm = SyncBatchNorm::of(norm, &accelerator);
         for error in [
             local.backward(loss(&accelerator, &model), &model, 4).err(),
             LocalSgdConfig::new(4).init(&accelerator, &model).err(),
@@ -470,7 +471,8 @@ fn layers_that_ask_other_ranks_in_each_forward_are_refused() {
     .unwrap();
     // A single rank has no other ranks to share statistics with.
     let accelerator = Accelerator::new().unwrap();
-    let _norm = SyncBatchNormConfig::new(3).init(&accelerator);
+    let norm = BatchNormConfig::new(3).init(&accelerator.device());
+    let _norm = SyncBatchNorm::of(norm, &accelerator);
     let model = accelerator.prepare(line(&accelerator.device())).unwrap();
     let mut local = LocalSgdConfig::new(4).init(&accelerator, &model).unwrap();
     drop(

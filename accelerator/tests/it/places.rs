@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use crate::common::{ColumnBatcher, columns, line, loader};
 use accelerator::checkpoint::PerRank;
 use accelerator::collective::launcher::{GroupExt, OpEvent};
-use accelerator::nn::{SyncBatchNorm, SyncBatchNormConfig};
+use accelerator::nn::SyncBatchNorm;
 use accelerator::optim::Sharded;
 use accelerator::prelude::*;
 use burn::module::Module;
@@ -140,8 +140,8 @@ fn loaders_whose_ranks_meet() {
 #[test]
 fn layers_over_all_ranks() {
     accelerator::launch(2, |accelerator| {
-        let norm = SyncBatchNormConfig::new(1).init(&accelerator);
-        let norm: SyncBatchNorm = accelerator.prepare(norm)?;
+        let norm = BatchNormConfig::new(1).init(&accelerator.device());
+        let norm = accelerator.prepare(SyncBatchNorm::of(norm, &accelerator))?;
         let notes = observed(&accelerator);
         let values = [[0.5], [accelerator.rank() as f64]];
         let input = Tensor::<2>::from_data(values, &accelerator.device()).require_grad();

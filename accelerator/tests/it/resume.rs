@@ -582,10 +582,11 @@ fn the_place_names_the_steps_of_each_optimizer() {
     accelerator
         .save_state(folder.path(), (&model, &first, &second))
         .unwrap();
-    let (_, position) = accelerator
+    let ((_, first, second), position) = accelerator
         .resume(folder.path(), (model, first, second))
         .unwrap();
-    assert_eq!((position.step(), position.steps()), (3, &[3, 1][..]));
+    assert_eq!((first.steps(), second.steps()), (3, 1));
+    assert_eq!(position.step(), 3);
     assert_eq!(
         position.to_string(),
         "steps 3 and 1 in epoch 0, by checkpoint 1"
@@ -708,7 +709,6 @@ fn through_sizes(sizes: &[usize], steps: usize) -> (Vec<Vec<u64>>, Vec<f32>) {
                 accelerator.resume(folder.path(), parts)?;
             if life > 0 {
                 assert_eq!(position.world_size_before(), sizes[life - 1]);
-                assert_eq!(position.world_size(), ranks);
             }
             let mut used = vec![Vec::new(); 2];
             let mut done = 0;
@@ -768,7 +768,6 @@ fn the_program_may_rescale_instead() {
             let optimizer = (SgdConfig::new().init(), scheduler);
             let checkpoints = Checkpoints::new(folder.path()).with_rescale(move |change| {
                 assert_eq!(change.now(), ranks);
-                assert_eq!(change.global_batches().len(), 1);
                 factor.map_or_else(Rescale::keep_global_batch, |factor| {
                     Rescale::keep_batch_per_rank().with_learning_rate_factor(factor)
                 })

@@ -2,7 +2,7 @@
 
 use crate::common::{Column, devices};
 use accelerator::metric::Mean;
-use accelerator::nn::{SyncBatchNorm, SyncBatchNormConfig};
+use accelerator::nn::SyncBatchNorm;
 use accelerator::prelude::*;
 use accelerator::{AcceleratorBuilder, OverlapState};
 use burn::module::{Module, ModuleVisitor, Param};
@@ -23,7 +23,10 @@ impl Net {
         Self {
             // The gradient of a bias before a normalisation is only rounding.
             input: accelerator.init(|device| LinearConfig::new(3, 6).with_bias(false).init(device)),
-            norm: SyncBatchNormConfig::new(6).init(accelerator),
+            norm: SyncBatchNorm::of(
+                BatchNormConfig::new(6).init(&accelerator.device()),
+                accelerator,
+            ),
             output: accelerator.init(|device| LinearConfig::new(6, 1).init(device)),
         }
     }
@@ -173,8 +176,8 @@ fn what_counts_for_nothing_on_all_ranks_leaves_no_trace() {
     for ranks in [1, 2] {
         let outcomes = double().launch(ranks, |accelerator| {
             let device = accelerator.device();
-            let norm: SyncBatchNorm =
-                accelerator.prepare(SyncBatchNormConfig::new(3).init(&accelerator))?;
+            let norm = BatchNormConfig::new(3).init(&device);
+            let norm = accelerator.prepare(SyncBatchNorm::of(norm, &accelerator))?;
             let before = floats(&norm.valid());
             norm.forward(common_input(&device), 0);
             let after = floats(&norm.valid());

@@ -7,7 +7,7 @@ use burn::tensor::Device;
 
 use super::AcceleratorBuilder;
 use super::Settings;
-use crate::accelerator::{Accelerator, Restarts, Shared, rank_processes, variables};
+use crate::accelerator::{Accelerator, Shared, rank_processes, variables};
 use crate::checkpoint::CheckpointContext;
 use crate::context::{Accumulation, Context};
 use crate::core::agreement::{self, Term};
@@ -15,7 +15,6 @@ use crate::core::device::{self, BackendKind, drawing};
 use crate::core::error::{self, Error, Kind, Result};
 use crate::core::forward_collectives::ForwardCollectives;
 use crate::data::UncountedPadding;
-use crate::logging::WarnedTexts;
 use crate::optim::OptimizerCount;
 use crate::reduce::hook::HookFactory;
 use crate::reduce::{DeviceReducer, Overlap, OverlapSwitch, ReduceContext};
@@ -68,10 +67,7 @@ impl AcceleratorBuilder {
         let mut terms = terms(&settings, switch, group.topology(), &device_reducer);
         terms.push(hook_term(&settings));
         agreement::check_all(&group, &terms)?;
-        let restarts = Restarts {
-            done: launch.restart(),
-            most: launch.max_restarts(),
-        };
+        let restarts = launch.restart();
         self.join(group, settings, switch, restarts, device_reducer, device)
     }
 
@@ -111,10 +107,7 @@ impl AcceleratorBuilder {
         rank_processes::run(groups, |group| {
             let (kind, device) = self.open_device(group.topology(), &settings)?;
             // Threads are started by this program, which nothing restarts.
-            let restarts = Restarts {
-                done: 0,
-                most: None,
-            };
+            let restarts = 0;
             let switch = overlap_switch(group.topology(), &settings, kind);
             if settings.reduce.hook.is_some() {
                 // The rest is one setting, and each thread makes hooks of its own.
@@ -139,7 +132,7 @@ impl AcceleratorBuilder {
         group: ProcessGroup,
         settings: Settings,
         overlap: OverlapSwitch,
-        restarts: Restarts,
+        restarts: u64,
         device_reducer: DeviceReducer,
         device: Device,
     ) -> Result<Accelerator> {
@@ -188,7 +181,6 @@ impl AcceleratorBuilder {
                 tracker_settings: self.trackers.clone(),
                 tracking,
                 uncounted: UncountedPadding::default(),
-                warned: WarnedTexts::default(),
             }),
         })
     }

@@ -20,8 +20,8 @@ impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
     ///
     /// A batch is given out when it is known whether it [is the last](crate::data::Batch::is_last): when one sample
     /// more has been read, or it is clear that there is none. Under
-    /// [`TailPolicy::Drop`](crate::data::TailPolicy::Drop) it takes all samples of the next step, under
-    /// [`TailPolicy::Uneven`](crate::data::TailPolicy::Uneven) those up to this rank's first. A source that is
+    /// [`TailPolicy::Drop`](crate::plan::TailPolicy::Drop) it takes all samples of the next step, under
+    /// [`TailPolicy::Uneven`](crate::plan::TailPolicy::Uneven) those up to this rank's first. A source that is
     /// slower than the training, such as a queue, holds each batch back for so long.
     ///
     /// An epoch that is left early does not wait for the reader: its thread ends when the source has given it
@@ -70,7 +70,7 @@ impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
     /// part, and ranks do not talk. In mid-epoch it resumes on as many ranks only.
     ///
     /// A batch is given out when one sample more of the part has been read
-    /// ([`TailPolicy::Drop`](crate::data::TailPolicy::Drop): the next batch), or it is clear that there is none;
+    /// ([`TailPolicy::Drop`](crate::plan::TailPolicy::Drop): the next batch), or it is clear that there is none;
     /// otherwise as [`build_stream`](Self::build_stream).
     ///
     /// ```
