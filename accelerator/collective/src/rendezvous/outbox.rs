@@ -171,6 +171,8 @@ pub(super) struct Registry {
     pub(super) connections: HashMap<Connection, RankConnection>,
     /// The channel to the observer.
     pub(super) reports: Option<mpsc::Sender<Report>>,
+    /// The time at which the clock is to look, if it is.
+    pub(super) clock_due: Option<Instant>,
 }
 
 /// The store's end of a connection to a rank.

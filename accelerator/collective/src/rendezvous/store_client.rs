@@ -229,6 +229,8 @@ pub(super) struct HeartbeatTimer {
     beat: Instant,
     /// The time at which this side was to look again.
     expected: Instant,
+    /// The time at which this side looked.
+    looked_at: Instant,
 }
 
 impl HeartbeatTimer {
@@ -239,6 +241,7 @@ impl HeartbeatTimer {
             heard: now,
             beat: now,
             expected: now,
+            looked_at: now,
         }
     }
 
@@ -260,6 +263,7 @@ impl HeartbeatTimer {
         if suspended_for(Some(self.expected), now, self.liveness).is_some() {
             self.heard = now;
         }
+        self.looked_at = now;
         let due = now >= self.next();
         if due {
             self.beat = now;
@@ -267,9 +271,10 @@ impl HeartbeatTimer {
         due
     }
 
-    /// The time for which nothing has come, if that is too long.
+    /// The time for which nothing had come when [`is_due`](Self::is_due) looked, if that is too long. A suspension
+    /// since then is found by the next look.
     pub(super) fn silence(&self) -> Option<Duration> {
-        let silence = self.heard.elapsed();
+        let silence = self.looked_at.saturating_duration_since(self.heard);
         (silence > self.liveness).then_some(silence)
     }
 
@@ -447,3 +452,20 @@ impl ClientState {
 
 /// The longest time that the rest of a message may take.
 const REST_OF_MESSAGE: Duration = Duration::from_secs(10);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rank_stopped_between_a_look_and_its_verdict_blames_no_store() {
+        let liveness = Duration::from_millis(400);
+        let mut timer = HeartbeatTimer::new(liveness);
+        timer.is_due();
+        thread::sleep(2 * liveness);
+        assert_eq!(timer.silence(), None);
+        timer.pause();
+        timer.is_due();
+        assert_eq!(timer.silence(), None);
+    }
+}

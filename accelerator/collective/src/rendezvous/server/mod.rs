@@ -91,6 +91,7 @@ impl StoreServer {
                 state: StoreState::new(options.world_size),
                 connections: HashMap::new(),
                 reports: None,
+                clock_due: None,
             }),
             options,
             secret: random()?,
@@ -283,14 +284,23 @@ struct ServerState {
 impl ServerState {
     fn step(&self, event: StoreInput) {
         let mut registry = self.registry();
-        let before = registry.state.due();
-        self.step_at(&mut registry, event, Instant::now());
-        let after = registry.state.due();
+        let is_sooner = self.step_before_clock(&mut registry, event, Instant::now());
         drop(registry);
-        // The clock needs to know only where it would come too late.
-        if after.is_some_and(|after| before.is_none_or(|before| after < before)) {
+        if is_sooner {
             self.changed.notify_all();
         }
+    }
+
+    /// Takes a step, and returns `true` if the clock has to look at once, since it would come too late otherwise.
+    fn step_before_clock(&self, registry: &mut Registry, event: StoreInput, now: Instant) -> bool {
+        let before = registry.state.due();
+        self.step_at(registry, event, now);
+        let after = registry.state.due();
+        let is_sooner = after.is_some_and(|after| before.is_none_or(|before| after < before));
+        if is_sooner {
+            registry.clock_due = Some(registry.clock_due.map_or(now, |due| due.min(now)));
+        }
+        is_sooner
     }
 
     fn step_at(&self, registry: &mut Registry, event: StoreInput, now: Instant) {
@@ -363,38 +373,35 @@ impl ServerState {
 
     fn run_clock(&self) {
         let mut registry = self.registry();
-        // When the clock should have been looked at.
-        let mut expected = None;
         while !self.is_stopped() {
             let now = Instant::now();
-            if registry.state.was_suspended(expected, now) {
-                self.step_at(&mut registry, StoreInput::Suspended, now);
-            }
-            registry = match registry.state.due() {
-                Some(due) if due <= now => {
-                    // A heartbeat may have come that its thread had no time to read.
-                    for (rank, connection) in registry.state.silent(now) {
-                        if registry.has_unread(connection) {
-                            let said = RankMessage::Heartbeat;
-                            self.step_at(&mut registry, StoreInput::Said { rank, said }, now);
-                        }
-                    }
-                    self.step_at(&mut registry, StoreInput::Tick, now);
-                    expected = Some(Instant::now());
-                    registry
-                }
+            registry = match self.look_at_clock(&mut registry, now) {
                 Some(due) => {
-                    expected = Some(due);
-
-                    self.changed.wait_timeout(registry, due - now)
+                    let pause = due.saturating_duration_since(now);
+                    self.changed.wait_timeout(registry, pause)
                 }
-                None => {
-                    expected = None;
-
-                    self.changed.wait(registry)
-                }
+                None => self.changed.wait(registry),
             };
         }
+    }
+
+    /// Does what is due, and returns when the clock is to look again. A suspension after `now` makes the next look late.
+    fn look_at_clock(&self, registry: &mut Registry, now: Instant) -> Option<Instant> {
+        if registry.state.was_suspended(registry.clock_due, now) {
+            self.step_at(registry, StoreInput::Suspended, now);
+        }
+        if registry.state.due().is_some_and(|due| due <= now) {
+            // A heartbeat may have come that its thread had no time to read.
+            for (rank, connection) in registry.state.silent(now) {
+                if registry.has_unread(connection) {
+                    let said = RankMessage::Heartbeat;
+                    self.step_at(registry, StoreInput::Said { rank, said }, now);
+                }
+            }
+            self.step_at(registry, StoreInput::Tick, now);
+        }
+        registry.clock_due = registry.state.due().map(|due| due.max(now));
+        registry.clock_due
     }
 
     fn registry(&self) -> MutexGuard<'_, Registry> {
@@ -404,5 +411,65 @@ impl ServerState {
 
     fn is_stopped(&self) -> bool {
         self.stopped.load(Ordering::Acquire)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{topology::TransportKind, wire::message::Registration};
+
+    const LIVENESS: Duration = Duration::from_secs(2);
+
+    /// Lets a rank register at the time that is returned, long ago.
+    fn register(shared: &ServerState, registry: &mut Registry) -> Instant {
+        let registration = Registration {
+            rank: 0,
+            world_size: 2,
+            host: "here".to_owned(),
+            pid: 100,
+            address: "127.0.0.1:1".parse().unwrap(),
+            connect_timeout: Duration::from_secs(600),
+            liveness: LIVENESS,
+            transport: TransportKind::Auto,
+            boot: None,
+            local: None,
+        };
+        let start = Instant::now().checked_sub(10 * LIVENESS).unwrap();
+        let event = StoreInput::Registered {
+            connection: 1,
+            registration,
+        };
+        assert!(shared.step_before_clock(registry, event, start));
+        start
+    }
+
+    #[test]
+    fn a_store_stopped_before_its_first_look_blames_nobody() {
+        let server = StoreServer::bind(("127.0.0.1", 0), 2, None).unwrap();
+        // The clock of the server waits for the lock.
+        let mut registry = server.shared.registry();
+        let start = register(&server.shared, &mut registry);
+        let now = start + 2 * LIVENESS;
+        server.shared.look_at_clock(&mut registry, now);
+        assert!(registry.state.due().is_some(), "it was asleep itself");
+        // From here on somebody watches.
+        for looks in 1..=8 {
+            assert!(registry.state.due().is_some(), "it is blamed too soon");
+            let now = now + looks * LIVENESS / 8;
+            server.shared.look_at_clock(&mut registry, now);
+        }
+        assert!(registry.state.due().is_none(), "silence is never noticed");
+    }
+
+    #[test]
+    fn a_store_stopped_within_a_look_blames_nobody() {
+        let server = StoreServer::bind(("127.0.0.1", 0), 2, None).unwrap();
+        let mut registry = server.shared.registry();
+        let start = register(&server.shared, &mut registry);
+        // The look takes all the time from then to now.
+        server.shared.look_at_clock(&mut registry, start);
+        server.shared.look_at_clock(&mut registry, Instant::now());
+        assert!(registry.state.due().is_some(), "it was asleep itself");
     }
 }
