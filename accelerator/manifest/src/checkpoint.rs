@@ -1,4 +1,4 @@
-//! Committed checkpoints: reading and verifying them.
+//! Committed checkpoints: their names, the files below them, reading and verifying.
 
 use std::fmt;
 use std::fs::{self, File};

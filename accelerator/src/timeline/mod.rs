@@ -29,11 +29,10 @@ pub(crate) use self::recorder::{Recording, Span};
 pub use self::summary::{Figure, StepSummary};
 pub(crate) use self::trace::{TraceFile, clear_traces};
 
-use clock::{ClockSync, PURPOSE};
-use profiler::{OnCycle, Profile, Profiling, SchedulePhase};
-use recorder::Recorder;
-use trace::{RankTrace, TraceStart, put};
-
+use self::clock::{ClockSync, PURPOSE};
+use self::profiler::{OnCycle, Profile, Profiling, SchedulePhase};
+use self::recorder::Recorder;
+use self::trace::{RankTrace, TraceStart, put};
 use crate::core::error::{Error, Result};
 
 /// The notes of one rank about its steps: a handle, clones of which note in one place.

@@ -21,9 +21,9 @@ use crate::scheduler::{OtherTrials, TrialScheduler};
 use crate::stop::Stop;
 use crate::view::{TrialResult, TrialStatus};
 
+pub(crate) use self::decide::AttemptPlan;
 pub use self::prefix::CheckpointSettings;
 pub(crate) use self::prefix::prunable;
-pub(crate) use self::trial_state::AttemptPlan;
 pub(crate) use event::{Action, Branch, CheckpointKey, Decision, EndReason, Event};
 pub(crate) use trial_state::TrialState;
 
