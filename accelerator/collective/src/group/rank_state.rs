@@ -99,6 +99,9 @@ impl RankState {
             let heartbeat = Arc::clone(&self.heartbeat);
             store.on_event(move || heartbeat.wake());
         }
+        // The thread may start late, as when this process is stopped meanwhile.
+        let inbox = self.transport.inbox();
+        inbox.note_running(self.options.liveness_timeout());
         HeartbeatThread::start(self)
     }
 

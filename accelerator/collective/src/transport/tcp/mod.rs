@@ -39,7 +39,8 @@ pub(crate) struct Tcp {
     busy: Duration,
     /// The time within which the others must complete their connections.
     connect_timeout: Duration,
-    round_due: Mutex<Option<Instant>>,
+    /// The time at which the next round is due; the first one is when the connections are made.
+    round_due: Mutex<Instant>,
     /// Set to corrupt the next chunk, as a fault.
     corrupt_next: AtomicBool,
 }
@@ -72,6 +73,8 @@ impl Tcp {
             .map_err(|error| Error::io("there is no pair of sockets to wake a thread", error))?;
         let inbox = Arc::new(Inbox::with_waker(peers.len(), waker));
         let handoff = Arc::new(ReaderHandoff::new());
+        // Silence counts from here on, and so does the time in which this process is suspended.
+        let round_due = Instant::now();
         let mut links = Vec::with_capacity(peers.len());
         for (peer, stream) in peers.iter().zip(streams) {
             let link = match stream {
@@ -93,7 +96,7 @@ impl Tcp {
             inbox,
             handoff,
             connect_timeout,
-            round_due: Mutex::default(),
+            round_due: Mutex::new(round_due),
             corrupt_next: AtomicBool::new(false),
         })
     }

@@ -296,11 +296,17 @@ impl ControlPlane for Tcp {
 
     fn heartbeat(&self, liveness: Duration) -> Option<Duration> {
         let mut due = self.round_due.lock();
-        Some(self.round(&mut due, liveness))
+        Some(self.round(Instant::now(), &mut due, liveness))
     }
 
     fn silent(&self, silence: Duration) -> Vec<usize> {
         let now = Instant::now();
+        // Half the liveness timeout is asked for; a process that has just been suspended cannot tell who is silent. A
+        // round that is under way takes that time off.
+        let due = self.round_due.try_lock().map(|due| *due);
+        if suspended_for(due, now, 2 * silence).is_some() {
+            return Vec::new();
+        }
         self.others()
             .filter(|(rank, link)| {
                 self.inbox.is_present(*rank)
@@ -332,15 +338,14 @@ impl ControlPlane for Tcp {
 }
 
 impl Tcp {
-    /// Runs one round: a heartbeat on every idle link, then a check of every silent one.
+    /// Runs one round that begins at `now`: a heartbeat on every idle link, then a check of every silent one.
     ///
     /// A process that was suspended receives nothing meanwhile. A round that comes later than it was `due` does not
     /// count that time, and after more than a whole period finds nobody silent before another one has passed; and
     /// nobody is silent whose bytes wait to be read.
-    pub(super) fn round(&self, due: &mut Option<Instant>, liveness: Duration) -> Duration {
+    pub(super) fn round(&self, now: Instant, due: &mut Instant, liveness: Duration) -> Duration {
         self.inbox.note_running(liveness);
-        let now = Instant::now();
-        if let Some(late) = suspended_for(*due, now, liveness) {
+        if let Some(late) = suspended_for(Some(*due), now, liveness) {
             self.credit_silence(match late < liveness {
                 true => late,
                 false => liveness.saturating_add(late),
@@ -393,7 +398,8 @@ impl Tcp {
             );
             self.inbox.lost(rank, cause, Certainty::Settled);
         }
-        *due = Some(Instant::now() + next);
+        // A suspension after the round began makes the next one late.
+        *due = now + next;
         next
     }
 

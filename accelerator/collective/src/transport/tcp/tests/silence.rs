@@ -2,20 +2,22 @@
 
 use std::{
     io::Write,
+    net::TcpStream,
     sync::mpsc,
     thread,
     time::{Duration, Instant},
 };
 
 use super::{
-    final_message, long_timeouts, pair, reduce, run, run_with_witness, short_liveness_timeout,
+    Tcp, final_message, long_timeouts, pair, reduce, run, run_with_witness, short_liveness_timeout,
     show_life,
 };
 use crate::element::{Element, ReduceOp};
 use crate::error::Result;
 use crate::fingerprint::{CallSite, CollectiveFingerprint, OpKind};
 use crate::group::ProcessGroup;
-use crate::transport::{CHUNK, DataPlane, OpDeadline, OpPhase, OutgoingChunk, Tag};
+use crate::liveness::suspect_after;
+use crate::transport::{CHUNK, ControlPlane, DataPlane, OpDeadline, OpPhase, OutgoingChunk, Tag};
 use crate::wire::{FrameKind, Head};
 
 /// The odd rank shows life once and then is silent. Every operation reports it in time, and names no live rank.
@@ -172,6 +174,50 @@ fn a_full_queue_is_no_silence() {
 #[test]
 fn who_was_stopped_blames_nobody() {
     let liveness = Duration::from_millis(800);
+    let (tcp, _other) = heard_pair();
+    let until = Instant::now() + Duration::from_secs(30);
+    let mut due = Instant::now();
+    tcp.round(Instant::now(), &mut due, liveness);
+    // A stopped process sleeps like this.
+    thread::sleep(3 * liveness);
+    let woke = Instant::now();
+    let mut pause = tcp.round(Instant::now(), &mut due, liveness);
+    assert!(tcp.inbox.is_present(1), "it was asleep itself");
+    while tcp.inbox.is_present(1) {
+        assert!(Instant::now() < until, "silence is never noticed");
+        thread::sleep(pause);
+        pause = tcp.round(Instant::now(), &mut due, liveness);
+    }
+    // The clocks count whole milliseconds.
+    let least = liveness - Duration::from_millis(5);
+    assert!(woke.elapsed() >= least, "{:?}", woke.elapsed());
+}
+
+/// The heartbeats have a thread of its own, which may not run between the first connection and the stop.
+#[test]
+fn who_was_stopped_before_its_first_round_blames_nobody() {
+    let liveness = Duration::from_millis(800);
+    let (tcp, _other) = heard_pair();
+    thread::sleep(3 * liveness);
+    assert!(tcp.silent(suspect_after(liveness)).is_empty());
+    tcp.heartbeat(liveness);
+    assert!(tcp.inbox.is_present(1), "it was asleep itself");
+}
+
+#[test]
+fn who_was_stopped_within_a_round_blames_nobody() {
+    let liveness = Duration::from_millis(800);
+    let (tcp, _other) = heard_pair();
+    let began = Instant::now();
+    thread::sleep(3 * liveness);
+    let pause = tcp.round(began, &mut tcp.round_due.lock(), liveness);
+    thread::sleep(pause);
+    tcp.heartbeat(liveness);
+    assert!(tcp.inbox.is_present(1), "it was asleep itself");
+}
+
+/// A [`pair`], after the first rank has heard the second one.
+fn heard_pair() -> (Tcp, TcpStream) {
     let (tcp, mut other) = pair();
     show_life(std::slice::from_mut(&mut other));
     let until = Instant::now() + Duration::from_secs(30);
@@ -179,21 +225,7 @@ fn who_was_stopped_blames_nobody() {
         assert!(Instant::now() < until, "nothing was heard");
         thread::sleep(Duration::from_millis(1));
     }
-    let mut due = None;
-    tcp.round(&mut due, liveness);
-    // A stopped process sleeps like this.
-    thread::sleep(3 * liveness);
-    let woke = Instant::now();
-    let mut pause = tcp.round(&mut due, liveness);
-    assert!(tcp.inbox.is_present(1), "it was asleep itself");
-    while tcp.inbox.is_present(1) {
-        assert!(Instant::now() < until, "silence is never noticed");
-        thread::sleep(pause);
-        pause = tcp.round(&mut due, liveness);
-    }
-    // The clocks count whole milliseconds.
-    let least = liveness - Duration::from_millis(5);
-    assert!(woke.elapsed() >= least, "{:?}", woke.elapsed());
+    (tcp, other)
 }
 
 /// Connections that end after this process did not run are the others' answer to its silence.
@@ -201,7 +233,8 @@ fn who_was_stopped_blames_nobody() {
 fn who_was_stopped_and_given_up_knows_it() {
     let liveness = Duration::from_millis(100);
     let (tcp, other) = pair();
-    tcp.round(&mut None, liveness);
+    let now = Instant::now();
+    tcp.round(now, &mut { now }, liveness);
     thread::sleep(5 * liveness);
     drop(other);
     let fingerprint = CollectiveFingerprint::new(OpKind::Barrier, CallSite::new("here.rs", 1));
