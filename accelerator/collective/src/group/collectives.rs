@@ -22,7 +22,7 @@ impl ProcessGroup {
     ///   operations or pass different lengths, element types or reductions;
     /// - a peer-lost error that names the rank that is gone;
     /// - a timeout error that names the ranks that did not come within the progress timeout;
-    /// - a misuse error if collectives are [forbidden](Self::forbid), a closed error after
+    /// - a misuse error if collectives are forbidden on this rank, a closed error after
     ///   [`close`](Self::close).
     #[track_caller]
     pub fn all_reduce<T: Element>(&self, values: &mut [T], op: ReduceOp) -> Result<()> {

@@ -1,9 +1,6 @@
 //! The observer of a rank's operations.
 
-use std::{
-    fmt,
-    time::{Duration, Instant},
-};
+use std::{fmt, time::Instant};
 
 use crate::fingerprint::{CallSite, CollectiveFingerprint, OpKind};
 
@@ -33,11 +30,6 @@ impl OpEvent {
     /// The file and the line that errors of the operation name: where it was called.
     pub fn place(&self) -> impl fmt::Display {
         self.site
-    }
-
-    /// Returns the time it took, waiting for other ranks included.
-    pub fn duration(&self) -> Duration {
-        self.ended.duration_since(self.started)
     }
 }
 

@@ -181,7 +181,7 @@ impl RankState {
         OpTimer::begin(self.observer.get(), thread)
     }
 
-    /// See [`ProcessGroup::observe`](super::ProcessGroup::observe).
+    /// See [`GroupExt::observe`](super::GroupExt::observe).
     pub(super) fn observe(&self, observer: Callback) -> Result<()> {
         self.observer.set(observer).map_err(|_| {
             let rank = self.topology.rank();
