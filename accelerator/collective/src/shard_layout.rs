@@ -227,7 +227,6 @@ fn misuse(message: String) -> Error {
 /// assert_eq!(partition.range(0), 0..3);
 /// assert_eq!(partition.range(1), 3..5);
 /// assert_eq!(partition.range(2), 5..7);
-/// assert_eq!(partition.largest(), 3);
 /// assert_eq!(partition.range(3), 7..7);
 /// ```
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]

@@ -295,6 +295,7 @@ pub trait LaunchExt: Sized {
     ///     let value = match name {
     ///         "OMPI_COMM_WORLD_RANK" | "OMPI_COMM_WORLD_LOCAL_RANK" => "1",
     ///         "OMPI_COMM_WORLD_SIZE" | "OMPI_COMM_WORLD_LOCAL_SIZE" => "2",
+    ///         "PMIX_NAMESPACE" => "prterun-node-0-4711@1",
     ///         // `mpirun` in a job of Slurm's starts its daemons as tasks of a step.
     ///         "SLURM_PROCID" => "0",
     ///         _ => return None,
