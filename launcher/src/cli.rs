@@ -121,6 +121,7 @@ impl Cli {
             None => !self.options.dry_run,
             Some(Subcommands::Bench(arguments)) => arguments.starts_processes(),
             Some(Subcommands::Tune(arguments)) => arguments.starts_processes(),
+            // An agent starts its shim itself, when it has its order.
             Some(_) => false,
         }
     }

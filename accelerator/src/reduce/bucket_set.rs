@@ -71,7 +71,7 @@ pub(super) enum BucketState {
     SentOnDevice(PendingReduce),
     /// The reduction of its rounded sums is in flight; the buffer holds this rank's exact ones.
     SentRounded(Buffer, Pending),
-    /// The buffer holds this rank's exact sums, and `wires` the rounded sums of all ranks.
+    /// The buffer holds this rank's exact sums, and [`Bucket::wire`] the rounded sums of all ranks.
     Rounded(Buffer, RangeCheck),
     /// It holds the sums of all ranks.
     Summed(BucketStorage),

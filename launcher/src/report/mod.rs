@@ -98,11 +98,11 @@ struct OtherRank {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum JobOutcome {
-    /// It has ended.
+    /// It failed, and is not started again.
     Failed,
     /// It is being started again.
     Restarting,
-    /// It was started again, and then ended well.
+    /// It ended well. The report is written only if an attempt had failed.
     Recovered,
     /// It failed, and before it had succeeded a signal ended the launcher.
     Interrupted,

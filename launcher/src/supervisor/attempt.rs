@@ -19,7 +19,8 @@ use crate::settings::rank_env::RankEnv;
 /// The time that the last lines of a rank may take to arrive after its end.
 const STDERR_WITHIN: Duration = Duration::from_millis(50);
 
-/// An attempt whose ranks are not started yet.
+/// One group of an attempt, before it runs. Its ranks are still to be started, or, after a regroup, carried over from the
+/// group before.
 #[derive(Debug)]
 pub(crate) struct Attempt {
     pub(super) settings: Settings,
@@ -72,7 +73,8 @@ impl Attempt {
         })
     }
 
-    /// The same for the group that follows one with this output and store; `former` has the ranks there of its own. All
+    /// The same for the group that follows one with this output and store; `former` gives, for
+    /// each rank of this group, its rank in the one before. All
     /// report to `channel`, and to `wake` that they have.
     ///
     /// # Errors

@@ -16,10 +16,10 @@ pub(super) trait Kernel {
     /// The type in which totals are kept.
     type Total: Copy;
 
-    /// Fills up blocks; what becomes of it is thrown away.
+    /// Pads the last block; the results of padding are discarded.
     const ZERO: Self::Value;
 
-    /// `true` if two ranks are worth code of their own.
+    /// `true` if there is a kernel for exactly two ranks.
     const PAIRS: bool;
 
     fn widen<P: Convert, const N: usize>(convert: P, values: &[Self::Value; N])

@@ -162,7 +162,7 @@ const FLAGS: SendFlags = SendFlags::DONTWAIT.union(SendFlags::NOSIGNAL);
 #[cfg(target_vendor = "apple")]
 const FLAGS: SendFlags = SendFlags::DONTWAIT;
 
-/// The most bytes that wait for a rank: a table, and said of very many deaths.
+/// The most bytes that may be queued for a rank: a table, and notices of very many deaths.
 const MAX_QUEUED_BYTES: usize = 4 * message::MAX_TABLE_BYTES;
 
 /// The state machine with the connections of the ranks.

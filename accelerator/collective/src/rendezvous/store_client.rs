@@ -127,7 +127,8 @@ impl StoreClient {
     }
 
     /// Calls `wake` on the reading thread after every message that changes the state: there may be an
-    /// [exit notice](Self::next_exit_notice). It is called once at once, and replaces the callback before it.
+    /// [exit notice](Self::next_exit_notice). Calls it once before returning; a later call
+    /// replaces the callback.
     pub(crate) fn on_event(&self, wake: impl Fn() + Send + Sync + 'static) {
         let wake: Wake = Arc::new(wake);
         *self.0.connection.wake_slot() = Some(Arc::clone(&wake));

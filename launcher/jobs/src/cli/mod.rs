@@ -52,13 +52,13 @@ enum Command {
     /// End a job, and remove all of it from its engine.
     #[command(visible_alias = "delete")]
     Stop(control::StopArgs),
-    /// Show what nodes or jobs have of GPUs.
+    /// Show the GPUs of nodes, or of jobs.
     #[command(subcommand)]
     Top(show::TopCommand),
     /// List the volumes that jobs can mount.
     #[command(subcommand)]
     Data(show::DataCommand),
-    /// Images of containers with a program in them.
+    /// Make container images that hold a program.
     #[cfg(feature = "image")]
     #[command(subcommand)]
     Image(image::ImageCommand),

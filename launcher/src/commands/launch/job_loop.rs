@@ -195,6 +195,7 @@ impl JobLoop<'_> {
         history: &mut JobHistory,
     ) -> NextStep {
         let outcome = &finished.outcome;
+        // A job whose output was lost has not succeeded, even if all ranks have.
         let code = match outcome.cause() {
             None | Some(Cause::OutputClosed) if finished.output.has_lost_output() => 1,
             _ => outcome.exit_code(),

@@ -19,7 +19,8 @@ impl OpContext<'_> {
     }
 
     /// Reduces `bytes` over all ranks, in place: within each host in rank order, then host by host.
-    /// See "Several hosts" in `group/README.md`. If the ranks pass a shard layout, it must be the same.
+    /// See "Several hosts" in `group/README.md`. Every rank gets the whole result, with a shard
+    /// layout, too: it is only compared.
     pub(super) fn all_reduce_hierarchical(
         &mut self,
         hosts: &Hosts,
@@ -238,7 +239,7 @@ struct HierarchicalPlan {
 impl HierarchicalPlan {
     fn new(hosts: &Hosts, dtype: DType, len: usize) -> Self {
         let wide = wide(dtype);
-        // The results of a lane have half a slot.
+        // A slot has half a chunk's room for a lane's results (`SLOT`), and a single lane's results are a whole chunk.
         let size = match hosts.lanes() {
             1 => SHM_CHUNK / 2 / wide.size(),
             _ => SHM_CHUNK / wide.size(),

@@ -287,7 +287,8 @@ impl OpContext<'_> {
         Ok(())
     }
 
-    /// Sends each owner its chunk of this round.
+    /// Sends each owner its chunk of this round, unless it travels with the header ([`ChunkLayout::sends`]) or there is
+    /// none.
     fn contribute(&mut self, layout: &ChunkLayout, round: usize, bytes: &[u8]) -> Result<()> {
         for peer in self.ring() {
             let chunk = layout.chunk(peer, round);

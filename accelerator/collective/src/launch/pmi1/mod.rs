@@ -75,7 +75,7 @@ impl AskedPlace {
         })
     }
 
-    /// Gives what rank 0 says, its `own`, to every rank.
+    /// Broadcasts a text from rank 0, which passes it as `own`, and returns it on every rank.
     pub(super) fn share(
         &self,
         topology: &Topology,
@@ -117,7 +117,7 @@ impl PmiClient {
         }
     }
 
-    /// Gives what rank 0 says, its `own`, to every rank, and ends the connection.
+    /// Does the same, and ends the connection.
     pub(super) fn share(mut self, own: Option<&str>) -> Result<String> {
         self.ask("init pmi_version=1 pmi_subversion=1", "response_to_init")?;
         let told = self.share_open(own);

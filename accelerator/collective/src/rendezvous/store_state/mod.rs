@@ -587,7 +587,7 @@ impl StoreState {
                 connection,
                 error: error.clone(),
             });
-            // That a rank hears of its own loss is no said of its own.
+            // A rank that is told of its own loss has reported nothing itself.
             if !error.ranks().contains(&rank) {
                 let report = FailureReport::new(rank, &error);
                 actions.push(StoreAction::Report(Report::Failed(report)));
