@@ -262,9 +262,9 @@ impl Checkpoint {
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum VerifyLevel {
-    /// The manifest is whole, and all files are there in their lengths: quick.
+    /// Checks that the manifest is intact and that all files exist with the right lengths: quick.
     Sizes,
-    /// The content of every file has its sum: reads everything.
+    /// Checks the hash of every file's content: reads everything.
     Hashes,
 }
 

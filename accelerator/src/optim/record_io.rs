@@ -76,10 +76,10 @@ pub(super) fn ids_in(record: &Bytes) -> Result<HashSet<u64>> {
     Ok(fields.ids().collect())
 }
 
-/// Returns what was saved of a parameter, and what this optimizer keeps of it, if the two differ: settings, such as a
-/// momentum, are in no record.
+/// Returns the saved fields of a parameter and the fields that this optimizer keeps, if they differ: records do not
+/// contain settings such as momentum.
 ///
-/// A parameter of one dimension is asked for, as biases are: of others, some optimizers keep what depends on the size.
+/// Compares a one-dimensional parameter, such as a bias: for others, some optimizers keep size-dependent fields.
 pub(crate) fn other_state(
     optimizer: &ModuleOptimizer,
     record: &Bytes,
@@ -222,7 +222,7 @@ impl RecordFields {
     }
 }
 
-/// The id of the parameter that an entry of a record is of.
+/// The id of the parameter that a record's entry belongs to.
 fn id_of(field: &str) -> Option<u64> {
     field.split_once('.')?.0.parse().ok()
 }

@@ -15,8 +15,8 @@
 //!  model = optimizer.step(model, gradients);
 //! ```
 //!
-//! Written so, it also runs in full precision: [`Precision::No`] makes all three do nothing, and
-//! `ACCEL_PRECISION=bf16` says otherwise where the program leaves it open.
+//! The same loop also runs in full precision: [`Precision::No`] makes all three calls no-ops, and
+//! `ACCEL_PRECISION=bf16` selects half precision if the program does not set one.
 //!
 //! The model that the program holds has the *master weights*, in `f32` (or the
 //! [`dtype`](crate::AcceleratorBuilder::dtype) that was asked for): the optimizer updates them,
@@ -28,9 +28,9 @@
 //! # What stays in full precision
 //!
 //! - Losses: cast what goes into them, with [`to_full`](crate::Accelerator::to_full).
-//! - `BatchNorm`, which in Burn has no half precision that it could mix with its running statistics: its
-//!   parameters stay as they are in the copy. In the model's own `forward`, give it what it can take, and
-//!   take back what came in, with [`in_full`]. `LayerNorm`, `GroupNorm` and `RmsNorm` compute in `f32` by
+//! - `BatchNorm`: Burn's cannot mix half-precision inputs with its running statistics, so its
+//!   parameters stay in full precision in the copy. In the model's own `forward`, wrap it in [`in_full`],
+//!   which casts its input to `f32` and its output back. `LayerNorm`, `GroupNorm` and `RmsNorm` compute in `f32` by
 //!   themselves.
 //! - What [`working_copy`](crate::Accelerator::working_copy) is told to keep.
 //!
@@ -38,9 +38,9 @@
 //!
 //! `f16` has few exponents: gradients below 6·10⁻⁸ are 0, and nothing above 65504 is finite. So with
 //! [`Precision::F16`] the loss is multiplied by a [scale](LossScale) before backward, and the averaged
-//! gradients are divided by it. If a reduced gradient is not finite, the step is left out on all ranks,
-//! which see the same bits: the optimizer says
-//! [`StepOutcome::Skipped`](crate::optim::StepOutcome::Skipped), its schedule stays, and the scale is
+//! gradients are divided by it. If a reduced gradient is not finite, the step is skipped on all ranks,
+//! which see the same bits: the optimizer reports
+//! [`StepOutcome::Skipped`](crate::optim::StepOutcome::Skipped), its schedule does not advance, and the scale is
 //! smaller from then on. Each model has a scale of its own, which checkpoints keep.
 //!
 //! ```
@@ -137,8 +137,8 @@ impl FromStr for Precision {
 }
 
 /// Runs `layer` in `f32` on an input that may be in half precision, and gives its output in the
-/// input's type: for layers that do not compute in half precision. What is in full precision goes
-/// through as it is.
+/// input's type: for layers that do not compute in half precision. A full-precision input is passed
+/// through unchanged.
 ///
 /// ```
 /// use accelerator::precision::in_full;

@@ -61,7 +61,7 @@ pub(crate) fn backward<M: Module>(
     before_reduction: impl FnOnce(&ModelState) -> Result<()>,
 ) -> Result<AveragedGradients> {
     let group = context.group();
-    // Where collectives are refused, this rank calls alone, and no other waits for it.
+    // If collectives are forbidden here, only this rank makes the call and no other rank waits for it.
     let needs_no_ranks = scope == ReduceScope::Local || group.world_size() == 1;
     if needs_no_ranks || group.check_allowed("`backward`").is_err() {
         return run_backward(context, step, model, weight, scope, before_reduction, None);
@@ -97,7 +97,7 @@ fn run_backward<M: Module>(
     let model_state = context.models.find_to_train(model)?;
     model_state.note_trained();
     model_state.tied().check(model)?;
-    // The graph of a working copy is used up by this, or never.
+    // Only this backward pass can consume the graph of the working copy.
     let copy = model_state.take_working();
     let group = context.group();
     if group.world_size() > 1 {
@@ -119,7 +119,7 @@ fn run_backward<M: Module>(
     let timeline = &context.timeline;
     let scale = model_state.window().begin(model_state.loss_scale());
     let ends = |before: usize| weight.ends_window(before + 1, steps);
-    // What one rank computes is handed on as it is, where nothing is to be added or taken back.
+    // A single rank's gradients are returned unchanged if there is nothing to sum and no loss scale to undo.
     let needs_no_ranks = scope == ReduceScope::Local || group.world_size() == 1;
     let hands_on_untouched = needs_no_ranks && scale.is_none() && weight.count > 0.0;
     if hands_on_untouched && model_state.open_micro_steps() == 0 && ends(0) {
@@ -135,7 +135,7 @@ fn run_backward<M: Module>(
         let unknown = gradients.len() - model_state.parameters().iter().filter(known).count();
         check_all_known(unknown)?;
         check_some_trained(&model_state, !gradients.is_empty())?;
-        // What it asks of the caller concerns connections and files, of which there are none here.
+        // Faults that are left to the caller concern connections and files, and there are none here.
         let _ = fail_point(group.rank(), Point::Step(model_state.steps()));
         if scope == ReduceScope::Global {
             let trigger = &context.trigger;
@@ -169,7 +169,7 @@ fn run_backward<M: Module>(
                 step.run(model, scale)
             };
             let _copy = timeline.span(Phase::Copy(EventSubject::Whole));
-            // Nothing is sent here, but within backward something may have been.
+            // Nothing is sent here, but a collective may have run during the backward pass.
             let crossed = context.forward_collectives.check();
             return crossed
                 .and_then(|()| {
@@ -227,12 +227,12 @@ fn run_backward<M: Module>(
              over",
         ));
     }
-    // All ranks see the same, but for steps of their own.
+    // All ranks get the same result here, except in steps with local scope.
     check_some_trained(&model_state, reduced.sums.some_present())?;
     let device = context.device.clone();
     let wants_norm = reduced.wants_norm;
     let mut gradients = AveragedGradients::reduced(device, reduced, weight.epoch);
-    // It takes all ranks, of which some may ask for it later, and others not.
+    // Computing the norm is collective, so all ranks do it now: later, only some of them might ask for it.
     if wants_norm && (gradients.is_sharded() || scale.is_some()) {
         let (part, bytes) = (EventSubject::Control, model_state.parameters().len() * 8);
         let _reduce = timeline.span(Phase::Reduce { part, bytes });
@@ -277,7 +277,7 @@ fn reduce_window<M: Module>(
     let group = context.group();
     let scale = window.loss_scale();
     let compression = context.settings.compression;
-    // What a hook or f16 is for is done in memory, on all ranks.
+    // With a hook or f16 compression, all ranks reduce gradients in host memory.
     if context.settings.hook.is_none() && compression != Compression::F16 {
         context.device_reducer.settle(group)?;
     }
@@ -343,7 +343,7 @@ fn sum_locally<M: Module>(
     reducer.finish(model_state, gradients, loss, weight.ticket.clone())
 }
 
-/// Multiplies the loss by its scale, in full precision: small gradients in half precision would be 0 without.
+/// Multiplies the loss by its scale, in full precision: without a scale, small half-precision gradients are 0.
 fn scaled(loss: Tensor<1>, scale: Option<f64>) -> Tensor<1> {
     match scale {
         Some(scale) => in_full(loss).mul_scalar(scale),
@@ -410,7 +410,7 @@ fn report_skip(model_state: &ModelState, scale: f64) {
 /// zeros, and whose first steps overflow or have a rate of 0, has the same loss for any samples.
 const SAME_LOSSES: u64 = 8;
 
-/// Warns once per model that its ranks compute the same, so that several do the work of one.
+/// Warns once per model if all ranks compute the same values, so that they duplicate each other's work.
 fn warn_same_losses(context: &ReduceContext, model_state: &ModelState, same_losses: bool) {
     if context.settings.same_batches == SameBatches::Allowed
         || !model_state.count_same_losses(same_losses, SAME_LOSSES)
@@ -434,7 +434,7 @@ fn warn_same_losses(context: &ReduceContext, model_state: &ModelState, same_loss
 
 /// Refuses a call that this rank makes alone.
 fn check_together(context: &ReduceContext) -> Result<()> {
-    // What failed in forward says more than what comes of it.
+    // An error from the forward pass explains more than the errors that follow from it.
     context.forward_collectives.check()?;
     context.group().check_allowed("`backward`")?;
     Ok(())

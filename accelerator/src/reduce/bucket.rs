@@ -96,7 +96,7 @@ impl BucketStorage {
         }
     }
 
-    /// Clears it for the next window.
+    /// Prepares the storage for the next window.
     pub(super) fn reopen(self) -> Self {
         match self {
             Self::Host(buffer) => Self::Host(buffer),
@@ -154,7 +154,7 @@ pub(super) fn uploaded(buffer: &Buffer, device: &Device) -> Tensor<1> {
 /// The effect of a gradient on its place.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum WriteMode {
-    /// The first of the window: what lies there is of another one.
+    /// The first gradient of the window; it overwrites the values of an earlier window.
     Replace,
     Add,
 }
@@ -232,13 +232,13 @@ pub(super) fn read(
     }
 }
 
-/// Elements whose powers are added up by themselves. Who has a part of a parameter has whole blocks, so
-/// that sums of powers have the same bits however parameters are cut.
+/// The number of elements whose powers are summed as one block. Shards consist of whole blocks, so
+/// that sums of powers are bit-identical however parameters are sharded.
 pub(crate) const BLOCK: usize = 1024;
 
-/// Passes to `give`, for each block of a place, the sum of `|value / divisor|^order` in f64, or the largest of them
-/// if the order is infinite. Squares are those of values that are not divided. Powers are those of one library,
-/// whatever the system has: ranks on other hosts get the same bits.
+/// Calls `give` for each block of a range, with the sum of `|value / divisor|^order` in f64, or with the maximum
+/// if the order is infinite. For order 2, values are squared undivided. Powers are computed by the same library on
+/// every system, so that ranks on different hosts get the same bits.
 pub(super) fn powers(
     buffer: &Buffer,
     range: &Range<usize>,
@@ -293,7 +293,7 @@ pub(super) fn change(buffer: &mut Buffer, range: &Range<usize>, new: impl Fn(f64
     }
 }
 
-/// The larger of two magnitudes, or what is no number.
+/// The larger of two magnitudes; NaN if either is NaN.
 pub(super) fn larger(one: f64, other: f64) -> f64 {
     if other > one || other.is_nan() {
         other

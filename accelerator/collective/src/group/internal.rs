@@ -48,8 +48,8 @@ pub trait GroupExt: Sized {
     /// A misuse error if they are [forbidden](Self::forbid), with the reason. The group stays usable.
     fn check_allowed(&self, call: impl fmt::Display) -> Result<()>;
 
-    /// Ends the group because this thread panicked, and the panic was caught: as [`abort`](ProcessGroup::abort), for
-    /// what the panic said and where it was. A group whose last handle is dropped by a thread that unwinds
+    /// Aborts the group, like [`abort`](ProcessGroup::abort), because a panic of this thread was caught; the reason is
+    /// the panic's message and location. A group whose last handle is dropped by a thread that unwinds
     /// does so by itself.
     fn abort_by_panic(&self);
 
@@ -66,7 +66,7 @@ pub trait GroupExt: Sized {
     ///
     /// # Errors
     ///
-    /// A rendezvous error if none comes in time; a topology error if the launcher tells a place that cannot be.
+    /// A rendezvous error if none comes in time; a topology error if the launcher gives an impossible place.
     fn next_place(&self, timeout: Duration) -> Result<NextPlace>;
 
     /// Derives a token from the key of the job, for a protocol of the program's own between the ranks of this group;
@@ -77,8 +77,8 @@ pub trait GroupExt: Sized {
     /// their connections can derive it, too.
     fn token(&self, purpose: &str) -> Option<Token>;
 
-    /// The bytes of the buffers of this rank that live: those that [`buffer`](ProcessGroup::buffer) has
-    /// made and nobody has dropped.
+    /// The total size in bytes of this rank's live buffers: those that [`buffer`](ProcessGroup::buffer) has
+    /// allocated and that are not dropped yet.
     fn buffer_bytes(&self) -> usize;
 
     /// Calls `observer` after each operation of this rank, before its result is given out: to

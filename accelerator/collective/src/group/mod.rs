@@ -40,7 +40,7 @@ use accelerator_host::sync::Mutex;
 ///
 /// Every rank calls the same collectives in the same order. An operation ends when it is done on
 /// this rank, or with an error that says which rank is missing, gone or at odds with the others;
-/// it never waits for ever. A group that failed answers every later operation with the same
+/// it never waits forever. After a failure, every later operation on the group returns the same
 /// error.
 ///
 /// Handles are cheap to clone and may be used from several threads; the operations of one rank
@@ -151,16 +151,16 @@ impl ProcessGroup {
     ///
     /// - a misuse error for a timeout of zero, for a transport that does not connect processes, or
     ///   for planned faults that this program cannot carry out;
-    /// - a topology error if the launch does not say where the ranks meet, or this rank's local rank, and the
-    ///   system does not tell which ranks share a host; or if the ranks ask their launcher, and there is no way to;
+    /// - a topology error if the launch does not say where the ranks meet; if it gives no local rank and the system
+    ///   cannot tell which ranks share a host; or if the ranks must ask their launcher and cannot reach it;
     /// - a rendezvous error if the ranks do not find one another within the connect timeout,
-    ///   disagree about the job, have local ranks that cannot be, or were asked to use different transports;
+    ///   disagree about the job, have impossible local ranks, or were asked to use different transports;
     /// - a peer-lost error that names the rank that is gone before all are connected;
     /// - an unauthorized error if the job token is missing, or wrong on either side;
     /// - an address-in-use error if rank 0 is to host the store and its address is taken;
     /// - a topology error, the same on every rank, if shared memory was asked for and there is
     ///   none that all ranks can reach;
-    /// - a protocol error if the store, or what is at its address, does not speak as it should;
+    /// - a protocol error if the process at the store's address does not speak the store's protocol;
     /// - an I/O error if the operating system refuses a socket, a file or a thread.
     pub fn connect(launch: &Launch, options: &GroupOptions) -> Result<Self> {
         options.check()?;
@@ -228,8 +228,8 @@ impl ProcessGroup {
         self.0.rank_state.transport.kind()
     }
 
-    /// A handle whose operations are for `purpose`, a few words that stand first wherever an operation is named; what
-    /// is behind the first 40 bytes is cut off. It must be the same on every rank: ranks that exchange values for different
+    /// A handle whose operations are for `purpose`, a few words that precede the operation's name in messages and
+    /// are truncated to 40 bytes. It must be the same on every rank: ranks that exchange values for different
     /// purposes get a mismatch error, even if the values look alike.
     ///
     /// ```

@@ -70,11 +70,11 @@ fn has_avx512() -> bool {
 
 /// Conversions of `f16`, which only vector instructions make fast.
 ///
-/// A value stands for instructions that the processor has: whoever holds one may use them.
+/// A value is proof that the processor has the instructions: code that holds one may use them.
 pub(super) trait Convert: Copy {
     fn widen<const N: usize>(self, values: &[f16; N]) -> [f32; N];
 
-    /// Rounds to the nearest value, to the even one of two that are as near; a NaN becomes a quiet one.
+    /// Rounds to nearest, ties to even; a NaN becomes a quiet NaN.
     fn narrow<const N: usize>(self, totals: &[f32; N]) -> [f16; N];
 }
 

@@ -125,7 +125,7 @@ impl<'a> LaunchBuilder<'a> {
                 let rendezvous = Rendezvous::new(&store.host, port);
                 let mut rendezvous = self.joining(rendezvous, Some(&store.job))?;
                 if !rendezvous.is_loopback() {
-                    // What a host calls itself may be an address that no other reaches.
+                    // A host's own name may resolve to an address that no other host can reach.
                     rendezvous = rendezvous.in_network();
                 }
                 launch.rendezvous = Some(rendezvous);

@@ -31,7 +31,7 @@ pub(super) struct Exchange {
 pub(super) enum Wire {
     /// PMI-1, over a socket that this process has inherited.
     PmiDescriptor(usize),
-    /// PMI-1, over a connection to an address, as the process of an id.
+    /// PMI-1, over a connection to `address`, as the process with this `id`.
     PmiPort { address: String, id: usize },
     /// PMIx, by its library.
     Pmix { namespace: String, is_old: bool },
@@ -114,7 +114,7 @@ impl Exchange {
 }
 
 impl Wire {
-    /// Gives what rank 0 says, its `own`, to every rank.
+    /// Distributes rank 0's line, which it passes as `own`, to every rank, and returns it.
     fn share(&self, topology: &Topology, own: Option<&str>, deadline: Instant) -> Result<String> {
         match self {
             Self::PmiDescriptor(descriptor) => {
@@ -183,7 +183,7 @@ impl StoreAddress {
     }
 }
 
-/// The first word, which changes with what follows.
+/// The first word of the line; it changes whenever the format of the rest does.
 const MARK: &str = "accel1";
 
 #[cfg(test)]

@@ -24,7 +24,7 @@ use rustix::io::{FdFlags, fcntl_setfd};
 use super::reader::invalid;
 use crate::error::{Error, Result};
 
-/// Takes the socket of this number, which processes that this one starts do not inherit.
+/// Takes ownership of the socket with this number, and keeps child processes from inheriting it.
 ///
 /// # Errors
 ///

@@ -1,8 +1,8 @@
 //! The launchers whose variables tell a process its place, in the order in which they are asked.
 //!
-//! The first one that tells a place tells all of it: a rank of one and a world size of another would be a world that
-//! does not exist. A launcher that tells rank, size and the two local variables is a [`PlaceVariables`] and one entry of
-//! [`SOURCES`]; its function adds where the ranks meet. Those of MPI are Open MPI, and launchers that speak PMI or PMIx.
+//! The first launcher that gives a place gives all of it: a rank from one and a world size from another would describe
+//! no real job. A launcher that sets rank, size and the two local variables is a [`PlaceVariables`] and one entry of
+//! [`SOURCES`]; its function adds where the ranks meet. MPI launchers are Open MPI and those that speak PMI or PMIx.
 
 use std::ffi::OsString;
 
@@ -332,7 +332,7 @@ pub(super) fn pmi_to_ask(vars: LaunchReader<'_>) -> Result<Option<(String, usize
     }
 }
 
-/// Refuses a process of which PMIx's variables tell no more than its rank.
+/// Refuses a process if PMIx's variables give only its rank.
 pub(super) fn pmix(vars: LaunchReader<'_>) -> Result<Option<Place>> {
     match vars.is_set("PMIX_RANK") {
         true => Err(invalid(format!(

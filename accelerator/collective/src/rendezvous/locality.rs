@@ -33,7 +33,7 @@ pub(crate) fn resolve_local_rank(topology: Topology, ranks: &[Registration]) -> 
 }
 
 /// The place of each rank on its host, in rank order: as the rank was told, or else by counting the ranks of
-/// its host, where every rank tells its own.
+/// its host, if every rank has reported its host.
 ///
 /// # Errors
 ///

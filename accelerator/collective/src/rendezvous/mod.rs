@@ -116,8 +116,8 @@ impl Rendezvous {
         }
     }
 
-    /// Lets this rank listen for the others at the address of a network interface, or of the first of several, with
-    /// commas between them, that its host has. Otherwise it listens where its way to the store begins.
+    /// Makes this rank listen on a network interface, or on the first one in a comma-separated list that its host
+    /// has. By default, it listens on the interface that routes to the store.
     pub fn with_network_interface(self, name: impl Into<String>) -> Self {
         Self {
             network_interface: Some(name.into()),
@@ -231,7 +231,7 @@ pub enum Security {
 }
 
 impl Security {
-    /// The variable that waives security: `1` or `true`; else `0`, `false` or nothing.
+    /// The variable that waives security if it is `1` or `true`; `0`, `false` and an empty value keep it.
     pub const VARIABLE: &'static str = accelerator_host::INSECURE.name;
 
     /// Reads the environment of this process.
@@ -274,7 +274,7 @@ pub(crate) fn is_on(name: &str, value: &str) -> Result<bool> {
     })
 }
 
-/// The expectations of a store about the ranks.
+/// The options of a store.
 ///
 /// A launcher that hosts the store, and hears of everything:
 ///
@@ -415,7 +415,7 @@ pub enum Report {
         /// The rank.
         rank: usize,
     },
-    /// Somebody was turned away.
+    /// A connection was refused.
     #[non_exhaustive]
     Rejected {
         /// The address that was turned away, and the reason.
@@ -429,7 +429,7 @@ pub enum Report {
 pub struct FailureReport {
     /// The rank that says it.
     pub rank: usize,
-    /// The ranks that it holds to be lost, missing or at fault; itself where it panicked.
+    /// The ranks that it considers lost, missing or at fault; the rank itself if it panicked.
     pub blamed: Vec<usize>,
     /// The full text of the rank's error.
     pub text: String,

@@ -22,9 +22,9 @@ use super::{
 };
 use crate::wire::message::{self, Message, Nonce, SHORT_SEND_TIMEOUT};
 
-/// The way out to a rank, on which nobody waits for it: what the rank does not take at once
-/// is kept, in order, and a thread that lives as long as anything is left writes it. Who lets
-/// too much pile up loses the connection, and so does one to whom a message cannot go out whole.
+/// A non-blocking send queue to a rank. Bytes that the socket does not accept at once are queued in
+/// order and written by a thread that exits when the queue is empty. The connection of a rank is closed
+/// if its queue grows too long or a message cannot be sent completely.
 #[derive(Debug)]
 pub(super) struct Outbox {
     stream: Arc<TcpStream>,

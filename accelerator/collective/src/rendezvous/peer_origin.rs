@@ -26,7 +26,7 @@ pub(crate) enum PeerOrigin {
 }
 
 impl PeerOrigin {
-    /// Looks as long as `timeout` for an owner.
+    /// Determines the origin of a connection; searches for up to `timeout` for its owner.
     pub(crate) fn of(stream: &TcpStream, timeout: Duration) -> Self {
         let (Ok(peer), Ok(local)) = (stream.peer_addr(), stream.local_addr()) else {
             return Self::Remote;
@@ -85,7 +85,7 @@ fn owner(_local: SocketAddr, _remote: SocketAddr, _timeout: Duration) -> Option<
 
 /// Finds a connection in the kernel's table: `sl local remote state queues timer retransmits
 /// uid timeout inode …`, addresses in hexadecimal. A socket that belongs to no process has inode 0,
-/// and what stands in the place of its user is root's number.
+/// and a uid of 0, which is also root's.
 #[cfg_attr(not(target_os = "linux"), expect(dead_code, reason = "Linux only"))]
 fn find(table: &str, local: SocketAddr, remote: SocketAddr) -> Option<u32> {
     table.lines().skip(1).find_map(|line| {
@@ -149,7 +149,7 @@ mod socket_diag {
         let flags = SocketFlags::CLOEXEC;
         let protocol = Some(netlink::SOCK_DIAG);
         let socket = socket_with(AddressFamily::NETLINK, kind, flags, protocol).ok()?;
-        // Whoever is not the kernel can send nothing to it.
+        // Once connected to the kernel, the socket receives from nothing else.
         connect(&socket, &netlink::SocketAddrNetlink::new(0, 0)).ok()?;
         send(&socket, &question(local, remote)?, SendFlags::empty()).ok()?;
         let mut answer = [0; 512];

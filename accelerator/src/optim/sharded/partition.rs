@@ -8,8 +8,8 @@ use burn::tensor::{Bytes, DType, Device, Shape, Tensor, TensorData};
 use crate::model::Trainable;
 use crate::reduce::{BLOCK, ShardMap};
 
-/// A parameter is cut where each rank gets at least so many elements: below, what a piece costs by
-/// itself is more than what is saved.
+/// A parameter is sharded only if each rank gets at least this many elements: for smaller shards, the
+/// fixed cost of a shard exceeds the saving.
 const WORTH_A_PIECE: usize = 4096;
 
 /// The ranks on which the elements of a parameter live.
@@ -113,9 +113,9 @@ impl Partitioner {
         parameter.shape.iter().product::<usize>() >= self.loads.len() * WORTH_A_PIECE
     }
 
-    /// Cuts so many elements of `width` bytes at whole blocks, evenly at first. Those that are left over go to
-    /// the ranks that have least, and further ones from who has most to who has least, while that is more
-    /// than a block: the last block of each parameter may be short.
+    /// Splits `elements` elements of `width` bytes at block boundaries, evenly at first. Remaining blocks go to the
+    /// least loaded ranks; then blocks move from the most to the least loaded rank while their loads differ by more
+    /// than a block, which can happen because the last block of each parameter may be short.
     fn in_blocks(&self, elements: usize, width: usize) -> Vec<usize> {
         let (blocks, ranks) = (elements.div_ceil(BLOCK), self.loads.len());
         let (share, block) = (blocks / ranks, BLOCK * width);

@@ -1,7 +1,7 @@
 //! Trials of any program: it prints its metrics as JSON lines, and knows nothing of the search.
 //!
-//! A program does not wait for answers. It runs ahead while earlier reports are decided about, and is ended where the
-//! decision is to stop; what it reported beyond that is dropped.
+//! A program does not wait for decisions. It runs ahead while the search evaluates earlier reports, and is stopped if
+//! the decision is to stop; its later reports are dropped.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel, sync_channel};
@@ -222,7 +222,7 @@ impl Programs {
         self.begin_waiting()
     }
 
-    /// Ends programs that were told to end and do not, and what those have left behind that have ended.
+    /// Kills programs that ignore a request to stop, and processes left behind by programs that have exited.
     fn end_late(&mut self) -> Result<()> {
         let is_late =
             |since: Option<Instant>| since.is_some_and(|since| since.elapsed() > PATIENCE);

@@ -68,7 +68,7 @@ impl Reduction {
         }
     }
 
-    /// Goes on, as far as that is possible, with the same buffer every time.
+    /// Advances as far as possible. Every call must pass the same buffer.
     pub(crate) fn advance(
         &mut self,
         ctx: &mut OpContext<'_>,
