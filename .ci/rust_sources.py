@@ -46,7 +46,7 @@ def code(text):
     text = re.sub(r"//[^\n]*", "", text)
     text = re.sub(r"/\*.*?\*/", "", text, flags=re.S)
     text = re.sub(r'"(?:\\.|[^"\\])*"', '""', text, flags=re.S)
-    text = re.sub(r"pub\(in [^)]*\)", "pub", text)
+    text = re.sub(r"pub\(in [^)]*\)", "pub(crate)", text)
     kept, at = "", 0
     marker = re.compile(r"#\[cfg\((?:all\()?test\b[^\]]*\)\]")
     while match := marker.search(text, at):

@@ -1,4 +1,4 @@
-//! A shuffled order, computed index by index.
+//! Shuffled orders, computed index by index, and the mixing of numbers into seeds.
 
 /// Mixes numbers into one well-spread seed; it depends on every part, on their order and on how
 /// many there are.

@@ -1,3 +1,5 @@
+//! Batches, their weights, and the watch over padding that nobody asked about.
+
 use core::fmt;
 use core::ops::Deref;
 use std::sync::Arc;

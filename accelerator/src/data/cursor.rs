@@ -3,7 +3,8 @@ use std::sync::{Arc, Weak};
 use accelerator_host::sync::Mutex;
 use serde::{Deserialize, Serialize};
 
-use super::exchange_step::{AdvancesCursor, ReadPosition, Steppers};
+use super::exchange_step::ReadPosition;
+use super::steppers::{AdvancesCursor, Steppers};
 use crate::core::error::{self, Once};
 
 /// A place in an epoch: what lies before it is used.

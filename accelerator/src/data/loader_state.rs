@@ -4,9 +4,9 @@ use accelerator_plan::Plan;
 use serde::{Deserialize, Serialize};
 
 use super::cursor::{Cursor, EpochPosition, Restored};
-use super::exchange_step::Steppers;
 use super::order::{SampleOrder, Spec};
 use super::prepared::{PreparedLoader, Samples};
+use super::steppers::Steppers;
 use super::stream::Sharing;
 use crate::core::error::{Error, Kind, Result};
 

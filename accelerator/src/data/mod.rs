@@ -115,6 +115,7 @@ mod opaque;
 mod order;
 mod prepared;
 mod source;
+mod steppers;
 mod stream;
 
 pub use self::batch::Batch;

@@ -1,3 +1,5 @@
+//! Reduced gradients with their norms and clips, and the commit of a step with them.
+
 use core::fmt;
 use std::sync::{Arc, OnceLock};
 

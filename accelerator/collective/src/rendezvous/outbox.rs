@@ -225,11 +225,11 @@ mod tests {
     #[test]
     fn who_is_slow_hears_everything_in_order() {
         let (outbox, mut far) = pair();
-        let mut said = Vec::new();
+        let mut sent = Vec::new();
         let mut say = |number: u32| {
             let message = number.to_le_bytes().repeat(10_000);
             outbox.push(&message);
-            said.extend_from_slice(&message);
+            sent.extend_from_slice(&message);
         };
         let mut number = 0;
         while !is_busy(&outbox) {
@@ -238,9 +238,9 @@ mod tests {
         }
         outbox.heartbeat(b"no heartbeat is needed");
         (0..3).for_each(|more| say(number + more));
-        let mut heard = vec![0; said.len()];
+        let mut heard = vec![0; sent.len()];
         far.read_exact(&mut heard).unwrap();
-        assert!(heard == said);
+        assert!(heard == sent);
         outbox.flush(Instant::now() + Duration::from_secs(30));
         assert!(!is_busy(&outbox));
         outbox.heartbeat(b"beat");

@@ -107,8 +107,8 @@ fn address(text: &str) -> Option<SocketAddr> {
     let mut bytes = Vec::with_capacity(16);
     let mut rest = ip;
     while !rest.is_empty() {
-        let (said, tail) = rest.split_at_checked(8)?;
-        bytes.extend_from_slice(&u32::from_str_radix(said, 16).ok()?.to_ne_bytes());
+        let (word, tail) = rest.split_at_checked(8)?;
+        bytes.extend_from_slice(&u32::from_str_radix(word, 16).ok()?.to_ne_bytes());
         rest = tail;
     }
     let ip = match bytes.len() {

@@ -144,7 +144,7 @@ impl Message {
     pub(crate) fn read(from: &mut impl Read, bound: usize) -> Result<Self, ReadError> {
         let mut envelope = [0; ENVELOPE_BYTES];
         fill(from, &mut envelope)?;
-        let said = |at: usize| {
+        let word = |at: usize| {
             u32::from_le_bytes([
                 envelope[at],
                 envelope[at + 1],
@@ -165,7 +165,7 @@ impl Message {
                 envelope[4]
             )));
         }
-        let len = said(8) as usize;
+        let len = word(8) as usize;
         if len > bound {
             return Err(ReadError::Message(format!(
                 "a message of {len} bytes, at most {bound} are allowed"
@@ -176,7 +176,7 @@ impl Message {
             Err(ReadError::Closed) => return Err(ReadError::Torn),
             other => other?,
         }
-        if said(12) != crc32fast::hash(&body) {
+        if word(12) != crc32fast::hash(&body) {
             return Err(ReadError::Message("a wrong checksum".to_owned()));
         }
         from_bytes(&body)

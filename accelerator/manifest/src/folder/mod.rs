@@ -1,4 +1,4 @@
-//! Folders of checkpoints.
+//! Folders of checkpoints, and a path that is such a folder or one checkpoint.
 
 use std::num::NonZeroUsize;
 use std::panic::{RefUnwindSafe, UnwindSafe};

@@ -1,4 +1,4 @@
-//! The data of runs on a page.
+//! The data of runs on a page: series, attempts, artifacts, and media within a budget of bytes.
 
 use std::collections::BTreeMap;
 use std::fs::File;

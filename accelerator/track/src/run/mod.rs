@@ -1,4 +1,4 @@
-//! A run that is being written.
+//! A run that is being written, and the histograms that it logs.
 
 mod builder;
 mod feeder;

@@ -1,4 +1,4 @@
-//! The thread that writes the journal.
+//! The thread that writes the journal, and the queue before it; and the end of a run whose job has failed.
 
 use std::collections::HashMap;
 use std::io;

@@ -1,4 +1,4 @@
-//! Files of events.
+//! Event files of TensorBoard: events as protobuf, the records of a file, and the files of a run.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};

@@ -2,6 +2,7 @@
 //!
 //! It has no clock and does no I/O, so the journal of its events is all that there is to know about a search.
 
+mod checkpoints;
 mod decide;
 mod event;
 mod prefix;
@@ -9,9 +10,7 @@ mod trial_state;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-use event::Origin;
 use serde::{Deserialize, Serialize};
-use trial_state::TrialUpdate;
 
 use crate::config::{Config, TrialId};
 use crate::error::{Error, Result};
@@ -21,11 +20,13 @@ use crate::scheduler::{OtherTrials, TrialScheduler};
 use crate::stop::Stop;
 use crate::view::{TrialResult, TrialStatus};
 
+pub use self::checkpoints::CheckpointSettings;
+pub(crate) use self::checkpoints::prunable;
 pub(crate) use self::decide::AttemptPlan;
-pub use self::prefix::CheckpointSettings;
-pub(crate) use self::prefix::prunable;
-pub(crate) use event::{Action, Branch, CheckpointKey, Decision, EndReason, Event};
-pub(crate) use trial_state::TrialState;
+use self::event::Origin;
+pub(crate) use self::event::{Action, Branch, CheckpointKey, Decision, EndReason, Event};
+pub(crate) use self::trial_state::TrialState;
+use self::trial_state::TrialUpdate;
 
 /// A search in progress.
 #[derive(Debug)]

@@ -4,14 +4,12 @@
 //! configurations are equal as far as all their values are. See Hippo (Shin et al. 2020, arXiv 2006.11972), which calls
 //! this a stage tree.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 
-use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::event::Origin;
 use super::trial_state::TrialState;
-use super::{CheckpointKey, Core, prefix};
 use crate::config::{Config, TrialId};
 use crate::view::TrialStatus;
 
@@ -133,138 +131,4 @@ fn steps(value: &Value) -> Option<Vec<(u64, &Value)>> {
     let mut steps = steps.collect::<Option<Vec<_>>>()?;
     steps.sort_by_key(|(start, _)| *start);
     Some(steps)
-}
-
-/// The settings for when trials save, and what is kept on the disk.
-///
-/// Without more, each checkpoint that a function or a program reports is taken, and each trial keeps its newest. A
-/// [`Trainable`](crate::Trainable) saves as these settings say. Schedulers that pause trials, or copy them, ask for
-/// checkpoints besides, and so does an interruption.
-#[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct CheckpointSettings {
-    /// A trial saves after every so many iterations, be it a class, a function or a program; 0 for not at all.
-    pub frequency: Option<u64>,
-    /// A trial saves when a scheduler or a stop rule ends it.
-    pub at_end: bool,
-    /// The number of newest checkpoints that each trial keeps, at least 1.
-    pub keep_per_trial: usize,
-    /// The number of ended trials that keep their checkpoints: those with the best values of the objective. `None` is
-    /// all of them.
-    pub keep_best: Option<usize>,
-    /// The most bytes that the checkpoints of a search may have. Ended trials lose theirs first, beginning with the
-    /// worst, and then paused ones. Running trials and the best ended one keep theirs.
-    pub budget: Option<u64>,
-}
-
-impl Default for CheckpointSettings {
-    fn default() -> Self {
-        Self {
-            frequency: None,
-            at_end: false,
-            keep_per_trial: 1,
-            keep_best: None,
-            budget: None,
-        }
-    }
-}
-
-/// The checkpoints to delete now.
-pub(crate) fn prunable(core: &Core, settings: &CheckpointSettings) -> Vec<CheckpointKey> {
-    let pinned = pinned(core);
-    let resumed = needed(core, TrialStatus::Paused);
-    let mut gone = BTreeSet::new();
-    let mut newer: BTreeMap<(TrialId, bool), usize> = BTreeMap::new();
-    for key in core.checkpoints().keys().rev() {
-        // Others may go on from what a scheduler asked for: what a trial reports by itself takes no place of those.
-        let goes_on = core
-            .trial(key.branch.trial)
-            .is_some_and(|trial| trial.end.is_none());
-        let is_asked = core
-            .branch(key.branch)
-            .is_some_and(|state| state.saves.contains(&key.iteration));
-        let newer = newer
-            .entry((key.branch.trial, goes_on && is_asked))
-            .or_default();
-        if *newer >= settings.keep_per_trial.max(1)
-            && !pinned.contains(key)
-            && !resumed.contains(key)
-        {
-            gone.insert(*key);
-        }
-        *newer += 1;
-    }
-    let ended = ranked(core, |status| {
-        matches!(status, TrialStatus::Terminated | TrialStatus::Error)
-    });
-    let of = |trial: TrialId| {
-        let keys = core.checkpoints().keys();
-        keys.filter(move |key| key.branch.trial == trial).copied()
-    };
-    if let Some(best) = settings.keep_best {
-        let worse = ended.iter().skip(best);
-        gone.extend(
-            worse
-                .flat_map(|trial| of(*trial))
-                .filter(|key| !pinned.contains(key)),
-        );
-    }
-    if let Some(budget) = settings.budget {
-        let mut bytes: u64 = core
-            .checkpoints()
-            .iter()
-            .filter(|(key, _)| !gone.contains(key))
-            .map(|(_, bytes)| bytes)
-            .sum();
-        let paused = ranked(core, |status| status == TrialStatus::Paused);
-        let worst_first = ended.iter().skip(1).rev().chain(paused.iter().rev());
-        for key in worst_first.flat_map(|trial| of(*trial)) {
-            if bytes <= budget {
-                break;
-            }
-            if !pinned.contains(&key) && gone.insert(key) {
-                bytes -= core.checkpoints()[&key];
-            }
-        }
-    }
-    gone.into_iter().collect()
-}
-
-/// Checkpoints that running trials go on from, and those that have not begun.
-fn pinned(core: &Core) -> BTreeSet<CheckpointKey> {
-    let mut pinned = needed(core, TrialStatus::Running);
-    if core.rules.shares_prefixes {
-        let keys = core.checkpoints().keys().filter(|key| {
-            prefix::is_fork(&core.trials, &core.pending, key.branch.trial, key.iteration)
-        });
-        pinned.extend(keys);
-    }
-    pinned
-}
-
-/// The checkpoints that trials of a status would go on from, were they started now. It may be that of another trial.
-fn needed(core: &Core, status: TrialStatus) -> BTreeSet<CheckpointKey> {
-    let trials = core.trials.iter().filter(|trial| trial.status == status);
-    let nearest = trials.filter_map(|trial| core.nearest_checkpoint(trial.branch(), trial.decided));
-    nearest.collect()
-}
-
-/// Trials of a status, those with the best values first.
-fn ranked(core: &Core, is: impl Fn(TrialStatus) -> bool) -> Vec<TrialId> {
-    let objective = &core.rules.objective;
-    let mut trials: Vec<_> = core
-        .trials
-        .iter()
-        .filter(|trial| is(trial.status))
-        .collect();
-    let value = |best: &Option<crate::view::TrialResult>| {
-        let value = best.as_ref().and_then(|best| best.value(&objective.metric));
-        value.unwrap_or(f64::NAN)
-    };
-    trials.sort_by(|left, right| {
-        objective
-            .mode
-            .compare(value(&right.best), value(&left.best))
-    });
-    trials.into_iter().map(|trial| trial.id).collect()
 }

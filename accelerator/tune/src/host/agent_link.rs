@@ -1,3 +1,5 @@
+//! The search's connection to the agent of another host, its messages, and the resources of a host.
+
 use std::collections::BTreeMap;
 use std::io::{BufReader, PipeWriter, Write};
 use std::net::TcpStream;

@@ -1,3 +1,5 @@
+//! Processes of trials on this host.
+
 use std::env;
 use std::fs::{File, OpenOptions};
 use std::io::{Read, Seek, SeekFrom};

@@ -1,3 +1,5 @@
+//! A process that carries out trials, and the listener to which its ranks connect.
+
 use std::collections::VecDeque;
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::path::PathBuf;

@@ -1,3 +1,5 @@
+//! An attempt at a trial of a program, and the reports in what it prints.
+
 use std::collections::{BTreeSet, VecDeque};
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, BufRead, BufReader, Read, Write};

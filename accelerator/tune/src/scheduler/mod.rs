@@ -129,7 +129,8 @@ impl TryFrom<Map<String, Value>> for Scheduler {
             "asha_promotion" => fields::parse(rest).map(Self::AshaPromotion),
             "median_stopping" => fields::parse(rest).map(Self::MedianStopping),
             "pbt" | "population_based_training" => fields::parse(rest).map(Self::Pbt),
-            _ => fields::parse::<NoFields>(rest).map(|_| Self::Fifo),
+            "fifo" => fields::parse::<NoFields>(rest).map(|_| Self::Fifo),
+            name => Err(Error::misuse(format!("no scheduler has the type {name:?}"))),
         }
     }
 }

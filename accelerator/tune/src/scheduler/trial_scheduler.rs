@@ -1,3 +1,5 @@
+//! The interface of schedulers, their common parts, and the one that stops nobody.
+
 use std::fmt;
 
 use serde::{Deserialize, Serialize};

@@ -1,3 +1,5 @@
+//! An attempt that is running, and the waits of trials that fail again and again.
+
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};

@@ -237,7 +237,12 @@ impl TryFrom<Map<String, Value>> for SearchAlgorithm {
             "custom" => Ok(Self::Custom {
                 searcher: rest["searcher"].clone(),
             }),
-            _ => fields::parse::<NoFields>(rest).map(|_| Self::Variants),
+            "variants" | "random" | "basic_variant" => {
+                fields::parse::<NoFields>(rest).map(|_| Self::Variants)
+            }
+            name => Err(Error::misuse(format!(
+                "no search algorithm has the type {name:?}"
+            ))),
         }
     }
 }

@@ -1,3 +1,5 @@
+//! The session of a trial, and the trait `Trainable` by which a program implements one.
+
 use std::net::TcpStream;
 use std::ops::Deref;
 use std::path::{Path, PathBuf};

@@ -244,8 +244,8 @@ impl Answer {
     }
 
     fn has_failed(&self) -> bool {
-        let said = |key: &str| self.0.get(key).map(String::as_str);
-        said("rc").is_some_and(|rc| rc != "0") || said("found").is_some_and(|it| it == "false")
+        let value = |key: &str| self.0.get(key).map(String::as_str);
+        value("rc").is_some_and(|rc| rc != "0") || value("found").is_some_and(|it| it == "false")
     }
 
     fn value(&self, key: &str) -> Result<&str> {

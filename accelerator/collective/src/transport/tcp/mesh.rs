@@ -222,12 +222,12 @@ impl OutboundConnect {
         let Message::Answer { nonce: own, proof } = self.receive(&stream)? else {
             return Err(ReadError::Message("no answer to the greeting".to_owned()));
         };
-        let said = transcript(self.rank, peer.rank, &nonce, &own);
-        if !self.key.accepts("answer", &[&said], &proof) {
+        let signed = transcript(self.rank, peer.rank, &nonce, &own);
+        if !self.key.accepts("answer", &[&signed], &proof) {
             return Err(ReadError::Message("the proof of another job".to_owned()));
         }
         Message::Confirm {
-            proof: self.key.prove("confirm", &[&said]),
+            proof: self.key.prove("confirm", &[&signed]),
         }
         .send(&stream)?;
         match self.receive(&stream)? {
@@ -374,15 +374,15 @@ impl InboundHandshake {
             )));
         }
         let own = random().map_err(|error| ReadError::Io(io::Error::other(error)))?;
-        let said = transcript(peer, self.rank, &nonce, &own);
-        let proof = self.key.prove("answer", &[&said]);
+        let signed = transcript(peer, self.rank, &nonce, &own);
+        let proof = self.key.prove("answer", &[&signed]);
         Message::Answer { nonce: own, proof }.send(&stream)?;
         let Message::Confirm { proof } =
             Message::receive(&stream, message::MAX_SHORT_BYTES, deadline)?
         else {
             return Err(ReadError::Message("no confirmation".to_owned()));
         };
-        if !self.key.accepts("confirm", &[&said], &proof) {
+        if !self.key.accepts("confirm", &[&signed], &proof) {
             return Err(ReadError::Message("the proof of another job".to_owned()));
         }
         // Whoever had to make room for somebody else calls again.
@@ -402,12 +402,12 @@ impl InboundHandshake {
 
 /// The bytes that both sides of a handshake prove: who speaks with whom, and the nonces of both.
 fn transcript(from: usize, to: usize, nonce: &Nonce, own: &Nonce) -> Vec<u8> {
-    let mut said = Vec::with_capacity(80);
-    said.extend_from_slice(&(from as u64).to_le_bytes());
-    said.extend_from_slice(&(to as u64).to_le_bytes());
-    said.extend_from_slice(nonce);
-    said.extend_from_slice(own);
-    said
+    let mut signed = Vec::with_capacity(80);
+    signed.extend_from_slice(&(from as u64).to_le_bytes());
+    signed.extend_from_slice(&(to as u64).to_le_bytes());
+    signed.extend_from_slice(nonce);
+    signed.extend_from_slice(own);
+    signed
 }
 
 /// The time within which the store must find a peer dead whose listener is gone.
