@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use accelerator_collective::{DType, ProcessGroup, ReduceOp};
 use accelerator_nccl::{Communicator, DevicePointer, Gpu, Library};
 use burn::backend::{BackendTensor, DispatchDevice, DispatchTensorKind};
-use burn::tensor::{DType, DType as TensorDType, Device, Tensor};
+use burn::tensor::{DType as TensorDType, Device, Tensor};
 use burn_cubecl::cubecl::cuda::CudaRuntime;
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};
@@ -190,7 +190,7 @@ type CudaServer = <CudaRuntime as Runtime>::Server;
 
 /// The memory of a tensor, which stays where it is.
 pub(super) struct DeviceMemory {
-    dtype: DType,
+    dtype: TensorDType,
     elements: usize,
     /// Keeps the memory.
     _guard: Box<dyn Any + Send>,
@@ -198,7 +198,7 @@ pub(super) struct DeviceMemory {
 }
 
 impl DeviceMemory {
-    pub(super) fn dtype(&self) -> DType {
+    pub(super) fn dtype(&self) -> TensorDType {
         self.dtype
     }
 
