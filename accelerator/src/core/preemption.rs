@@ -298,7 +298,7 @@ mod tests {
     #[test]
     fn a_signal_ends_the_process_when_the_last_listener_is_gone_that_has_not_heard_it() {
         let end = |test: &str| {
-            let name = format!("core::signals::tests::{test}");
+            let name = format!("core::preemption::tests::{test}");
             let mut command = Command::new(std::env::current_exe().unwrap());
             command.args(["--ignored", "--exact", &name]);
             command.output().unwrap().status
