@@ -3,11 +3,15 @@ mod builder;
 mod checkpoints;
 mod collectives;
 mod finish;
+#[cfg(feature = "burn-train")]
+mod metric_logger;
 mod precision;
 mod preemption;
 mod prepare;
 mod process_control;
 mod profile;
+#[cfg(feature = "progress")]
+mod progress;
 mod rank_processes;
 mod trackers;
 mod training;
@@ -26,13 +30,13 @@ pub use self::builder::AcceleratorBuilder;
 pub use self::collectives::PadSide;
 pub(crate) use self::collectives::TensorMap;
 pub use self::collectives::Tensors;
+#[cfg(feature = "burn-train")]
+pub use self::metric_logger::RunLogger;
 pub use self::prepare::Prepare;
 pub(crate) use self::rank_processes::{
     GRACE, ProcessRole, RankProcesses, receive_from_parent, send, send_to_parent,
 };
 pub use self::rank_processes::{launch, launch_processes};
-#[cfg(feature = "burn-train")]
-pub use self::trackers::RunLogger;
 use crate::checkpoint::CheckpointContext;
 use crate::context::Context;
 use crate::core::device::BackendKind;

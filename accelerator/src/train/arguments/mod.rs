@@ -3,6 +3,7 @@
 #[cfg(feature = "clap")]
 mod command_line;
 mod contradictions;
+mod file;
 mod table;
 
 use std::path::PathBuf;
