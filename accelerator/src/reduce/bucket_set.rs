@@ -167,7 +167,7 @@ impl Bucket {
     }
 
     /// Marks an open bucket as one with all gradients of this rank.
-    pub(super) fn complete(&mut self) {
+    pub(super) fn mark_complete(&mut self) {
         self.state = match self.state.take() {
             BucketState::Open(store) => BucketState::Complete(store),
             other => other,

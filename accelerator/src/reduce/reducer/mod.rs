@@ -286,7 +286,7 @@ impl Reducer {
         }
         bucket_set.add_flushed(bucket, self.weight);
         bucket_set.clear_unwritten(bucket, |record| record.flushed.gradient().is_some());
-        bucket_set.buckets[bucket].complete();
+        bucket_set.buckets[bucket].mark_complete();
         drop(copy);
         // Backward does not wait for anybody.
         if self
@@ -475,7 +475,7 @@ impl Reducer {
                 }
                 bucket_set.add_gradients(bucket, self.weight);
                 bucket_set.clear_unwritten(bucket, |record| record.has_gradient);
-                bucket_set.buckets[bucket].complete();
+                bucket_set.buckets[bucket].mark_complete();
             }
         }
         bucket_set.release_flushed();

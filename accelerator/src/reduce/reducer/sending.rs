@@ -67,17 +67,17 @@ impl Reducer {
     }
 
     fn send_exactly(&mut self, number: usize) -> Result<()> {
-        let group = self.caller_group();
-        let bucket = &mut self.bucket_set.buckets[number];
         match self.send_mode {
-            SendMode::Nowhere => bucket.mark_summed(),
+            SendMode::Nowhere => self.bucket_set.buckets[number].mark_summed(),
             SendMode::InFlight => {
-                if let Some(buffer) = bucket.take_host() {
+                if let Some(buffer) = self.bucket_set.buckets[number].take_host() {
                     let pending = self.start(number, buffer)?;
                     self.bucket_set.buckets[number].state = BucketState::Sent(pending);
                 }
             }
             SendMode::Blocking => {
+                let group = self.caller_group();
+                let bucket = &mut self.bucket_set.buckets[number];
                 let Some(BucketStorage::Host(buffer)) = bucket.own_mut() else {
                     return Ok(());
                 };
@@ -339,7 +339,7 @@ impl Reducer {
             }
             bucket_set.add_gradients(number, self.weight);
             bucket_set.clear_unwritten(number, |record| record.has_gradient);
-            bucket_set.buckets[number].complete();
+            bucket_set.buckets[number].mark_complete();
             self.send(number)?;
         }
         if count > 0 {
