@@ -546,7 +546,7 @@ impl<O: Send + 'static> DataLoader<O> for PreparedLoader<O> {
                 plan, source, spec, ..
             } => match EpochAssignment::new(spec, plan, source.len(), 0) {
                 Ok(assignment) => assignment.share.real(self.place.rank),
-                // It is told when batches are asked for.
+                // The error is returned when the first batch is requested.
                 Err(_) => 0,
             },
             Samples::Stream { .. } => 0,

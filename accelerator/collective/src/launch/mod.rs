@@ -80,7 +80,7 @@ use crate::{
 /// `accel-launch`), PMI or PMIx without a rank and a size; and where `RANK` is set by none of the launchers above and
 /// contradicts MPI's.
 ///
-/// What a launcher has told:
+/// For example, from the variables of a launcher:
 ///
 /// ```
 /// use accelerator_collective::{Launch, TransportKind};

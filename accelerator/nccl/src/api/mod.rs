@@ -1,5 +1,5 @@
-//! The foreign functions, behind a trait, so that all else is tested without a GPU; the reductions that NCCL is asked
-//! for, and the id that the ranks of a communicator have in common.
+//! The foreign functions, behind a trait, so that all else is tested without a GPU; the reductions that NCCL carries
+//! out, and the id that the ranks of a communicator have in common.
 //!
 //! Handles are made by an [`Api`] alone, and each is kept by one owner of this crate, which gives it
 //! back once, when nothing else can reach it. That is what each `unsafe` call of a method relies on.

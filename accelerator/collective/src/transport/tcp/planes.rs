@@ -301,8 +301,8 @@ impl ControlPlane for Tcp {
 
     fn silent(&self, silence: Duration) -> Vec<usize> {
         let now = Instant::now();
-        // Half the liveness timeout is asked for; a process that has just been suspended cannot tell who is silent. A
-        // round that is under way takes that time off.
+        // Callers ask for half the liveness timeout. A process that has just been suspended does not know who is silent; a
+        // round that is under way subtracts the time of the suspension.
         let due = self.round_due.try_lock().map(|due| *due);
         if suspended_for(due, now, 2 * silence).is_some() {
             return Vec::new();

@@ -142,7 +142,7 @@ pub(super) const NON_BLOCKING: c_uint = 1;
 /// `CU_EVENT_DISABLE_TIMING`.
 pub(super) const DISABLE_TIMING: c_uint = 2;
 
-/// A library, and what is said if it is not there.
+/// A library, and the error message if it is missing.
 pub(super) struct Files {
     what: &'static str,
     names: &'static [&'static str],
