@@ -64,7 +64,7 @@ pub(super) enum BucketState {
     /// It holds all gradients of this rank and is ready to be sent.
     Complete(BucketStorage),
     /// Its sums are being read from the device, to be sent then.
-    Read(PendingRead),
+    Reading(PendingRead),
     /// Its reduction is in flight.
     Sent(Pending),
     /// Its reduction from device to device is in flight.
@@ -255,7 +255,7 @@ impl Bucket {
             BucketState::Open(store)
             | BucketState::Complete(store)
             | BucketState::Summed(store) => BucketState::Open(store.reopen()),
-            BucketState::Read(_)
+            BucketState::Reading(_)
             | BucketState::Sent(_)
             | BucketState::SentOnDevice(_)
             | BucketState::SentRounded(..)

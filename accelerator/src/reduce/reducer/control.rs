@@ -18,7 +18,7 @@ impl Reducer {
     pub(super) fn start_weighing(&mut self) -> Result<()> {
         let spare = self.bucket_set.weight_buffer.take();
         let mut total = spare.unwrap_or_else(|| self.group.buffer(DType::F64, 1));
-        total.as_mut_slice::<f64>()?[0] = self.total;
+        total.as_mut_slice::<f64>()?[0] = self.totals.weight;
         let pending = self.caller_group().start_all_reduce(total, ReduceOp::Sum)?;
         self.collective.mark_started();
         self.weighing = Some(pending);
@@ -51,19 +51,19 @@ impl Reducer {
         let failed = self.call.as_ref().map_or(0, BackwardCall::count);
         let window = [
             self.model.number(),
-            self.micro_steps as u64,
+            self.totals.micro_steps as u64,
             failed,
             self.updates.digest,
         ];
-        let batches = self.batches.number().map(|number| [number]);
+        let batches = self.totals.batches.number().map(|number| [number]);
         // A loss of 0 tells nothing of the batch: an idle rank, a converged model and a loss still on the device all
         // have it. Batches of prepared loaders are known to be others on each rank, whatever comes of them.
-        let loss = Some(self.loss.read).filter(|loss| loss.is_finite() && *loss != 0.0);
+        let loss = Some(self.totals.loss.read).filter(|loss| loss.is_finite() && *loss != 0.0);
         let loss = loss.filter(|_| batches.is_none());
         let loss = loss.map(|loss| [loss.to_bits()]);
         ControlHeader {
-            weight: self.total,
-            loss: self.loss.read,
+            weight: self.totals.weight,
+            loss: self.totals.loss.read,
             window: WindowFingerprint::of(ranks, Some(&window)),
             batches: WindowFingerprint::of(ranks, batches.as_ref().map(|batches| &batches[..])),
             losses: WindowFingerprint::of(ranks, loss.as_ref().map(|loss| &loss[..])),
@@ -142,9 +142,13 @@ pub(super) fn check_windows(reducer: &Reducer) -> Result<()> {
     let mine = (
         failed.unwrap_or_default(),
         reducer.model.to_string(),
-        reducer.micro_steps as u64,
+        reducer.totals.micro_steps as u64,
         reducer.updates,
-        reducer.batches.number().map(|_| ends_of(&reducer.tickets)),
+        reducer
+            .totals
+            .batches
+            .number()
+            .map(|_| ends_of(&reducer.tickets)),
     );
     let asking = group.for_purpose("average gradients");
     let all = asking.all_gather_object(&mine)?;
@@ -224,5 +228,5 @@ fn different_batches(ends: Vec<Option<String>>) -> String {
 /// theirs.
 pub(super) fn gather_losses(reducer: &Reducer) -> Result<Vec<f64>> {
     let asking = reducer.group.for_purpose("average gradients");
-    Ok(asking.all_gather_object(&reducer.loss.read)?)
+    Ok(asking.all_gather_object(&reducer.totals.loss.read)?)
 }

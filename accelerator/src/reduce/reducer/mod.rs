@@ -19,7 +19,7 @@ use super::element_values;
 use super::loss::{self, LossSum, MicroLoss, OnNonFiniteLoss};
 use super::model_state::{ModelName, ModelState};
 use super::updates::SeenUpdates;
-use super::window::{self, BatchFingerprint, Window, check_all_known};
+use super::window::{self, Totals, Window, check_all_known};
 use crate::core::error::{Error, Result};
 use crate::data::ConsumeTicket;
 use crate::precision::Cast;
@@ -36,53 +36,55 @@ use crate::timeline::{EventSubject, Phase, Timeline};
 pub(super) struct Reducer {
     /// The first field: it is dropped before operations in flight, so that the other ranks receive the failure first.
     collective: PendingCollective,
-    batches: BatchFingerprint,
-    /// The place of the program's call of `backward`, for errors: much is sent from inside Burn.
-    caller: &'static Location<'static>,
-    /// The cast that makes each parameter's gradient of the one that is looked at in backward.
-    casts: Vec<Option<Arc<Cast>>>,
-    compression: Compression,
-    control: Option<Pending>,
-    /// Buckets that were sent before backward ended.
-    early: usize,
-    /// The call of `backward`, which knows the failed calls before it.
-    call: Option<BackwardCall>,
-    group: ProcessGroup,
-    /// Set if buckets hold the mean gradient in the end, not sums.
-    handed_over: bool,
-    bucket_set: Box<BucketSet>,
-    loss: LossSum,
-    /// The factor of the loss before backward.
-    loss_scale: f64,
-    tickets: Vec<ConsumeTicket>,
-    /// The number of calls of `backward` in the window.
-    micro_steps: usize,
+
     /// The model that these gradients are of.
     model: ModelName,
-    /// The bucket that is sent next.
-    next: usize,
-    /// The first error that could not be returned when it happened.
-    outcome: Result<()>,
+    /// The updates of the model on this rank before this window.
+    updates: SeenUpdates,
+    bucket_set: Box<BucketSet>,
+    /// The totals of the window, with the last micro-step.
+    totals: Totals,
+    tickets: Vec<ConsumeTicket>,
+    /// The weight of the last micro-step.
+    weight: f64,
+    /// The factor of the loss before backward.
+    loss_scale: f64,
+    /// The cast that makes each parameter's gradient of the one that is looked at in backward.
+    casts: Vec<Option<Arc<Cast>>>,
+
+    group: ProcessGroup,
+    /// The place of the program's call of `backward`, for errors: much is sent from inside Burn.
+    caller: &'static Location<'static>,
+    /// The call of `backward`, which knows the failed calls before it.
+    call: Option<BackwardCall>,
+    timeline: Timeline,
     send_mode: SendMode,
+    sum_scope: SumScope,
+    compression: Compression,
     repair: Repair,
     /// The path of sums on a device to other ranks.
     device_reducer: Option<Arc<DeviceReducer>>,
-    scale: Option<CompressionScale>,
-    /// The loss, on its way from device to device.
-    sent_loss: Option<PendingReduce>,
-    sum_scope: SumScope,
-    timeline: Timeline,
-    /// The updates of the model on this rank before this window.
-    updates: SeenUpdates,
-    /// The weight of the window, with the last micro-step.
-    total: f64,
     /// The flag that travels along.
     trigger: Option<Arc<Trigger>>,
     /// Set if this rank wants to know the norm.
     wants_norm: bool,
+
+    /// The bucket that is sent next.
+    next: usize,
+    /// Buckets that were sent before backward ended.
+    early: usize,
+    /// The sum of all ranks' weights, on its way.
     weighing: Option<Pending>,
-    /// The weight of the last micro-step.
-    weight: f64,
+    /// The scale of compressed sums, once the weight of all ranks is known.
+    scale: Option<CompressionScale>,
+    /// The loss, on its way from device to device.
+    sent_loss: Option<PendingReduce>,
+    /// The control vector, on its way.
+    control: Option<Pending>,
+    /// Set if buckets hold the mean gradient in the end, not sums.
+    handed_over: bool,
+    /// The first error that could not be returned when it happened.
+    outcome: Result<()>,
 }
 
 /// The need to fill buckets once more, on this rank or another one.
@@ -180,40 +182,39 @@ impl Reducer {
         weight: f64,
         timeline: &Timeline,
     ) -> Self {
-        let (mut bucket_set, tickets, before) = window.into_parts(|| model_state.lend(group));
+        let (mut bucket_set, tickets, mut totals) = window.into_parts(|| model_state.lend(group));
         model_state.renew(group, &mut bucket_set);
+        totals.micro_steps += 1;
+        totals.weight += weight;
         Self {
             collective: PendingCollective::new(group),
-            batches: before.batches,
-            caller: Location::caller(),
-            casts: Vec::new(),
-            compression: Compression::None,
-            control: None,
-            early: 0,
-            call: None,
-            group: group.clone(),
-            handed_over: false,
-            bucket_set,
-            loss: before.loss,
-            loss_scale: 1.0,
-            tickets,
-            micro_steps: before.micro_steps + 1,
             model: model_state.model(),
-            next: 0,
-            outcome: Ok(()),
+            updates: model_state.updates().seen(),
+            bucket_set,
+            totals,
+            tickets,
+            weight,
+            loss_scale: 1.0,
+            casts: Vec::new(),
+            group: group.clone(),
+            caller: Location::caller(),
+            call: None,
+            timeline: timeline.clone(),
             send_mode: SendMode::Nowhere,
+            sum_scope: SumScope::Whole,
+            compression: Compression::None,
             repair: Repair::Unneeded,
             device_reducer: model_state.device_reducer().cloned(),
-            scale: Some(Compression::None.scale(1.0)),
-            sent_loss: None,
-            sum_scope: SumScope::Whole,
-            timeline: timeline.clone(),
-            total: before.weight + weight,
-            updates: model_state.updates().seen(),
             trigger: None,
             wants_norm: false,
+            next: 0,
+            early: 0,
             weighing: None,
-            weight,
+            scale: Some(Compression::None.scale(1.0)),
+            sent_loss: None,
+            control: None,
+            handed_over: false,
+            outcome: Ok(()),
         }
     }
 
@@ -313,7 +314,7 @@ impl Reducer {
         loss: MicroLoss,
         ticket: Option<ConsumeTicket>,
     ) -> Result<ReducedWindow> {
-        self.batches.add(ticket.as_ref());
+        self.totals.batches.add(ticket.as_ref());
         window::note(&mut self.tickets, ticket);
         match self.conclude(model_state, gradients, loss) {
             Ok(repaired) => self.into_reduced(model_state, repaired),
@@ -332,15 +333,16 @@ impl Reducer {
         loss: MicroLoss,
     ) -> Result<usize> {
         replace(&mut self.outcome, Ok(()))?;
-        self.loss.add(self.weight, loss);
+        self.totals.loss.add(self.weight, loss);
         if self.is_idle() {
             // What it computed may be anything.
             gradients = GradientsParams::new();
         }
-        if !self.loss.read.is_finite() && model_state.on_non_finite_loss() == OnNonFiniteLoss::Warn
+        if !self.totals.loss.read.is_finite()
+            && model_state.on_non_finite_loss() == OnNonFiniteLoss::Warn
         {
             let whose = format!("the loss of rank {}", self.group.rank());
-            model_state.warn_non_finite_loss(&whose, self.loss.read / self.total);
+            model_state.warn_non_finite_loss(&whose, self.totals.loss.read / self.totals.weight);
         }
         check_all_known(self.fill(model_state, &mut gradients))?;
         let repaired = match model_state.hook() {
@@ -355,7 +357,7 @@ impl Reducer {
             record.written |= record.has_gradient;
         }
         // An idle rank has none of its own, and that is as it should be.
-        if self.total > 0.0 {
+        if self.totals.weight > 0.0 {
             let records = bucket_set.parameters.iter();
             model_state.warn_missing_gradients(
                 self.group.rank(),
@@ -406,7 +408,7 @@ impl Reducer {
         if !sums.header.loss.is_finite()
             && model_state.on_non_finite_loss() == OnNonFiniteLoss::Fail
         {
-            let (rank, loss) = (self.group.rank(), self.loss.read);
+            let (rank, loss) = (self.group.rank(), self.totals.loss.read);
             return Err(match self.send_mode {
                 SendMode::Nowhere => loss::error(model_state.steps(), [(rank, loss)]),
                 _ => loss::error(
@@ -426,7 +428,10 @@ impl Reducer {
                     true => 1.0,
                     false => total * self.loss_scale,
                 },
-                loss: LossSum { read, ..self.loss },
+                loss: LossSum {
+                    read,
+                    ..self.totals.loss
+                },
                 ranks: self.group.world_size(),
                 model_state: model_state.clone(),
                 sum_scope: self.sum_scope,
@@ -482,9 +487,6 @@ impl Reducer {
         unknown
     }
 }
-
-#[cfg(test)]
-mod tests;
 
 /// The collective operations of one window. A rank that has started them must issue all of them: the other ranks wait for
 /// the rest, or would take this rank's next operations for it. If the rest does not follow, the group fails on all
@@ -566,3 +568,6 @@ fn is_networked(group: &ProcessGroup) -> bool {
         TransportKind::Tcp | TransportKind::Hierarchical
     )
 }
+
+#[cfg(test)]
+mod tests;

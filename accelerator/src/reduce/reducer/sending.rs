@@ -131,7 +131,7 @@ impl Reducer {
             bucket.state = BucketState::SentOnDevice(sending);
             return Ok(());
         }
-        bucket.state = BucketState::Read(device_reducer.reader()?.read(sums));
+        bucket.state = BucketState::Reading(device_reducer.reader()?.read(sums));
         Ok(())
     }
 
@@ -140,7 +140,7 @@ impl Reducer {
         for number in 0..self.bucket_set.buckets.len() {
             let bucket = &mut self.bucket_set.buckets[number];
             let is_there = match &mut bucket.state {
-                BucketState::Read(reading) => wait == ReadWait::Yes || reading.is_ready(),
+                BucketState::Reading(reading) => wait == ReadWait::Yes || reading.is_ready(),
                 // Those behind it come after it.
                 BucketState::Open(_) | BucketState::Complete(_) => break,
                 _ => continue,
@@ -148,7 +148,7 @@ impl Reducer {
             if !is_there {
                 break;
             }
-            let BucketState::Read(reading) = bucket.state.take() else {
+            let BucketState::Reading(reading) = bucket.state.take() else {
                 continue;
             };
             {
@@ -176,14 +176,14 @@ impl Reducer {
             .and_then(|device_reducer| device_reducer.nccl())
             && let Placement::Device(device) = &self.bucket_set.placement
         {
-            let sending = nccl.all_reduce(self.loss.sum_on(device))?;
+            let sending = nccl.all_reduce(self.totals.loss.sum_on(device))?;
             self.collective.mark_started();
-            self.loss.unread.clear();
+            self.totals.loss.unread.clear();
             self.sent_loss = Some(sending);
             return Ok(());
         }
         // What it waits for, reading the last bucket has waited for.
-        self.loss.read_all();
+        self.totals.loss.read_all();
         Ok(())
     }
 
@@ -247,7 +247,7 @@ impl Reducer {
         };
         nccl.order_after()?;
         if let Some(sent) = self.sent_loss.take() {
-            self.loss.unread.push((1.0, sent.finish()));
+            self.totals.loss.unread.push((1.0, sent.finish()));
         }
         for (number, bucket) in self.bucket_set.buckets.iter_mut().enumerate() {
             bucket.state = match bucket.state.take() {
@@ -260,50 +260,7 @@ impl Reducer {
         }
         Ok(())
     }
-}
 
-/// Marks a bucket as reduced, whose sums have arrived in memory; uploads them, where sums are kept on a device.
-fn arrive(bucket_set: &mut BucketSet, number: usize, timeline: &Timeline) {
-    let bucket = &mut bucket_set.buckets[number];
-    let Placement::Device(device) = &bucket_set.placement else {
-        bucket.mark_summed();
-        return;
-    };
-    let Some(buffer) = bucket.take_host() else {
-        return;
-    };
-    let _copy = timeline.span(Phase::Copy(EventSubject::bucket(number)));
-    let flat = bucket_set.layout.flat(device, number);
-    let flat = flat.with(uploaded(&buffer, device));
-    bucket.wire = Some(buffer);
-    bucket.state = BucketState::Summed(BucketStorage::Device(flat));
-}
-
-/// Values in a buffer of their type: that one, if it is one.
-fn filled(
-    group: &ProcessGroup,
-    spare: Option<Buffer>,
-    values: ElementValues<'_>,
-) -> Result<Buffer> {
-    fn fill<E: Element>(
-        group: &ProcessGroup,
-        spare: Option<Buffer>,
-        values: &[E],
-    ) -> Result<Buffer> {
-        let spare = spare.filter(|spare| spare.dtype() == E::DTYPE && spare.len() == values.len());
-        let mut buffer = spare.unwrap_or_else(|| group.buffer(E::DTYPE, values.len()));
-        buffer.as_mut_slice::<E>()?.copy_from_slice(values);
-        Ok(buffer)
-    }
-    match values {
-        ElementValues::Bf16(values) => fill(group, spare, values),
-        ElementValues::F16(values) => fill(group, spare, values),
-        ElementValues::F32(values) => fill(group, spare, values),
-        ElementValues::F64(values) => fill(group, spare, values),
-    }
-}
-
-impl Reducer {
     /// Reduces the buckets again that some rank has sent too early. Tells how many there were.
     pub(super) fn redo(
         &mut self,
@@ -388,9 +345,7 @@ impl Reducer {
         }
         self.receive()
     }
-}
 
-impl Reducer {
     /// Gives the buckets to the hook, one after the other, when all of them are complete.
     ///
     /// Control goes ahead, since a share of the mean needs the total weight. It tells in the place of what
@@ -457,6 +412,47 @@ impl Reducer {
         }
         self.handed_over = is_finite;
         Ok(())
+    }
+}
+
+/// Marks a bucket as reduced, whose sums have arrived in memory; uploads them, where sums are kept on a device.
+fn arrive(bucket_set: &mut BucketSet, number: usize, timeline: &Timeline) {
+    let bucket = &mut bucket_set.buckets[number];
+    let Placement::Device(device) = &bucket_set.placement else {
+        bucket.mark_summed();
+        return;
+    };
+    let Some(buffer) = bucket.take_host() else {
+        return;
+    };
+    let _copy = timeline.span(Phase::Copy(EventSubject::bucket(number)));
+    let flat = bucket_set.layout.flat(device, number);
+    let flat = flat.with(uploaded(&buffer, device));
+    bucket.wire = Some(buffer);
+    bucket.state = BucketState::Summed(BucketStorage::Device(flat));
+}
+
+/// Values in a buffer of their type: that one, if it is one.
+fn filled(
+    group: &ProcessGroup,
+    spare: Option<Buffer>,
+    values: ElementValues<'_>,
+) -> Result<Buffer> {
+    fn fill<E: Element>(
+        group: &ProcessGroup,
+        spare: Option<Buffer>,
+        values: &[E],
+    ) -> Result<Buffer> {
+        let spare = spare.filter(|spare| spare.dtype() == E::DTYPE && spare.len() == values.len());
+        let mut buffer = spare.unwrap_or_else(|| group.buffer(E::DTYPE, values.len()));
+        buffer.as_mut_slice::<E>()?.copy_from_slice(values);
+        Ok(buffer)
+    }
+    match values {
+        ElementValues::Bf16(values) => fill(group, spare, values),
+        ElementValues::F16(values) => fill(group, spare, values),
+        ElementValues::F32(values) => fill(group, spare, values),
+        ElementValues::F64(values) => fill(group, spare, values),
     }
 }
 
