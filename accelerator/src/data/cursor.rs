@@ -56,7 +56,7 @@ pub(super) struct Cursor(Mutex<CursorState>);
 /// The position of another process.
 #[derive(Clone, Debug)]
 pub(super) struct Restored {
-    pub(super) spot: Option<EpochPosition>,
+    pub(super) position: Option<EpochPosition>,
     pub(super) steppers: Steppers,
     /// Set if an optimizer has stepped with its batches.
     pub(super) trained: bool,
@@ -95,8 +95,10 @@ impl Cursor {
     /// A cursor that stands where another process stood.
     pub(super) fn restored(from: Restored) -> Arc<Self> {
         Arc::new(Self(Mutex::new(CursorState {
-            resume: from.spot.filter(|spot| from.goes_on && !spot.finished),
-            restored: from.spot,
+            resume: from
+                .position
+                .filter(|position| from.goes_on && !position.finished),
+            restored: from.position,
             begun: from.trained,
             steppers: from.steppers,
             trained: from.trained,
@@ -110,7 +112,7 @@ impl Cursor {
         let mut state = self.0.lock();
         let start = state
             .resume
-            .filter(|spot| spot.epoch == epoch)
+            .filter(|position| position.epoch == epoch)
             .unwrap_or(EpochPosition::start_of(epoch));
         let pass = Arc::new(EpochPass {
             cursor: Arc::downgrade(self),
@@ -126,11 +128,11 @@ impl Cursor {
     }
 
     /// Returns the current position; `None` if the loader was never read.
-    pub(super) fn spot(&self) -> Option<EpochPosition> {
+    pub(super) fn position(&self) -> Option<EpochPosition> {
         let state = self.0.lock();
         let latest = state.latest.as_ref().map(|pass| pass.progress());
         let current = state.current.as_ref().map(|pass| pass.progress());
-        let spot = |progress: Progress| {
+        let of = |progress: Progress| {
             if state.begun && (progress.waits() || !progress.yielded.finished) {
                 progress.used
             } else {
@@ -142,9 +144,9 @@ impl Cursor {
             (Some(current), Some(latest))
                 if !current.is_open && !current.yielded.finished && latest.is_open =>
             {
-                Some(spot(latest))
+                Some(of(latest))
             }
-            (Some(progress), _) | (None, Some(progress)) => Some(spot(progress)),
+            (Some(progress), _) | (None, Some(progress)) => Some(of(progress)),
             (None, None) => state.restored,
         }
     }
@@ -225,7 +227,7 @@ impl EpochPass {
             return;
         };
         let mut state = cursor.0.lock();
-        state.resume = state.resume.filter(|spot| spot.epoch != epoch);
+        state.resume = state.resume.filter(|position| position.epoch != epoch);
     }
 
     /// Notes that its iterator is gone.
@@ -375,18 +377,18 @@ mod tests {
     #[test]
     fn what_is_trained_counts_and_what_is_only_yielded_does_not() {
         let cursor = Arc::new(Cursor::default());
-        assert_eq!(cursor.spot(), None);
+        assert_eq!(cursor.position(), None);
         let pass = cursor.begin(4);
         step(&take(&pass, 1));
         take(&pass, 2);
-        assert_eq!(cursor.spot(), Some(spot(4, 1)));
+        assert_eq!(cursor.position(), Some(spot(4, 1)));
         step(&take(&pass, 3));
-        assert_eq!(cursor.spot(), Some(spot(4, 3)));
+        assert_eq!(cursor.position(), Some(spot(4, 3)));
         // A look at another epoch's first batch changes nothing.
         take(&cursor.begin(0), 1);
-        assert_eq!(cursor.spot(), Some(spot(4, 3)));
+        assert_eq!(cursor.position(), Some(spot(4, 3)));
         pass.finish();
-        assert_eq!(cursor.spot().map(EpochPosition::next_epoch), Some(5));
+        assert_eq!(cursor.position().map(EpochPosition::next_epoch), Some(5));
     }
 
     #[test]
@@ -396,7 +398,7 @@ mod tests {
         let first = take(&pass, 1);
         first.begin();
         assert_eq!(
-            cursor.spot(),
+            cursor.position(),
             Some(EpochPosition::start_of(2)),
             "the first step is to come"
         );
@@ -404,10 +406,10 @@ mod tests {
         take(&pass, 2).begin();
         let last = take(&pass, 3);
         last.begin();
-        assert_eq!(cursor.spot(), Some(spot(2, 1)));
+        assert_eq!(cursor.position(), Some(spot(2, 1)));
         pass.finish();
         assert_eq!(
-            cursor.spot(),
+            cursor.position(),
             Some(spot(2, 1)),
             "the last step of the epoch is to come"
         );
@@ -415,11 +417,11 @@ mod tests {
         let next = cursor.begin(3);
         let ahead = take(&next, 1);
         ahead.begin();
-        assert_eq!(cursor.spot(), Some(spot(2, 1)));
+        assert_eq!(cursor.position(), Some(spot(2, 1)));
         // Of two models.
         last.commit(1);
         last.commit(2);
-        assert_eq!(cursor.spot().map(EpochPosition::next_epoch), Some(3));
+        assert_eq!(cursor.position().map(EpochPosition::next_epoch), Some(3));
     }
 
     /// Covers two models, one of which steps with a window later.
@@ -432,9 +434,9 @@ mod tests {
         early.begin();
         late.commit(1);
         early.commit(1);
-        assert_eq!(cursor.spot(), Some(spot(0, 3)));
+        assert_eq!(cursor.position(), Some(spot(0, 3)));
         pass.finish();
-        assert_eq!(cursor.spot().map(EpochPosition::next_epoch), Some(1));
+        assert_eq!(cursor.position().map(EpochPosition::next_epoch), Some(1));
     }
 
     #[test]
@@ -444,38 +446,38 @@ mod tests {
         step(&take(&pass, 1));
         pass.close();
         assert_eq!(
-            cursor.spot(),
+            cursor.position(),
             Some(spot(0, 1)),
             "the loop was left, to go on"
         );
         let next = cursor.begin(1);
         take(&next, 1);
-        assert_eq!(cursor.spot(), Some(EpochPosition::start_of(1)));
+        assert_eq!(cursor.position(), Some(EpochPosition::start_of(1)));
     }
 
     #[test]
     fn in_evaluation_what_was_yielded_counts() {
         let cursor = Arc::new(Cursor::default());
         take(&cursor.begin(0), 2);
-        assert_eq!(cursor.spot(), Some(spot(0, 2)));
+        assert_eq!(cursor.position(), Some(spot(0, 2)));
         assert!(!cursor.is_trained());
     }
 
     #[test]
     fn a_restored_place_holds_until_it_is_used() {
         let cursor = Cursor::restored(Restored {
-            spot: Some(spot(3, 7)),
+            position: Some(spot(3, 7)),
             steppers: Steppers::default(),
             trained: true,
             goes_on: true,
             first_epoch: None,
         });
-        assert_eq!(cursor.spot(), Some(spot(3, 7)));
+        assert_eq!(cursor.position(), Some(spot(3, 7)));
         assert_eq!(cursor.begin(0).yielded(), EpochPosition::start_of(0));
         assert_eq!(cursor.begin(3).yielded(), spot(3, 7), "a look");
         let pass = cursor.begin(3);
         assert_eq!(pass.yielded(), spot(3, 7));
-        assert_eq!(cursor.spot(), Some(spot(3, 7)));
+        assert_eq!(cursor.position(), Some(spot(3, 7)));
         step(&take(&pass, 8));
         assert_eq!(cursor.begin(3).yielded(), EpochPosition::start_of(3));
     }
@@ -483,7 +485,7 @@ mod tests {
     #[test]
     fn a_restored_place_that_does_not_go_on_is_only_remembered() {
         let evaluation = Cursor::restored(Restored {
-            spot: Some(spot(0, 7)),
+            position: Some(spot(0, 7)),
             steppers: Steppers::default(),
             trained: false,
             goes_on: false,
@@ -495,7 +497,7 @@ mod tests {
             ..spot(2, 9)
         };
         let finished = Cursor::restored(Restored {
-            spot: Some(end),
+            position: Some(end),
             steppers: Steppers::default(),
             trained: true,
             goes_on: true,

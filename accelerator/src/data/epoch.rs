@@ -13,7 +13,7 @@ use burn::tensor::Device;
 
 use super::batch::{Batch, BatchInfo, StepShare, UncountedPadding};
 use super::cursor::{ConsumeTicket, EpochPass, EpochPosition};
-use super::order::{EpochShare, Spec};
+use super::order::{EpochBatches, Spec};
 use super::source::{DeferredBatch, ItemSource};
 use crate::context::Context;
 use crate::core::device::drawing;
@@ -36,7 +36,7 @@ pub struct Epoch<O> {
 
 enum EpochState<O> {
     /// Nothing was asked for yet; so many of its batches are to be left out.
-    Closed(Open<O>, u64),
+    Closed(OpenEpoch<O>, u64),
     /// The end, also after an error: what follows it would depend on the number of workers.
     Ended,
     /// An error while batches were left out.
@@ -45,11 +45,11 @@ enum EpochState<O> {
 }
 
 /// Begins to read behind the first so many batches.
-pub(super) type Open<O> = Box<dyn FnOnce(u64) -> PrefetchedBatches<O> + Send>;
+pub(super) type OpenEpoch<O> = Box<dyn FnOnce(u64) -> PrefetchedBatches<O> + Send>;
 
 impl<O> Epoch<O> {
     pub(super) fn new(
-        open: Open<O>,
+        open: OpenEpoch<O>,
         pass: Arc<EpochPass>,
         reseed: Reseed,
         steps: Option<u64>,
@@ -321,12 +321,12 @@ impl LoaderContext {
 pub(super) type PrefetchedBatches<O> = Ahead<Batch<DeferredBatch<O>>>;
 
 /// This rank's share of an epoch, by its plan.
-pub(super) struct RankBatches<O> {
+pub(super) struct BatchLoader<O> {
     pub(super) device: Device,
     pub(super) epoch: u64,
     /// The first step of the plan that is wanted.
     pub(super) first: u64,
-    pub(super) plan: EpochShare,
+    pub(super) plan: EpochBatches,
     pub(super) rank: usize,
     pub(super) source: Arc<dyn ItemSource<O>>,
     pub(super) spec: Spec,
@@ -335,7 +335,7 @@ pub(super) struct RankBatches<O> {
     pub(super) timeline: Timeline,
 }
 
-impl<O: Send + 'static> RankBatches<O> {
+impl<O: Send + 'static> BatchLoader<O> {
     pub(super) fn feed(self) -> PrefetchedBatches<O> {
         let (first, steps) = (self.first, self.plan.steps(self.rank));
         let workers = (self.spec.workers as u64).min(steps.saturating_sub(first));

@@ -55,11 +55,12 @@ pub(crate) struct LoaderResume<'a> {
 
 impl<O: Send + 'static> PreparedLoader<O> {
     pub(crate) fn loader_state(&self) -> LoaderState {
-        let spot = self.cursor.spot();
+        let position = self.cursor.position();
         let passes = self.passes.load(Ordering::Relaxed);
         // The pass that is not finished is to be begun again.
-        let is_in_pass =
-            spot.is_some_and(|spot| !spot.finished && passes.checked_sub(1) == Some(spot.epoch));
+        let is_in_pass = position.is_some_and(|position| {
+            !position.finished && passes.checked_sub(1) == Some(position.epoch)
+        });
         let (order, tail, size, global_batch) = match &self.samples {
             Samples::Opaque(_) => opaque(),
             Samples::Planned { plan, spec, .. } => (
@@ -95,7 +96,7 @@ impl<O: Send + 'static> PreparedLoader<O> {
             number: self.place.number,
             passes: passes - u64::from(is_in_pass),
             trained: self.cursor.is_trained(),
-            spot,
+            spot: position,
             is_open: self.cursor.is_open(),
             steppers: self.cursor.steppers(),
             waits: self.cursor.waits(),
@@ -159,7 +160,7 @@ impl<O: Send + 'static> PreparedLoader<O> {
         self.passes = AtomicU64::new(saved.passes);
         let leads = how.leads && saved.trained && self.place.rank == 0;
         self.cursor = Cursor::restored(Restored {
-            spot: saved.spot,
+            position: saved.spot,
             steppers: saved.steppers.clone(),
             trained: saved.trained,
             goes_on: how.goes_on,

@@ -192,14 +192,14 @@ impl fmt::Debug for SampleOrder {
 
 /// The assignment of samples to ranks in one epoch, with the number by which ranks compare it.
 pub(super) struct EpochAssignment {
-    pub(super) share: EpochShare,
+    pub(super) share: EpochBatches,
     /// The digest of the samples in their order, if the program gave it.
     pub(super) digest: Option<u64>,
 }
 
 /// The assignment of samples to ranks in one epoch.
 #[derive(Clone, Debug)]
-pub(super) enum EpochShare {
+pub(super) enum EpochBatches {
     Batches(BatchPlan),
     Samples(EpochPlan),
 }
@@ -209,7 +209,7 @@ impl EpochAssignment {
     pub(super) fn new(spec: &Spec, plan: &Plan, samples: u64, epoch: u64) -> Result<Self> {
         Ok(match spec.order() {
             SampleOrder::Sequential | SampleOrder::Shuffled { .. } => Self {
-                share: EpochShare::Samples(plan.epoch(epoch)),
+                share: EpochBatches::Samples(plan.epoch(epoch)),
                 digest: None,
             },
             SampleOrder::Listed(listed) => {
@@ -217,7 +217,7 @@ impl EpochAssignment {
                 check_range(&list, samples, epoch)?;
                 Self {
                     digest: Some(mix(&list)),
-                    share: EpochShare::Samples(plan.listed(epoch, list)?),
+                    share: EpochBatches::Samples(plan.listed(epoch, list)?),
                 }
             }
             SampleOrder::Batched(batches) => {
@@ -228,7 +228,7 @@ impl EpochAssignment {
                 let digests: Vec<_> = batches.iter().map(|batch| mix(batch)).collect();
                 let batches = BatchPlan::new(batches, plan.world_size(), spec.tail())?;
                 Self {
-                    share: EpochShare::Batches(batches),
+                    share: EpochBatches::Batches(batches),
                     digest: Some(mix(&digests)),
                 }
             }
@@ -288,7 +288,7 @@ fn shown(digest: Option<u64>) -> String {
     format!("{:016x}", digest.unwrap_or(0))
 }
 
-impl EpochShare {
+impl EpochBatches {
     pub(super) fn steps(&self, rank: usize) -> u64 {
         match self {
             Self::Batches(plan) => plan.steps(rank),

@@ -12,11 +12,11 @@ use burn::tensor::Device;
 use super::batch::UncountedPadding;
 use super::builder::{Loader, SampleSource};
 use super::cursor::{Cursor, EpochPass, EpochPosition};
-use super::epoch::{self, Epoch, LoaderContext, Open, Reseed};
+use super::epoch::{self, Epoch, LoaderContext, OpenEpoch, Reseed};
 use super::exchange_step::ReadPosition;
 use super::opaque;
 use super::order::{EpochAssignment, SampleOrder, Spec};
-use super::source::{DRAWN_HINT, ItemDigest, ItemSource, SourceSlice};
+use super::source::{CheckedItem, DRAWN_HINT, ItemSource, SourceSlice};
 use super::stream::{self, SharedStream, Sharing};
 use crate::context::Context;
 use crate::core::agreement::{self, Term};
@@ -294,7 +294,7 @@ impl<O: Send + 'static> PreparedLoader<O> {
         start: EpochPosition,
         pass: Arc<EpochPass>,
         caller: &'static Location<'static>,
-    ) -> Open<O> {
+    ) -> OpenEpoch<O> {
         let (device, place, timeline) = (self.device.clone(), self.place, self.timeline.clone());
         match self.samples.clone() {
             Samples::Opaque(loader) => Box::new(move |skip| {
@@ -325,7 +325,7 @@ impl<O: Send + 'static> PreparedLoader<O> {
                     Ok(plan) => plan,
                     Err(error) => return Box::new(core::iter::once(Err(error))),
                 };
-                let share = epoch::RankBatches {
+                let loader = epoch::BatchLoader {
                     device,
                     epoch,
                     first: skip,
@@ -336,7 +336,7 @@ impl<O: Send + 'static> PreparedLoader<O> {
                     steps_before: start.step,
                     timeline,
                 };
-                share.feed()
+                loader.feed()
             }),
             Samples::Stream {
                 group,
@@ -437,7 +437,7 @@ impl<O: Send + 'static> PreparedLoader<O> {
 }
 
 /// An item of a data set that each rank has read.
-fn item_term(item: &ItemDigest) -> Term {
+fn item_term(item: &CheckedItem) -> Term {
     Term::new("the data set of a loader", item.fingerprint())
         .shown_as(item.to_string())
         .with_hint(ITEM_HINT)

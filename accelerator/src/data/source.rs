@@ -47,7 +47,7 @@ pub(super) trait ItemSource<O>: Send + Sync {
     fn load(&self, epoch: u64, indices: &[u64], device: &Device) -> Result<DeferredBatch<O>>;
 
     /// Returns the digests of some items, if items are compared between ranks.
-    fn digests(&self) -> Option<Result<Vec<ItemDigest>>>;
+    fn digests(&self) -> Option<Result<Vec<CheckedItem>>>;
 }
 
 /// The functions that make a batch of items.
@@ -125,7 +125,7 @@ impl<I: Send + 'static, O: 'static> ItemSource<O> for Batched<I, O> {
         Ok(self.batching.batch(epoch, items, indices, device))
     }
 
-    fn digests(&self) -> Option<Result<Vec<ItemDigest>>> {
+    fn digests(&self) -> Option<Result<Vec<CheckedItem>>> {
         let digest = self.digest?;
         Some(read_some(&*self.dataset, digest))
     }
@@ -148,7 +148,7 @@ impl<O> ItemSource<O> for SourceSlice<O> {
         self.source.load(epoch, &moved, device)
     }
 
-    fn digests(&self) -> Option<Result<Vec<ItemDigest>>> {
+    fn digests(&self) -> Option<Result<Vec<CheckedItem>>> {
         None
     }
 }
@@ -245,11 +245,11 @@ pub(crate) const DRAWN_HINT: &str = "(Burn's `SamplerDataset` draws anew at each
                                      `without_item_check`)";
 
 /// Makes a number of an item, and a text.
-pub(super) type Digest<I> = fn(&I) -> ItemReading;
+pub(super) type Digest<I> = fn(&I) -> ItemDigest;
 
 /// The digest of an item.
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub(super) struct ItemReading {
+pub(super) struct ItemDigest {
     /// The sum of its words.
     sum: u64,
     /// The beginning of its `Debug` text.
@@ -258,14 +258,17 @@ pub(super) struct ItemReading {
 
 /// An item of a data set, read twice.
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub(super) struct ItemDigest {
+pub(super) struct CheckedItem {
     index: usize,
-    first: ItemReading,
+    first: ItemDigest,
     again: u64,
 }
 
 /// Reads items that lie evenly over the data set.
-pub(super) fn read_some<I>(dataset: &dyn Dataset<I>, digest: Digest<I>) -> Result<Vec<ItemDigest>> {
+pub(super) fn read_some<I>(
+    dataset: &dyn Dataset<I>,
+    digest: Digest<I>,
+) -> Result<Vec<CheckedItem>> {
     let last = (dataset.len() as u64).saturating_sub(1);
     let mut chosen: Vec<usize> = (0..ITEMS)
         .map(|item| (u128::from(last) * u128::from(item) / u128::from(ITEMS - 1)) as usize)
@@ -274,7 +277,7 @@ pub(super) fn read_some<I>(dataset: &dyn Dataset<I>, digest: Digest<I>) -> Resul
     if dataset.is_empty() {
         chosen.clear();
     }
-    let read = || -> Result<Vec<ItemReading>> {
+    let read = || -> Result<Vec<ItemDigest>> {
         caught("a data set", || {
             let items = dataset.get_many(chosen.clone()).map_err(|error| {
                 let message = format!("the data set failed to deliver the samples {chosen:?}");
@@ -285,7 +288,7 @@ pub(super) fn read_some<I>(dataset: &dyn Dataset<I>, digest: Digest<I>) -> Resul
     };
     let both = read()?.into_iter().zip(read()?);
     let items = chosen.into_iter().zip(both);
-    let items = items.map(|(index, (first, again))| ItemDigest {
+    let items = items.map(|(index, (first, again))| CheckedItem {
         index,
         first,
         again: again.sum,
@@ -293,7 +296,7 @@ pub(super) fn read_some<I>(dataset: &dyn Dataset<I>, digest: Digest<I>) -> Resul
     Ok(items.collect())
 }
 
-impl ItemDigest {
+impl CheckedItem {
     /// Tells if its index gives another item each time.
     pub(super) fn changes_between_reads(&self) -> bool {
         self.first.sum != self.again
@@ -309,7 +312,7 @@ impl ItemDigest {
 }
 
 /// Formats the digest for errors.
-impl fmt::Display for ItemDigest {
+impl fmt::Display for CheckedItem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { index, first, .. } = self;
         match self.changes_between_reads() {
@@ -322,7 +325,7 @@ impl fmt::Display for ItemDigest {
 
 /// Hashes the words of an item's `Debug` text, whatever their order (a `HashMap`'s differs per process), without
 /// addresses.
-pub(super) fn of_debug<I: fmt::Debug>(item: &I) -> ItemReading {
+pub(super) fn of_debug<I: fmt::Debug>(item: &I) -> ItemDigest {
     let mut words = WordHasher::default();
     // It fails when it has got enough.
     let is_cut = write!(words, "{item:?}").is_err();
@@ -336,7 +339,7 @@ pub(super) fn of_debug<I: fmt::Debug>(item: &I) -> ItemReading {
     if start.chars().count() > SHOWN {
         start = start.chars().take(SHOWN).chain(['…']).collect();
     }
-    ItemReading {
+    ItemDigest {
         // What of a map lies before the end depends on its order.
         sum: if is_cut && has_map { 0 } else { sum },
         start,
