@@ -295,11 +295,9 @@ impl<'a> ShmOp<'a> {
                     }),
                 None => inbox.last_op(rank),
             };
-            let slice = self.deadline.tick(missing, active, all, last)?;
-            let slice = slice.min(SLICE);
-            let due = Instant::now() + slice;
+            let due = self.deadline.tick(SLICE, missing, active, all, last)?;
+            let slice = due.saturating_duration_since(Instant::now());
             counter.wait(step, Spin::NONE, slice);
-            self.deadline.compensate(due, Instant::now());
         }
     }
 

@@ -42,6 +42,8 @@ pub(crate) struct OpDeadline {
     began: Instant,
     /// The same, or the last sign of work of those that are waited for, where that came later.
     since: Instant,
+    /// The time at which this thread wants to look at the clock again.
+    due: Instant,
     /// The number of warnings of this wait that were due.
     warnings: u32,
     /// Set once this operation can only fail.
@@ -63,6 +65,7 @@ impl OpDeadline {
             timeouts,
             began: now,
             since: now,
+            due: now,
             warnings: 0,
             shortened: false,
         }
@@ -70,6 +73,7 @@ impl OpDeadline {
 
     /// Notes progress: the clock starts again, unless it is that of connecting.
     pub(crate) fn on_progress(&mut self, now: Instant) {
+        self.due = now;
         if self.timeouts.limit == TimeoutKind::Progress {
             self.began = now;
             self.since = now;
@@ -93,33 +97,56 @@ impl OpDeadline {
         self.shortened = true;
     }
 
-    /// Returns how long to wait before the next call, and logs a warning when one is due. `active` returns the time at
-    /// which a rank last showed that it works, which counts as progress of that rank; `peers` and `last` identify the
-    /// ranks and the last operation of each.
+    /// Returns the time until which to wait before the next call, at most `longest` from now, and logs a warning when
+    /// one is due. `active` returns the time at which a rank last showed that it works, which counts as progress of
+    /// that rank; `peers` and `last` identify the ranks and the last operation of each.
+    ///
+    /// All of it follows from one look at the clock: a process that is stopped after it blames nobody, and the next
+    /// look comes late.
     ///
     /// # Errors
     ///
     /// A timeout that names the missing ranks, those that work left out.
     pub(crate) fn tick(
         &mut self,
+        longest: Duration,
         missing: impl Fn(&Self) -> Vec<usize>,
         active: impl Fn(usize) -> Option<Instant>,
         peers: &[Peer],
         last: impl Fn(usize) -> Option<LastOp>,
-    ) -> Result<Duration> {
-        if self.since.elapsed() > self.timeouts.timeout {
-            self.since = self.last_sign(missing(self), &active)?;
+    ) -> Result<Instant> {
+        let now = Instant::now();
+        self.compensate(now);
+        if self.waited(now) > self.timeouts.timeout {
+            self.since = self.last_sign(missing(self), &active, now)?;
             self.warnings = 0;
         }
-        let waited = self.since.elapsed();
+        let waited = self.waited(now);
         if waited >= self.warning_due() {
             while waited >= self.warning_due() {
                 self.warnings += 1;
             }
-            self.warn(&missing(self), active, peers, last);
+            self.warn(&missing(self), active, peers, last, now);
         }
         let left = self.timeouts.timeout.min(self.warning_due());
-        Ok(left.saturating_sub(waited).max(MIN_SLEEP))
+        let left = left.saturating_sub(waited).max(MIN_SLEEP);
+        self.due = now + left.min(longest);
+        Ok(self.due)
+    }
+
+    /// Subtracts the time for which this thread was kept from looking at the clock: messages that came in it could not
+    /// be read, and a moment is given to read them.
+    fn compensate(&mut self, now: Instant) {
+        let late = now.saturating_duration_since(self.due);
+        if late >= SUSPEND_THRESHOLD {
+            let since = (self.since + late + SUSPEND_THRESHOLD).min(now);
+            self.began += since.saturating_duration_since(self.since);
+            self.since = since;
+        }
+    }
+
+    fn waited(&self, now: Instant) -> Duration {
+        now.saturating_duration_since(self.since)
     }
 
     /// Returns the length of the wait at which the next warning is due: once, three times and six times the time that
@@ -140,13 +167,14 @@ impl OpDeadline {
         active: impl Fn(usize) -> Option<Instant>,
         peers: &[Peer],
         last: impl Fn(usize) -> Option<LastOp>,
+        now: Instant,
     ) {
-        let works = |rank: &usize| self.works(active(*rank)).is_some();
+        let works = |rank: &usize| self.works(active(*rank), now).is_some();
         let working: Vec<usize> = missing.iter().copied().filter(works).collect();
         let mut text = format!(
             "rank {} has waited {} for {} in {self}; it gives up after {}",
             self.rank,
-            Seconds(self.began.elapsed()),
+            Seconds(now.saturating_duration_since(self.began)),
             list_ranks(missing),
             Seconds(self.timeouts.timeout),
         );
@@ -174,25 +202,14 @@ impl OpDeadline {
         stderr_fallback(&text);
     }
 
-    /// Notes that this thread slept until `woke` though it wanted to wake at `due`: the time in
-    /// between does not count, since messages that came in it could not be read, and a moment is
-    /// given to read them.
-    pub(crate) fn compensate(&mut self, due: Instant, woke: Instant) {
-        let late = woke.saturating_duration_since(due);
-        if late >= SUSPEND_THRESHOLD {
-            let since = (self.since + late + SUSPEND_THRESHOLD).min(woke);
-            self.began += since.saturating_duration_since(self.since);
-            self.since = since;
-        }
-    }
-
     /// The oldest of the last signs of work of those that are missing.
     fn last_sign(
         &self,
         missing: Vec<usize>,
         active: impl Fn(usize) -> Option<Instant>,
+        now: Instant,
     ) -> Result<Instant> {
-        let last = |rank: &usize| self.works(active(*rank));
+        let last = |rank: &usize| self.works(active(*rank), now);
         let idle: Vec<usize> = missing
             .iter()
             .copied()
@@ -200,15 +217,15 @@ impl OpDeadline {
             .collect();
         match missing.iter().filter_map(last).min() {
             Some(oldest) if idle.is_empty() => Ok(oldest),
-            Some(_) => Err(self.overdue(idle)),
-            None => Err(self.overdue(missing)),
+            Some(_) => Err(self.overdue(idle, now)),
+            None => Err(self.overdue(missing, now)),
         }
     }
 
     /// The last sign of work of a rank, where the operation waits for it because of that.
-    fn works(&self, active: Option<Instant>) -> Option<Instant> {
+    fn works(&self, active: Option<Instant>, now: Instant) -> Option<Instant> {
         let counts = self.timeouts.limit == TimeoutKind::Progress && !self.shortened;
-        active.filter(|at| counts && at.elapsed() <= self.timeouts.timeout)
+        active.filter(|at| counts && now.saturating_duration_since(*at) <= self.timeouts.timeout)
     }
 
     pub(crate) fn lost(&self, peer: &Peer, cause: &str, certainty: Certainty) -> Error {
@@ -279,7 +296,7 @@ impl OpDeadline {
         Error::blaming(kind, culprit, message)
     }
 
-    fn overdue(&self, missing: Vec<usize>) -> Error {
+    fn overdue(&self, missing: Vec<usize>, now: Instant) -> Error {
         let advice = match self.timeouts.limit {
             TimeoutKind::Connect => "ranks that need longer ask for a longer connect timeout",
             TimeoutKind::Progress => {
@@ -288,11 +305,11 @@ impl OpDeadline {
             }
         };
         let (rank, who) = (self.rank, list_ranks(&missing));
-        let waited = Seconds(self.began.elapsed());
+        let waited = Seconds(now.saturating_duration_since(self.began));
         let quiet = match self.since > self.began {
             true => format!(
                 ", the last {} without a sign of work",
-                Seconds(self.since.elapsed())
+                Seconds(self.waited(now))
             ),
             false => String::new(),
         };
@@ -317,6 +334,8 @@ const MAX_DESCRIBED: usize = 4;
 
 #[cfg(test)]
 mod tests {
+    use std::thread;
+
     use super::*;
     use crate::fingerprint::{CallSite, OpKind};
 
@@ -348,7 +367,16 @@ mod tests {
         missing: &[usize],
         active: impl Fn(usize) -> Option<Instant>,
     ) -> Result<Duration> {
-        deadline.tick(|_| missing.to_vec(), active, &[], |_| None)
+        let missing = |_: &OpDeadline| missing.to_vec();
+        let due = deadline.tick(Duration::MAX, missing, active, &[], |_| None)?;
+        Ok(due.saturating_duration_since(Instant::now()))
+    }
+
+    /// Lets time pass on a clock.
+    fn pass(deadline: &mut OpDeadline, time: Duration) {
+        deadline.began -= time;
+        deadline.since -= time;
+        deadline.due -= time;
     }
 
     #[test]
@@ -414,13 +442,28 @@ mod tests {
     #[test]
     fn time_in_which_a_rank_did_not_run_is_not_waited() {
         let mut deadline = late();
-        let now = deadline.since + Duration::from_secs(9);
-        deadline.compensate(now - Duration::from_secs(7), now);
-        assert_eq!(
-            deadline.since,
-            now - Duration::from_secs(2) + SUSPEND_THRESHOLD
-        );
+        let (since, stop) = (deadline.since, Duration::from_secs(7));
+        deadline.compensate(deadline.due + stop);
+        assert_eq!(deadline.since, since + stop + SUSPEND_THRESHOLD);
         assert_eq!(deadline.began, deadline.since);
+    }
+
+    #[test]
+    fn who_was_stopped_around_a_look_blames_nobody() {
+        let stop = Duration::from_secs(9);
+        let mut deadline = late();
+        deadline.restart();
+        // After the progress, and between a look and the sleep that follows it.
+        for _ in 0..2 {
+            pass(&mut deadline, stop);
+            tick(&mut deadline, &[0], |_| None).unwrap();
+        }
+        // Looks that come in time count.
+        let left = tick(&mut deadline, &[0], |_| None).unwrap();
+        pass(&mut deadline, left);
+        thread::sleep(Duration::from_millis(10));
+        let error = tick(&mut deadline, &[0], |_| None).unwrap_err();
+        assert_eq!(error.ranks(), [0], "{error}");
     }
 
     #[test]

@@ -114,12 +114,16 @@ impl Inbox {
         let roots = |deadline: &OpDeadline| state.roots(missing.clone().collect(), deadline);
         let active = |rank| state.active(rank);
         let last = |rank: usize| state.queues().get(rank)?.last;
-        let pause = deadline.tick(roots, active, transport.peers(), last)?;
-        let due = Instant::now() + state.pause(pause);
+        let due = deadline.tick(
+            state.longest_pause(),
+            roots,
+            active,
+            transport.peers(),
+            last,
+        )?;
         let version = state.version();
         drop(state);
         transport.wait_for_arrival(version, due, deadline)?;
-        deadline.compensate(due, Instant::now());
         Ok(self.lock())
     }
 

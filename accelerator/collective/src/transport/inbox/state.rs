@@ -427,12 +427,12 @@ impl InboxState {
         }
     }
 
-    /// Shortens a pause: a process that was stopped notices it by waking late, and where a moment
+    /// The longest pause: a process that was stopped notices it by waking late, and where a moment
     /// of grace runs its end matters.
-    pub(super) fn pause(&self, pause: Duration) -> Duration {
+    pub(super) fn longest_pause(&self) -> Duration {
         match self.failures().is_empty() {
-            false => pause.min(GRACE / 4),
-            true => pause.min(SUSPEND_THRESHOLD),
+            false => GRACE / 4,
+            true => SUSPEND_THRESHOLD,
         }
     }
 }

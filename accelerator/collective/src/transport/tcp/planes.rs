@@ -11,7 +11,7 @@ use rustix::event::{PollFd, PollFlags, poll};
 use super::{
     FINAL_MESSAGES_TIMEOUT, Tcp,
     frame_reader::{ReadOutcome, is_open, read_frames},
-    link::{self, Link, WRITER_CHECK_INTERVAL, await_ready, timespec},
+    link::{Link, WRITER_CHECK_INTERVAL, await_ready, timespec},
 };
 use crate::error::{Certainty, Error, Result, Seconds};
 use crate::liveness::{self, mesh_interval, suspended_for};
@@ -47,7 +47,7 @@ impl DataPlane for Tcp {
                 let now = Instant::now();
                 let mut due = match stuck {
                     Some((at, due)) if at == written => due,
-                    _ => now + link::WRITER_CHECK_INTERVAL,
+                    _ => now + WRITER_CHECK_INTERVAL,
                 };
                 if written > stuck.map_or(0, |(at, _)| at) {
                     deadline.on_progress(now);
@@ -55,14 +55,16 @@ impl DataPlane for Tcp {
                 self.inbox.await_rank(Some(to));
                 let was_calm = self.inbox.has_no_failures();
                 if failure.is_none() && (now >= due || !was_calm) {
-                    deadline.compensate(due, now);
-                    due = now + link::WRITER_CHECK_INTERVAL;
+                    due = now + WRITER_CHECK_INTERVAL;
                     let check = self.inbox.check(to, &self.peers, deadline);
                     let check = check.and_then(|()| {
                         let roots = |deadline: &OpDeadline| self.inbox.roots(vec![to], deadline);
                         let active = |rank| self.last_activity(rank);
                         let last = |rank| self.inbox.last_op(rank);
-                        deadline.tick(roots, active, &self.peers, last).map(drop)
+                        let longest = WRITER_CHECK_INTERVAL;
+                        deadline
+                            .tick(longest, roots, active, &self.peers, last)
+                            .map(drop)
                     });
                     if let Err(error) = check {
                         // Who is lost takes nothing more.
