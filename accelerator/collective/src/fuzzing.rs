@@ -25,8 +25,8 @@ use crate::transport::{
     ControlPlane, DataPlane, FinalMessage, Inbox, OpDeadline, OutgoingChunk, Peer, PeerLocation,
     Transport, TransportKind, feed,
 };
-use crate::wire::message::{self, Message, RankTable, Registration};
-use crate::wire::{FrameKind, Head, MAX_PREAMBLE};
+use crate::wire::message::{MAX_SHORT_BYTES, MAX_TABLE_BYTES, Message, RankTable, Registration};
+use crate::wire::{FrameKind, Head, MAX_PREAMBLE, from_bytes};
 
 /// Gives bytes to a rank as what its peer sent over an open connection.
 ///
@@ -58,18 +58,18 @@ pub fn frames(bytes: &[u8]) {
 
 /// Reads bytes as messages of those who meet, from unknown processes and from the store.
 pub fn messages(bytes: &[u8]) {
-    for bound in [message::MAX_SHORT_BYTES, message::MAX_TABLE_BYTES] {
+    for bound in [MAX_SHORT_BYTES, MAX_TABLE_BYTES] {
         let mut rest = Cursor::new(bytes);
         while let Ok(message) = Message::read(&mut rest, bound) {
             if let Message::Register { body, .. } | Message::Welcome { body, .. } = message {
-                let _ = message::from_bytes::<Registration>(&body);
-                let _ = message::from_bytes::<RankTable>(&body);
+                let _ = from_bytes::<Registration>(&body);
+                let _ = from_bytes::<RankTable>(&body);
             }
         }
     }
-    let _ = message::from_bytes::<Message>(bytes);
-    let _ = message::from_bytes::<Registration>(bytes);
-    let _ = message::from_bytes::<RankTable>(bytes);
+    let _ = from_bytes::<Message>(bytes);
+    let _ = from_bytes::<Registration>(bytes);
+    let _ = from_bytes::<RankTable>(bytes);
 }
 
 /// The lengths of an operation that is one frame, one with a part for each rank, and one whose parts are cut. As many

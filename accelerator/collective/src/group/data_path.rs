@@ -11,6 +11,7 @@ use crate::{
     fingerprint::{CallSite, CollectiveFingerprint, OpKind},
     shm::ArenaId,
     transport::{DataPath, TransportKind},
+    wire::to_bytes,
 };
 
 /// The paths of data between processes, best first. `auto` takes the first that serves all ranks. A new
@@ -215,14 +216,7 @@ fn exchange<T>(rank_state: &RankState, began: Instant, value: &T) -> Result<Vec<
 where
     T: Serialize + for<'a> Deserialize<'a>,
 {
-    let mut own = Vec::new();
-    ciborium::into_writer(value, &mut own).map_err(|error| {
-        Error::caused(
-            Kind::Protocol,
-            "what this rank says about its host cannot be written",
-            error,
-        )
-    })?;
+    let own = to_bytes(value);
     let fingerprint = CollectiveFingerprint::new(OpKind::Connect, CallSite::new(file!(), line!()))
         .with_data(DType::U8, own.len());
     let mut all = vec![Vec::new(); rank_state.topology.world_size()];

@@ -17,8 +17,10 @@ use super::{Rendezvous, Security, StoreHost};
 use crate::error::{Error, Kind, Result, Seconds, list_ranks, stderr_fallback};
 use crate::socket::limit_backoff;
 use crate::topology::{Topology, TransportKind};
-use crate::wire::message::{LocalPlace, Message, Nonce, Proves, Registration};
-use crate::wire::{ReadError, message};
+use crate::wire::message::{
+    LocalPlace, MAX_SHORT_BYTES, MAX_TABLE_BYTES, Message, Nonce, Proves, RankTable, Registration,
+};
+use crate::wire::{ReadError, from_bytes, to_bytes};
 use accelerator_host::machine::{boot_id, host_name};
 
 /// The attempt of one rank to join through the store.
@@ -119,7 +121,7 @@ impl JoinAttempt<'_> {
             .send(&stream, &hello)
             .and_then(|()| {
                 let until = until.min(Instant::now() + ANSWER);
-                self.receive(&stream, message::MAX_SHORT_BYTES, until)
+                self.receive(&stream, MAX_SHORT_BYTES, until)
             })
             .map_err(|error| match error {
                 JoinError::Again(why) => {
@@ -143,7 +145,7 @@ impl JoinAttempt<'_> {
             other => return Err(self.unexpected(other)),
         };
         let listener = self.listen(&stream).map_err(JoinError::Final)?;
-        let body = message::to_bytes(
+        let body = to_bytes(
             &self
                 .registration(&listener, &stream)
                 .map_err(JoinError::Final)?,
@@ -175,7 +177,7 @@ impl JoinAttempt<'_> {
             if Message::arrives(stream, Some(timer.pause())).map_err(lost)? {
                 timer.on_received();
                 let due = Instant::now() + VERDICT_WAIT;
-                match self.receive(stream, message::MAX_TABLE_BYTES, due) {
+                match self.receive(stream, MAX_TABLE_BYTES, due) {
                     Ok(Message::Welcome { body, proof }) => return Ok((body, proof)),
                     Ok(Message::Waiting { missing, count }) => {
                         self.warn(started, &missing, count);
@@ -386,8 +388,8 @@ impl JoinAttempt<'_> {
                 ),
             )));
         }
-        let table: message::RankTable =
-            message::from_bytes(body).map_err(|error| JoinError::Final(self.error(error)))?;
+        let table: RankTable =
+            from_bytes(body).map_err(|error| JoinError::Final(self.error(error)))?;
         let complete = table.ranks.len() == self.topology.world_size()
             && table.ranks.iter().enumerate().all(|(i, x)| x.rank == i);
         if !complete {

@@ -21,8 +21,11 @@ use crate::error::{Error, Kind, Result};
 use crate::group::{GroupOptions, ProcessGroup};
 use crate::launch::{Launch, LaunchExt};
 use crate::topology::{Topology, TransportKind};
-use crate::wire::message::{self, Message, Proves, RankTable, Registration};
-use crate::wire::{ReadError, WireError};
+use crate::wire::message::{
+    MAX_MESSAGE_RANKS, MAX_SHORT_BYTES, MAX_TABLE_BYTES, MAX_TEXT_BYTES, Message, Proves,
+    RankTable, Registration,
+};
+use crate::wire::{ReadError, WireError, from_bytes, to_bytes};
 
 const LIVENESS: Duration = Duration::from_secs(1);
 
@@ -120,7 +123,7 @@ impl Odd {
             boot: None,
             local: None,
         };
-        let body = message::to_bytes(&registration);
+        let body = to_bytes(&registration);
         odd.say(&Message::Register { body, proof: None });
         odd.live();
         odd
@@ -155,7 +158,7 @@ impl Odd {
     fn hear(&self) -> Message {
         loop {
             let deadline = Instant::now() + SOON;
-            match Message::receive(&self.stream, message::MAX_TABLE_BYTES, deadline).unwrap() {
+            match Message::receive(&self.stream, MAX_TABLE_BYTES, deadline).unwrap() {
                 Message::Heartbeat => {}
                 message => return message,
             }
@@ -164,7 +167,7 @@ impl Odd {
 
     fn table(&self) -> RankTable {
         match self.hear() {
-            Message::Welcome { body, .. } => message::from_bytes(&body).unwrap(),
+            Message::Welcome { body, .. } => from_bytes(&body).unwrap(),
             other => panic!("unexpected {other:?}"),
         }
     }
@@ -305,8 +308,8 @@ fn a_rank_that_gives_up_is_heard_by_all() {
     );
     odd.say(&Message::ReportFailure(crate::wire::WireError::bounded(
         &error,
-        message::MAX_TEXT_BYTES,
-        message::MAX_MESSAGE_RANKS,
+        MAX_TEXT_BYTES,
+        MAX_MESSAGE_RANKS,
     )));
     for error in ranks.errors() {
         assert!(error.is_rendezvous());
@@ -328,7 +331,7 @@ fn a_store_that_is_gone_ends_the_wait() {
         let ranks = Ranks::start(&[1], 2, &at(address).with_store(host));
         let (stream, _) = listener.accept().unwrap();
         let deadline = Instant::now() + SOON;
-        let hello = Message::receive(&stream, message::MAX_SHORT_BYTES, deadline).unwrap();
+        let hello = Message::receive(&stream, MAX_SHORT_BYTES, deadline).unwrap();
         assert!(matches!(hello, Message::Hello { .. }));
         let nonce = random().unwrap();
         let challenge = Message::Challenge {
@@ -338,7 +341,7 @@ fn a_store_that_is_gone_ends_the_wait() {
             pid: 4711,
         };
         challenge.send(&stream).unwrap();
-        let register = Message::receive(&stream, message::MAX_SHORT_BYTES, deadline).unwrap();
+        let register = Message::receive(&stream, MAX_SHORT_BYTES, deadline).unwrap();
         assert!(matches!(register, Message::Register { .. }));
         let started = Instant::now();
         drop((stream, listener));
@@ -405,7 +408,7 @@ fn a_rank_that_reads_nothing_delays_nobody() {
     let mut number = 0;
     loop {
         let deadline = Instant::now() + SOON;
-        match Message::receive(&stopped.stream, message::MAX_TABLE_BYTES, deadline) {
+        match Message::receive(&stopped.stream, MAX_TABLE_BYTES, deadline) {
             Ok(Message::ExitNotice {
                 rank: 1,
                 text: heard,
@@ -537,7 +540,7 @@ fn the_words_of_a_store_that_has_proved_nothing_are_not_shown() {
         let ranks = Ranks::start(&[1], 2, &rendezvous);
         let (stream, _) = listener.accept().unwrap();
         let deadline = Instant::now() + SOON;
-        Message::receive(&stream, message::MAX_SHORT_BYTES, deadline).unwrap();
+        Message::receive(&stream, MAX_SHORT_BYTES, deadline).unwrap();
         let refusal = Error::about(kind, vec![7], hostile);
         Message::Refused(WireError::new(&refusal))
             .send(&stream)

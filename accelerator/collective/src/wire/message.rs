@@ -6,9 +6,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use serde::{Deserialize, Serialize};
 
-use super::{DeadlineReader, ReadError, WireError, fill, read_printable};
+use super::{DeadlineReader, ReadError, WireError, fill, from_bytes, read_printable, to_bytes};
 use crate::{
     error::{Certainty, Culprit},
     topology::TransportKind,
@@ -261,28 +261,6 @@ pub(crate) struct RankTable {
 }
 
 pub(crate) type Nonce = [u8; 32];
-
-#[expect(clippy::expect_used, reason = "plain data is always written to memory")]
-pub(crate) fn to_bytes(value: &impl Serialize) -> Vec<u8> {
-    let mut bytes = Vec::new();
-    ciborium::into_writer(value, &mut bytes).expect("memory takes every message");
-    bytes
-}
-
-pub(crate) fn from_bytes<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ReadError> {
-    ciborium::from_reader(bytes).map_err(|error| {
-        use ciborium::de::Error;
-        // The error of the parser quotes the value, which an unauthenticated peer may have sent.
-        ReadError::Message(match error {
-            Error::Syntax(at) | Error::Semantic(Some(at), _) => {
-                format!("a malformed message, at its byte {at}")
-            }
-            Error::Io(_) | Error::Semantic(None, _) | Error::RecursionLimitExceeded => {
-                "a malformed message".to_owned()
-            }
-        })
-    })
-}
 
 /// The longest time that a receiver may take to make room for a few bytes.
 pub(crate) const SHORT_SEND_TIMEOUT: Duration = Duration::from_millis(200);

@@ -8,7 +8,7 @@ use std::net::TcpStream;
 use std::time::{Duration, Instant};
 use std::{fmt, io};
 
-use serde::{Deserialize, Deserializer, Serialize};
+use serde::{Deserialize, Deserializer, Serialize, de::DeserializeOwned};
 
 use crate::error::{Culprit, Error, Kind};
 use crate::fingerprint::CollectiveFingerprint;
@@ -40,18 +40,6 @@ impl WireError {
             message: shorten(&error.to_string(), text),
             culprit,
         }
-    }
-
-    #[expect(clippy::expect_used, reason = "plain data is always written to memory")]
-    pub(crate) fn encode(&self) -> Vec<u8> {
-        let mut bytes = Vec::new();
-        ciborium::into_writer(self, &mut bytes).expect("memory takes every error");
-        bytes
-    }
-
-    /// Reads what [`encode`](Self::encode) wrote; `None` where the bytes are anything else.
-    pub(crate) fn decode(bytes: &[u8]) -> Option<Self> {
-        ciborium::from_reader(bytes).ok()
     }
 
     pub(crate) fn kind(&self) -> Kind {
@@ -333,13 +321,20 @@ pub(crate) struct Abort {
 impl Abort {
     /// The preamble of an abort frame.
     pub(crate) fn encode(&self) -> Vec<u8> {
-        WireError::bounded(&self.error, MAX_PREAMBLE / 2, MAX_ABORT_RANKS).encode()
+        to_bytes(&WireError::bounded(
+            &self.error,
+            MAX_PREAMBLE / 2,
+            MAX_ABORT_RANKS,
+        ))
     }
 
     /// Reads what [`encode`](Self::encode) wrote.
     pub(crate) fn decode(sequence: u64, bytes: &[u8]) -> Option<Self> {
-        let error = WireError::decode(bytes)?.into_error();
-        Some(Self { sequence, error })
+        let error: WireError = from_bytes(bytes).ok()?;
+        Some(Self {
+            sequence,
+            error: error.into_error(),
+        })
     }
 }
 
@@ -387,6 +382,30 @@ impl Read for DeadlineReader<'_> {
         self.stream.set_read_timeout(Some(left))?;
         self.stream.read(buffer)
     }
+}
+
+/// Writes a message, an error or a part of one.
+#[expect(clippy::expect_used, reason = "plain data is always written to memory")]
+pub(crate) fn to_bytes(value: &impl Serialize) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    ciborium::into_writer(value, &mut bytes).expect("memory takes every message");
+    bytes
+}
+
+/// Reads what [`to_bytes`] wrote.
+pub(crate) fn from_bytes<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ReadError> {
+    ciborium::from_reader(bytes).map_err(|error| {
+        use ciborium::de::Error;
+        // The error of the parser quotes the value, which an unauthenticated peer may have sent.
+        ReadError::Message(match error {
+            Error::Syntax(at) | Error::Semantic(Some(at), _) => {
+                format!("a malformed message, at its byte {at}")
+            }
+            Error::Io(_) | Error::Semantic(None, _) | Error::RecursionLimitExceeded => {
+                "a malformed message".to_owned()
+            }
+        })
+    })
 }
 
 /// Fills a buffer from a connection.

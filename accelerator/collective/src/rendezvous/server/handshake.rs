@@ -14,8 +14,8 @@ use crate::rendezvous::peer_origin::{PeerOrigin, plain};
 use crate::rendezvous::store_state::{Connection, RankMessage, StoreInput};
 use crate::rendezvous::{PendingHandshake, PendingHandshakes, Security, Token, random};
 use crate::socket::limit_backoff;
-use crate::wire::message::{Message, Nonce, Proves, Registration};
-use crate::wire::{ReadError, WireError, message};
+use crate::wire::message::{MAX_SHORT_BYTES, Message, Nonce, Proves, Registration};
+use crate::wire::{ReadError, WireError, from_bytes};
 
 impl ServerState {
     pub(super) fn accept(self: &Arc<Self>, listener: &TcpListener) {
@@ -105,7 +105,7 @@ impl ServerState {
     fn listen(&self, stream: &TcpStream, rank: usize) {
         while let Ok(true) = Message::arrives(stream, None) {
             let deadline = Instant::now() + PendingHandshakes::TIMEOUT;
-            let said = match Message::receive(stream, message::MAX_SHORT_BYTES, deadline) {
+            let said = match Message::receive(stream, MAX_SHORT_BYTES, deadline) {
                 Ok(Message::ReportFailure(refusal)) => {
                     RankMessage::ReportFailure(refusal.into_error())
                 }
@@ -144,8 +144,7 @@ impl ServerState {
         // A rank that waits must not be delayed; without this it only takes longer.
         let _ = stream.set_nodelay(true);
         let key = self.options.token.as_ref().map(Token::key);
-        let hello =
-            Message::receive(stream, message::MAX_SHORT_BYTES, deadline).map_err(unreadable)?;
+        let hello = Message::receive(stream, MAX_SHORT_BYTES, deadline).map_err(unreadable)?;
         let Message::Hello { nonce, job, proves } = hello else {
             return Err(Error::new(Kind::Protocol, "it did not say hello"));
         };
@@ -173,8 +172,7 @@ impl ServerState {
         }
         .send(stream)
         .map_err(unreadable)?;
-        let register =
-            Message::receive(stream, message::MAX_SHORT_BYTES, deadline).map_err(unreadable)?;
+        let register = Message::receive(stream, MAX_SHORT_BYTES, deadline).map_err(unreadable)?;
         let Message::Register { body, proof } = register else {
             return Err(Error::new(Kind::Protocol, "it did not register"));
         };
@@ -187,7 +185,7 @@ impl ServerState {
                  the same token for every process",
             ));
         }
-        let registration = message::from_bytes(&body).map_err(unreadable)?;
+        let registration = from_bytes(&body).map_err(unreadable)?;
         Ok((registration, [nonce, own]))
     }
 

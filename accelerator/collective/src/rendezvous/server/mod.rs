@@ -29,8 +29,8 @@ use crate::{
     topology::Topology,
     wire::{
         WireError,
-        message::{self, Message, Nonce, RankTable},
-        shorten,
+        message::{MAX_MESSAGE_RANKS, MAX_TEXT_BYTES, Message, Nonce, RankTable},
+        shorten, to_bytes,
     },
 };
 use accelerator_host::{
@@ -128,7 +128,7 @@ impl StoreServer {
     /// Until the ranks are connected, everybody fails with it at once. Later they know the cause
     /// when they see the rank gone. A rank that has left in good order is not lost by it.
     pub fn report_exit(&self, rank: usize, text: impl Into<String>) {
-        let text = shorten(&text.into(), message::MAX_TEXT_BYTES);
+        let text = shorten(&text.into(), MAX_TEXT_BYTES);
         self.shared.step(StoreInput::ExitNotice { rank, text });
     }
 
@@ -340,7 +340,7 @@ impl ServerState {
                 mut missing,
             } => {
                 let count = missing.len();
-                missing.truncate(message::MAX_MESSAGE_RANKS);
+                missing.truncate(MAX_MESSAGE_RANKS);
                 registry.send(&[connection], &Message::Waiting { missing, count });
             }
             StoreAction::ReportExit {
@@ -356,7 +356,7 @@ impl ServerState {
                 registry.send(&connections, &message);
             }
             StoreAction::Welcome { connections, ranks } => {
-                let body = message::to_bytes(&RankTable {
+                let body = to_bytes(&RankTable {
                     ranks,
                     secret: self.secret,
                 });
