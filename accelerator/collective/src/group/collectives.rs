@@ -169,8 +169,8 @@ impl ProcessGroup {
         let fingerprint = CollectiveFingerprint::new(OpKind::AllReduce, self.site())
             .with_op(op)
             .with_data(buffer.dtype(), buffer.len())
-            .with_purpose(self.1);
-        self.0.start(fingerprint, buffer, op, Output::Full)
+            .with_purpose(self.purpose);
+        self.handle.start(fingerprint, buffer, op, Output::Full)
     }
 
     /// Reduces the values of all ranks, element by element, in place and without a copy where the

@@ -308,7 +308,7 @@ mod tests {
     #[test]
     fn what_is_done_behind_a_failure_fails_with_it() {
         let ranks = ProcessGroup::threads(2, &GroupOptions::new()).unwrap();
-        let rank_state = &*ranks[0].0.rank_state;
+        let rank_state = &*ranks[0].handle.rank_state;
         let mut ops = InFlightOps {
             rank_state,
             ops: VecDeque::new(),
@@ -343,7 +343,7 @@ mod tests {
     #[test]
     fn nobody_waits_for_a_thread_that_panicked() {
         let ranks = ProcessGroup::threads(2, &GroupOptions::new()).unwrap();
-        let rank_state = Arc::clone(&ranks[0].0.rank_state);
+        let rank_state = Arc::clone(&ranks[0].handle.rank_state);
         let fingerprint = fingerprint();
         let (sender, jobs) = pending::channel();
         let slots = SlotPool::default();

@@ -252,7 +252,7 @@ pub struct Forbidden {
 
 impl Drop for Forbidden {
     fn drop(&mut self) {
-        self.group.0.rank_state.allow(&self.reason);
+        self.group.handle.rank_state.allow(&self.reason);
     }
 }
 
@@ -283,7 +283,7 @@ pub enum NextPlace {
 impl GroupExt for ProcessGroup {
     fn forbid(&self, reason: impl Into<String>) -> Forbidden {
         let reason: Arc<str> = reason.into().into();
-        self.0.rank_state.forbid(Arc::clone(&reason));
+        self.handle.rank_state.forbid(Arc::clone(&reason));
         Forbidden {
             group: self.clone(),
             reason,
@@ -291,11 +291,11 @@ impl GroupExt for ProcessGroup {
     }
 
     fn check_allowed(&self, call: impl fmt::Display) -> Result<()> {
-        self.0.rank_state.check_allowed(&call)
+        self.handle.rank_state.check_allowed(&call)
     }
 
     fn abort_by_panic(&self) {
-        self.0.rank_state.abort(&rank_state::last_panic());
+        self.handle.rank_state.abort(&rank_state::last_panic());
     }
 
     fn last_panic() -> String {
@@ -303,12 +303,12 @@ impl GroupExt for ProcessGroup {
     }
 
     fn has_next_place(&self) -> bool {
-        let store = self.0.rank_state.store();
+        let store = self.handle.rank_state.store();
         store.is_some_and(|store| store.has_next_place())
     }
 
     fn next_place(&self, timeout: Duration) -> Result<NextPlace> {
-        let store = self.0.rank_state.store();
+        let store = self.handle.rank_state.store();
         let Some(told) = store.and_then(|store| store.next_place(timeout)) else {
             return Err(Error::new(
                 Kind::Rendezvous,
@@ -331,15 +331,15 @@ impl GroupExt for ProcessGroup {
     }
 
     fn token(&self, purpose: &str) -> Option<Token> {
-        self.0.key.as_ref().map(|key| key.token(purpose))
+        self.handle.key.as_ref().map(|key| key.token(purpose))
     }
 
     fn buffer_bytes(&self) -> usize {
-        self.0.rank_state.buffers.bytes()
+        self.handle.rank_state.buffers.bytes()
     }
 
     fn observe(&self, observer: impl Fn(&OpEvent) + Send + Sync + 'static) -> Result<()> {
-        self.0.rank_state.observe(Box::new(observer))
+        self.handle.rank_state.observe(Box::new(observer))
     }
 
     #[track_caller]
@@ -398,8 +398,8 @@ impl GroupExt for ProcessGroup {
     ) -> Result<Pending> {
         let fingerprint = self.scattering(&buffer, op, layout)?;
         let output = Output::Shard(Arc::clone(layout));
-        self.0
-            .start(fingerprint.with_purpose(self.1), buffer, op, output)
+        self.handle
+            .start(fingerprint.with_purpose(self.purpose), buffer, op, output)
     }
 }
 

@@ -106,11 +106,11 @@ use accelerator_host::sync::Mutex;
 /// # }
 /// ```
 #[derive(Clone)]
-pub struct ProcessGroup(
-    Arc<GroupHandle>,
-    Purpose,
-    Option<&'static Location<'static>>,
-);
+pub struct ProcessGroup {
+    handle: Arc<GroupHandle>,
+    purpose: Purpose,
+    caller: Option<&'static Location<'static>>,
+}
 
 impl ProcessGroup {
     /// A world of one: every collective gives back what it gets, at no cost.
@@ -199,13 +199,13 @@ impl ProcessGroup {
         let key = meeting.key.clone();
         let transport = Tcp::connect(&topology, meeting, connect_timeout)?.into_transport();
         let group = Self::join(topology, options, transport, store, Some(key))?;
-        data_path::negotiate(&group.0.rank_state, asked, began)?;
+        data_path::negotiate(&group.handle.rank_state, asked, began)?;
         Ok(group)
     }
 
     /// This rank's place.
     pub fn topology(&self) -> &Topology {
-        &self.0.rank_state.topology
+        &self.handle.rank_state.topology
     }
 
     /// This rank's number, from 0.
@@ -220,12 +220,12 @@ impl ProcessGroup {
 
     /// The options with which the group was made.
     pub fn options(&self) -> &GroupOptions {
-        &self.0.rank_state.options
+        &self.handle.rank_state.options
     }
 
     /// The transport that connects the ranks.
     pub fn transport(&self) -> TransportKind {
-        self.0.rank_state.transport.kind()
+        self.handle.rank_state.transport.kind()
     }
 
     /// A handle whose operations are for `purpose`, a few words that precede the operation's name in messages and
@@ -253,7 +253,10 @@ impl ProcessGroup {
     /// ```
     #[must_use]
     pub fn for_purpose(&self, purpose: &str) -> Self {
-        Self(Arc::clone(&self.0), Purpose::new(purpose), self.2)
+        Self {
+            purpose: Purpose::new(purpose),
+            ..self.clone()
+        }
     }
 
     /// Returns a handle whose operations name `caller` as their call site: for a library that runs them in a callback,
@@ -275,7 +278,10 @@ impl ProcessGroup {
     /// ```
     #[must_use]
     pub fn for_caller(&self, caller: &'static Location<'static>) -> Self {
-        Self(Arc::clone(&self.0), self.1, Some(caller))
+        Self {
+            caller: Some(caller),
+            ..self.clone()
+        }
     }
 
     /// A buffer of zeros, placed where the group's transport reduces it best.
@@ -284,30 +290,24 @@ impl ProcessGroup {
     ///
     /// Panics as a `Vec` does, if the memory does not suffice.
     pub fn buffer(&self, dtype: DType, len: usize) -> Buffer {
-        let buffer = self.0.rank_state.transport.buffer(dtype, len);
-        buffer.counted_by(&self.0.rank_state.buffers)
+        let buffer = self.handle.rank_state.transport.buffer(dtype, len);
+        buffer.counted_by(&self.handle.rank_state.buffers)
     }
 
     #[cfg(test)]
     pub(crate) fn inbox(&self) -> &crate::transport::Inbox {
-        self.0.rank_state.transport.inbox()
+        self.handle.rank_state.transport.inbox()
     }
 
     #[cfg(test)]
     pub(crate) fn shm_peers(&self) -> Option<&crate::shm::ShmPeers> {
-        self.0.rank_state.transport.shared()
+        self.handle.rank_state.transport.shared()
     }
 
     fn alone(options: &GroupOptions, store: Option<StoreClient>) -> Self {
         let transport = Threads::alone();
         let rank_state = RankState::new(Topology::single(), options.clone(), transport, store);
-        let handle = Arc::new(GroupHandle {
-            rank_state: Arc::new(rank_state),
-            jobs: Mutex::new(None),
-            slots: SlotPool::default(),
-            key: None,
-        });
-        Self(handle, Purpose::NONE, None)
+        Self::of(Arc::new(rank_state), None)
     }
 
     pub(crate) fn join(
@@ -319,19 +319,26 @@ impl ProcessGroup {
     ) -> Result<Self> {
         let rank_state = Arc::new(RankState::new(topology, options.clone(), transport, store));
         rank_state.start_failure_detection()?;
-        let handle = Arc::new(GroupHandle {
-            rank_state,
-            jobs: Mutex::new(None),
-            slots: SlotPool::default(),
-            key,
-        });
-        Ok(Self(handle, Purpose::NONE, None))
+        Ok(Self::of(rank_state, key))
+    }
+
+    fn of(rank_state: Arc<RankState>, key: Option<Key>) -> Self {
+        Self {
+            handle: Arc::new(GroupHandle {
+                rank_state,
+                jobs: Mutex::new(None),
+                slots: SlotPool::default(),
+                key,
+            }),
+            purpose: Purpose::NONE,
+            caller: None,
+        }
     }
 
     /// Returns the call site of an operation: that of the handle, else the caller of the method that calls this one.
     #[track_caller]
     fn site(&self) -> CallSite {
-        CallSite::of(self.2.unwrap_or(Location::caller()))
+        CallSite::of(self.caller.unwrap_or(Location::caller()))
     }
 
     fn run(
@@ -339,9 +346,9 @@ impl ProcessGroup {
         fingerprint: &CollectiveFingerprint,
         body: impl FnOnce(OpContext<'_>) -> Result<()>,
     ) -> Result<()> {
-        let fingerprint = &fingerprint.with_purpose(self.1);
-        let ticket = self.0.rank_state.admit(fingerprint)?;
-        self.0
+        let fingerprint = &fingerprint.with_purpose(self.purpose);
+        let ticket = self.handle.rank_state.admit(fingerprint)?;
+        self.handle
             .rank_state
             .perform(ExecThread::Caller, ticket, fingerprint, body, |outcome| {
                 outcome
@@ -352,7 +359,7 @@ impl ProcessGroup {
 impl fmt::Debug for ProcessGroup {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_tuple("ProcessGroup")
-            .field(&self.0.rank_state)
+            .field(&self.handle.rank_state)
             .finish()
     }
 }

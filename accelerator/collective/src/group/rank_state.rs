@@ -13,7 +13,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use accelerator_host::sync::{Condvar, Mutex, MutexGuard};
+use accelerator_host::sync::{Condvar, Mutex};
 
 use super::engine::{OpContext, Scratch};
 use super::observer::{Callback, ExecThread, OpTimer};
@@ -282,11 +282,11 @@ impl RankState {
     }
 
     pub(crate) fn forbid(&self, reason: Arc<str>) {
-        self.forbidden().push(reason);
+        self.forbidden.lock().push(reason);
     }
 
     pub(crate) fn allow(&self, reason: &Arc<str>) {
-        let mut forbidden = self.forbidden();
+        let mut forbidden = self.forbidden.lock();
         if let Some(index) = forbidden.iter().rposition(|x| Arc::ptr_eq(x, reason)) {
             forbidden.remove(index);
         }
@@ -294,7 +294,7 @@ impl RankState {
 
     /// Fails with the reason if a call that communicates must not be made.
     pub(crate) fn check_allowed(&self, call: &dyn fmt::Display) -> Result<()> {
-        match self.forbidden().last() {
+        match self.forbidden.lock().last() {
             None => Ok(()),
             Some(reason) => Err(Error::new(
                 Kind::Misuse,
@@ -379,10 +379,6 @@ impl RankState {
         self.transport.control().leave(message);
         true
     }
-
-    fn forbidden(&self) -> MutexGuard<'_, Vec<Arc<str>>> {
-        self.forbidden.lock()
-    }
 }
 
 impl Drop for RankState {
@@ -415,22 +411,10 @@ impl Drop for AbortOnPanic<'_> {
     }
 }
 
-/// The time that dropping the last handle waits for operations that were started.
-const DROP_WAIT: Duration = Duration::from_secs(1);
-
-/// The time to wait for the final messages of others after a failure.
-const FINAL_MESSAGES_WAIT: Duration = Duration::from_secs(2);
-
-/// The time that a failing rank waits for what the store knows.
-const EXIT_NOTICE_WAIT: Duration = Duration::from_millis(250);
-
-/// The longest time by which the final message of a rank may follow the notice of its end.
-const FINAL_MESSAGE_DELAY: Duration = Duration::from_millis(200);
-
 /// Controls the heartbeat thread of a rank.
 #[derive(Debug, Default)]
 pub(super) struct HeartbeatThread {
-    state: Mutex<Flags>,
+    flags: Mutex<Flags>,
     changed: Condvar,
 }
 
@@ -460,35 +444,26 @@ impl HeartbeatThread {
 
     /// Ends it.
     pub(super) fn stop(&self) {
-        self.lock().stopped = true;
+        self.flags.lock().stopped = true;
         self.changed.notify_all();
     }
 
     /// Lets it beat at once.
     pub(super) fn wake(&self) {
-        self.lock().wakened = true;
+        self.flags.lock().wakened = true;
         self.changed.notify_all();
     }
 
     fn is_stopped(&self) -> bool {
-        self.lock().stopped
+        self.flags.lock().stopped
     }
 
     fn sleep(&self, pause: Duration) {
-        let quiet = |state: &mut Flags| !state.stopped && !state.wakened;
-        let mut state = self.changed.wait_timeout_while(self.lock(), pause, quiet);
-        state.wakened = false;
+        let quiet = |flags: &mut Flags| !flags.stopped && !flags.wakened;
+        let flags = self.flags.lock();
+        let mut flags = self.changed.wait_timeout_while(flags, pause, quiet);
+        flags.wakened = false;
     }
-
-    fn lock(&self) -> MutexGuard<'_, Flags> {
-        self.state.lock()
-    }
-}
-
-#[derive(Debug, Default)]
-struct Flags {
-    stopped: bool,
-    wakened: bool,
 }
 
 /// Lets a rank abort its group with the text of a panic. The first call installs a panic hook, in front of
@@ -513,9 +488,9 @@ pub(super) fn install_hook(rank_state: &Arc<RankState>) {
                 report_panic(&text);
             }
             // The memory of a thread that is ending may be gone.
-            let _ = LAST_PANIC.try_with(|said| {
-                if let Ok(mut said) = said.try_borrow_mut() {
-                    *said = Some(text);
+            let _ = LAST_PANIC.try_with(|last| {
+                if let Ok(mut last) = last.try_borrow_mut() {
+                    *last = Some(text);
                 }
             });
             earlier(info);
@@ -525,11 +500,17 @@ pub(super) fn install_hook(rank_state: &Arc<RankState>) {
 
 /// The text of the panic of this thread, which unwinds.
 pub(super) fn last_panic() -> String {
-    let said = LAST_PANIC.try_with(|said| said.try_borrow().ok().and_then(|said| said.clone()));
-    match said.ok().flatten() {
+    let last = LAST_PANIC.try_with(|last| last.try_borrow().ok()?.clone());
+    match last.ok().flatten() {
         Some(text) => text,
         None => "it panicked".to_owned(),
     }
+}
+
+#[derive(Debug, Default)]
+struct Flags {
+    stopped: bool,
+    wakened: bool,
 }
 
 fn describe(info: &PanicHookInfo<'_>) -> String {
@@ -569,6 +550,18 @@ thread_local! {
 }
 
 static RANKS: Mutex<Vec<Weak<RankState>>> = Mutex::new(Vec::new());
+
+/// The time that dropping the last handle waits for operations that were started.
+const DROP_WAIT: Duration = Duration::from_secs(1);
+
+/// The time to wait for the final messages of others after a failure.
+const FINAL_MESSAGES_WAIT: Duration = Duration::from_secs(2);
+
+/// The time that a failing rank waits for what the store knows.
+const EXIT_NOTICE_WAIT: Duration = Duration::from_millis(250);
+
+/// The longest time by which the final message of a rank may follow the notice of its end.
+const FINAL_MESSAGE_DELAY: Duration = Duration::from_millis(200);
 
 /// The most characters of a panic's message that are reported.
 const MAX_MESSAGE_CHARS: usize = 1000;

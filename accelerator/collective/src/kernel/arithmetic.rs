@@ -340,7 +340,7 @@ pub(crate) fn widen(dtype: DType, source: &[u8], target: &mut [u8]) {
 /// # Panics
 ///
 /// The same as for [`widen`].
-pub(crate) fn finish(dtype: DType, total: &[u8], result: &mut [u8]) {
+pub(crate) fn narrow(dtype: DType, total: &[u8], result: &mut [u8]) {
     match dtype {
         DType::BF16 => narrow_all::<bf16>(total, result),
         DType::F16 => narrow_all::<f16>(total, result),

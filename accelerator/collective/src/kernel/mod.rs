@@ -27,7 +27,7 @@ use half::{bf16, f16};
 
 use crate::element::{DType, ReduceOp};
 use arithmetic::{ExactMean, Kernel, Max, Mean, Min, Sum};
-pub(crate) use arithmetic::{divide, finish, wide, widen};
+pub(crate) use arithmetic::{divide, narrow, wide, widen};
 pub(crate) use simd::SimdLevel;
 use simd::{Convert, Instructions, Portable};
 

@@ -10,7 +10,7 @@ use std::{
 
 use super::address::{address_like, any_like, listen_everywhere};
 use super::peer_origin::PeerOrigin;
-use super::store_client::{HeartbeatTimer, Store};
+use super::store_client::{HeartbeatTimer, StoreLocation};
 use super::store_state::RECONNECT_TIME;
 use super::token::{Key, random};
 use super::{Rendezvous, Security, StoreHost};
@@ -247,8 +247,8 @@ impl JoinAttempt<'_> {
     }
 
     /// The address of the store and its host, as far as they are known.
-    pub(super) fn store(&self) -> Store {
-        Store {
+    pub(super) fn store(&self) -> StoreLocation {
+        StoreLocation {
             address: self.rendezvous.to_string(),
             host: self.rendezvous.store,
             store_process: self.store_process.get().cloned(),

@@ -36,7 +36,7 @@ impl StoreClient {
         rank: usize,
         stream: TcpStream,
         liveness: Duration,
-        store: Store,
+        store: StoreLocation,
         server: Option<StoreServer>,
     ) -> Result<Self> {
         let connection = Arc::new(StoreConnection {
@@ -161,7 +161,7 @@ impl StoreClient {
     fn send(&self, said: RankMessage, message: &Message) {
         match &self.0.server {
             // What this rank says last must be known before its store ends.
-            Some(server) => server.said(self.0.rank, said),
+            Some(server) => server.message(self.0.rank, said),
             None => self.0.connection.send(message),
         }
     }
@@ -178,7 +178,7 @@ impl fmt::Debug for StoreClient {
 
 /// The address of a store and its host.
 #[derive(Debug)]
-pub(super) struct Store {
+pub(super) struct StoreLocation {
     /// `host:port`.
     pub(super) address: String,
     pub(super) host: StoreHost,
@@ -186,7 +186,7 @@ pub(super) struct Store {
     pub(super) store_process: Option<(String, u32)>,
 }
 
-impl Store {
+impl StoreLocation {
     /// The error of a rank that can do without a store no longer.
     pub(super) fn error(&self, what: impl fmt::Display) -> Error {
         let text = format!("{self} {what}");
@@ -207,7 +207,7 @@ impl Store {
     }
 }
 
-impl fmt::Display for Store {
+impl fmt::Display for StoreLocation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let host = match self.host {
             StoreHost::Launcher => "the launcher",
@@ -302,7 +302,7 @@ impl Drop for ClientHandle {
 struct StoreConnection {
     stream: TcpStream,
     liveness: Duration,
-    store: Store,
+    store: StoreLocation,
     writer: Mutex<ConnectionWriter>,
     known: Mutex<ClientState>,
     changed: Condvar,

@@ -6,7 +6,7 @@ use super::{HierarchicalScratch, OpContext};
 use crate::buffer::Storage;
 use crate::element::{DType, ReduceOp};
 use crate::error::Result;
-use crate::kernel::{combine, divide, finish, wide, widen};
+use crate::kernel::{combine, divide, narrow, wide, widen};
 use crate::shard_layout::{self, Partition, ShardLayout, shard_layouts_differ};
 use crate::shm::{Hosts, SHM_CHUNK};
 use crate::transport::OpPhase;
@@ -185,7 +185,7 @@ impl OpContext<'_> {
         if op == ReduceOp::Mean {
             divide(plan.dtype, owned, self.world_size);
         }
-        finish(plan.dtype, owned, result);
+        narrow(plan.dtype, owned, result);
         for host in hosts.ring() {
             self.send(hosts.rank(host, lane), OpPhase::Gather, index, result)?;
         }

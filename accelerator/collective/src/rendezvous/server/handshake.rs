@@ -105,7 +105,7 @@ impl ServerState {
     fn listen(&self, stream: &TcpStream, rank: usize) {
         while let Ok(true) = Message::arrives(stream, None) {
             let deadline = Instant::now() + PendingHandshakes::TIMEOUT;
-            let said = match Message::receive(stream, MAX_SHORT_BYTES, deadline) {
+            let message = match Message::receive(stream, MAX_SHORT_BYTES, deadline) {
                 Ok(Message::ReportFailure(refusal)) => {
                     RankMessage::ReportFailure(refusal.into_error())
                 }
@@ -114,7 +114,7 @@ impl ServerState {
                 Ok(Message::Heartbeat) => RankMessage::Heartbeat,
                 _ => return,
             };
-            self.step(StoreInput::Said { rank, said });
+            self.step(StoreInput::Message { rank, message });
         }
     }
 

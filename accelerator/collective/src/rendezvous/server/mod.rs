@@ -177,8 +177,8 @@ impl StoreServer {
     }
 
     /// Handles a message of the rank that hosts the store, which needs no connection.
-    pub(super) fn said(&self, rank: usize, said: RankMessage) {
-        self.shared.step(StoreInput::Said { rank, said });
+    pub(super) fn message(&self, rank: usize, message: RankMessage) {
+        self.shared.step(StoreInput::Message { rank, message });
     }
 
     fn spawn(&self, name: &str, body: impl FnOnce() + Send + 'static) -> Result<()> {
@@ -394,8 +394,8 @@ impl ServerState {
             // A heartbeat may have come that its thread had no time to read.
             for (rank, connection) in registry.state.silent(now) {
                 if registry.has_unread(connection) {
-                    let said = RankMessage::Heartbeat;
-                    self.step_at(registry, StoreInput::Said { rank, said }, now);
+                    let message = RankMessage::Heartbeat;
+                    self.step_at(registry, StoreInput::Message { rank, message }, now);
                 }
             }
             self.step_at(registry, StoreInput::Tick, now);

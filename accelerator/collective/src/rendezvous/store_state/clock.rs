@@ -3,8 +3,8 @@
 use std::time::Instant;
 
 use super::{
-    EXIT_NOTICE, FINAL_MESSAGE_WAIT, JoinStage, Participant, Phase, RECONNECT_TIME, StoreAction,
-    StoreState, TELL_AGAIN,
+    EXIT_NOTICE_WAIT, FINAL_MESSAGE_WAIT, JoinStage, Participant, Phase, RECONNECT_TIME,
+    StoreAction, StoreState, TELL_AGAIN,
 };
 use crate::{
     error::Seconds,
@@ -96,7 +96,7 @@ impl StoreState {
         Some(match (participant.gone, &self.phase) {
             (Some(gone), Phase::Gathering) => gone + RECONNECT_TIME,
             // Nobody can come again. The launcher may still say how the process ended.
-            (Some(gone), _) => gone + EXIT_NOTICE,
+            (Some(gone), _) => gone + EXIT_NOTICE_WAIT,
             (None, _) => {
                 // A rank with a longer liveness timeout sends heartbeats less often.
                 let own = 4 * store_interval(bounded(participant.registration.liveness));

@@ -19,7 +19,7 @@ pub(crate) enum StoreInput {
         registration: Registration,
     },
     /// A registered rank said something.
-    Said { rank: usize, said: RankMessage },
+    Message { rank: usize, message: RankMessage },
     /// A connection was rejected.
     Rejected { note: String },
     /// The process that hosts the store saw a rank end.

@@ -76,7 +76,7 @@ impl StoreState {
                 connection,
                 registration,
             } => self.registered(connection, registration, now),
-            StoreInput::Said { rank, said } => self.said(rank, said, now),
+            StoreInput::Message { rank, message } => self.on_message(rank, message, now),
             StoreInput::Rejected { note } => self.rejected(note),
             StoreInput::ExitNotice { rank, text } => self.exit_notice(rank, text, now),
             StoreInput::NextPlace { rank, place } => {
@@ -251,12 +251,12 @@ impl StoreState {
         }
     }
 
-    fn said(&mut self, rank: usize, said: RankMessage, now: Instant) -> Vec<StoreAction> {
+    fn on_message(&mut self, rank: usize, message: RankMessage, now: Instant) -> Vec<StoreAction> {
         let Some(participant) = self.ranks.get_mut(&rank) else {
             return Vec::new();
         };
         participant.heard = now;
-        match said {
+        match message {
             RankMessage::ReportFailure(error) => {
                 let report = FailureReport::new(rank, &error);
                 let self_reported = report.is_self_reported();
@@ -470,7 +470,7 @@ pub(crate) const MAX_WAIT: Duration = Duration::from_secs(365 * 24 * 3600);
 pub(crate) const RECONNECT_TIME: Duration = Duration::from_millis(500);
 
 /// The time within which the launcher may report how a process ended after its connection did.
-const EXIT_NOTICE: Duration = Duration::from_millis(250);
+const EXIT_NOTICE_WAIT: Duration = Duration::from_millis(250);
 
 /// The time within which a process's final message may arrive after the launcher reported its end.
 const FINAL_MESSAGE_WAIT: Duration = Duration::from_millis(500);

@@ -41,8 +41,8 @@ fn other_process(connection: Connection, rank: usize, world_size: usize) -> Stor
     }
 }
 
-fn say(rank: usize, said: RankMessage) -> StoreInput {
-    StoreInput::Said { rank, said }
+fn say(rank: usize, message: RankMessage) -> StoreInput {
+    StoreInput::Message { rank, message }
 }
 
 fn exit_notice(rank: usize, text: &str) -> StoreInput {
@@ -450,7 +450,7 @@ fn whoever_dies_between_table_and_mesh_is_named_to_all() {
     state.step(say(0, RankMessage::Connected), now);
     state.step(StoreInput::Gone { connection: 12 }, now);
     assert!(refusals(&state.step(StoreInput::Tick, now)).is_empty());
-    let actions = state.step(StoreInput::Tick, now + EXIT_NOTICE);
+    let actions = state.step(StoreInput::Tick, now + EXIT_NOTICE_WAIT);
     let error = refusal(&actions, &[11, 13]);
     assert!(error.is_peer_lost());
     assert_eq!(error.ranks(), [2]);
