@@ -4,52 +4,61 @@ use std::fmt;
 
 use half::{bf16, f16};
 
+/// Gives an enum the list of its variants, and their names.
+macro_rules! names {
+    (
+        $type:ident, $(#[$all_doc:meta])* $all:vis ALL, $(#[$name_doc:meta])* $name:vis name {
+            $($variant:ident $text:literal),* $(,)?
+        }
+    ) => {
+        impl $type {
+            $(#[$all_doc])*
+            $all const ALL: [Self; [$($text),*].len()] = [$(Self::$variant),*];
+
+            $(#[$name_doc])*
+            $name fn name(self) -> &'static str {
+                match self {
+                    $(Self::$variant => $text),*
+                }
+            }
+        }
+    };
+}
+
+pub(crate) use names;
+
 /// The type of the elements of a buffer.
+// The numbers are those of the wire.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 #[non_exhaustive]
 pub enum DType {
     /// bfloat16, summed in `f32` and rounded once.
-    BF16,
+    BF16 = 1,
     /// IEEE 754 half precision, summed in `f32` and rounded once.
-    F16,
+    F16 = 2,
     /// IEEE 754 single precision.
-    F32,
+    F32 = 3,
     /// IEEE 754 double precision.
-    F64,
+    F64 = 4,
     /// Signed 8-bit integer.
-    I8,
+    I8 = 5,
     /// Signed 16-bit integer.
-    I16,
+    I16 = 6,
     /// Signed 32-bit integer.
-    I32,
+    I32 = 7,
     /// Signed 64-bit integer.
-    I64,
+    I64 = 8,
     /// Unsigned 8-bit integer; also the type of plain bytes.
-    U8,
+    U8 = 9,
     /// Unsigned 16-bit integer.
-    U16,
+    U16 = 10,
     /// Unsigned 32-bit integer.
-    U32,
+    U32 = 11,
     /// Unsigned 64-bit integer.
-    U64,
+    U64 = 12,
 }
 
 impl DType {
-    pub(crate) const ALL: [Self; 12] = [
-        Self::BF16,
-        Self::F16,
-        Self::F32,
-        Self::F64,
-        Self::I8,
-        Self::I16,
-        Self::I32,
-        Self::I64,
-        Self::U8,
-        Self::U16,
-        Self::U32,
-        Self::U64,
-    ];
-
     /// The size of one element in bytes.
     pub fn size(self) -> usize {
         match self {
@@ -60,43 +69,31 @@ impl DType {
         }
     }
 
-    /// The name as Rust writes it, such as `f32`.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::BF16 => "bf16",
-            Self::F16 => "f16",
-            Self::F32 => "f32",
-            Self::F64 => "f64",
-            Self::I8 => "i8",
-            Self::I16 => "i16",
-            Self::I32 => "i32",
-            Self::I64 => "i64",
-            Self::U8 => "u8",
-            Self::U16 => "u16",
-            Self::U32 => "u32",
-            Self::U64 => "u64",
-        }
-    }
-
     pub(crate) fn code(self) -> u8 {
-        match self {
-            Self::BF16 => 1,
-            Self::F16 => 2,
-            Self::F32 => 3,
-            Self::F64 => 4,
-            Self::I8 => 5,
-            Self::I16 => 6,
-            Self::I32 => 7,
-            Self::I64 => 8,
-            Self::U8 => 9,
-            Self::U16 => 10,
-            Self::U32 => 11,
-            Self::U64 => 12,
-        }
+        self as u8
     }
 
     pub(crate) fn from_code(code: u8) -> Option<Self> {
         Self::ALL.into_iter().find(|dtype| dtype.code() == code)
+    }
+}
+
+names! {
+    DType, pub(crate) ALL,
+    /// The name as Rust writes it, such as `f32`.
+    pub name {
+        BF16 "bf16",
+        F16 "f16",
+        F32 "f32",
+        F64 "f64",
+        I8 "i8",
+        I16 "i16",
+        I32 "i32",
+        I64 "i64",
+        U8 "u8",
+        U16 "u16",
+        U32 "u32",
+        U64 "u64",
     }
 }
 
@@ -187,39 +184,33 @@ elements! {
 #[non_exhaustive]
 pub enum ReduceOp {
     /// The largest value.
-    Max,
+    Max = 1,
     /// The sum divided by the world size.
-    Mean,
+    Mean = 2,
     /// The smallest value.
-    Min,
+    Min = 3,
     /// The sum.
-    Sum,
+    Sum = 4,
 }
 
 impl ReduceOp {
-    pub(crate) const ALL: [Self; 4] = [Self::Max, Self::Mean, Self::Min, Self::Sum];
-
-    /// The name in messages, such as `sum`.
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Self::Max => "max",
-            Self::Mean => "mean",
-            Self::Min => "min",
-            Self::Sum => "sum",
-        }
-    }
-
     pub(crate) fn code(self) -> u8 {
-        match self {
-            Self::Max => 1,
-            Self::Mean => 2,
-            Self::Min => 3,
-            Self::Sum => 4,
-        }
+        self as u8
     }
 
     pub(crate) fn from_code(code: u8) -> Option<Self> {
         Self::ALL.into_iter().find(|op| op.code() == code)
+    }
+}
+
+names! {
+    ReduceOp, pub(crate) ALL,
+    /// The name in messages, such as `sum`.
+    pub(crate) name {
+        Max "max",
+        Mean "mean",
+        Min "min",
+        Sum "sum",
     }
 }
 
@@ -237,20 +228,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn codes_and_sizes_are_consistent() {
-        for dtype in DType::ALL {
-            assert_eq!(DType::from_code(dtype.code()), Some(dtype));
-        }
-        assert_eq!(DType::from_code(0), None);
+    fn sizes_are_those_of_the_types() {
         assert_eq!(DType::BF16.size(), size_of::<bf16>());
         assert_eq!(f64::DTYPE.size(), size_of::<f64>());
         assert_eq!(u8::DTYPE.to_string(), "u8");
-    }
-    #[test]
-    fn codes_are_distinct() {
-        for op in ReduceOp::ALL {
-            assert_eq!(ReduceOp::from_code(op.code()), Some(op));
-        }
-        assert_eq!(ReduceOp::from_code(0), None);
     }
 }

@@ -6,7 +6,7 @@ use std::{fmt, panic::Location};
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    element::{DType, ReduceOp},
+    element::{DType, ReduceOp, names},
     error::{Error, Kind},
 };
 
@@ -198,7 +198,7 @@ pub enum OpKind {
 
 impl From<OpKind> for u8 {
     fn from(kind: OpKind) -> Self {
-        kind as Self
+        kind.code()
     }
 }
 
@@ -211,42 +211,6 @@ impl TryFrom<u8> for OpKind {
 }
 
 impl OpKind {
-    /// All operations.
-    pub const ALL: [Self; 13] = [
-        Self::AllGather,
-        Self::AllGatherObject,
-        Self::AllGatherParts,
-        Self::AllGatherVaried,
-        Self::AllReduce,
-        Self::Barrier,
-        Self::Broadcast,
-        Self::BroadcastObject,
-        Self::Connect,
-        Self::GatherObject,
-        Self::ReduceScatter,
-        Self::ReduceScatterBuffer,
-        Self::ScatterObject,
-    ];
-
-    /// Returns the name of the method that starts the operation.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::AllGather => "all_gather",
-            Self::AllGatherObject => "all_gather_object",
-            Self::AllGatherParts => "all_gather_parts",
-            Self::AllGatherVaried => "all_gather_varied",
-            Self::AllReduce => "all_reduce",
-            Self::Barrier => "barrier",
-            Self::Broadcast => "broadcast",
-            Self::BroadcastObject => "broadcast_object",
-            Self::Connect => "connect",
-            Self::GatherObject => "gather_object",
-            Self::ReduceScatter => "reduce_scatter",
-            Self::ReduceScatterBuffer => "reduce_scatter_buffer",
-            Self::ScatterObject => "scatter_object",
-        }
-    }
-
     /// Returns `true` if all ranks must declare the same length.
     pub(crate) fn fixes_len(self) -> bool {
         match self {
@@ -272,6 +236,28 @@ impl OpKind {
 
     fn from_code(code: u8) -> Option<Self> {
         Self::ALL.into_iter().find(|kind| kind.code() == code)
+    }
+}
+
+names! {
+    OpKind,
+    /// All operations.
+    pub ALL,
+    /// Returns the name of the method that starts the operation.
+    pub name {
+        AllGather "all_gather",
+        AllGatherObject "all_gather_object",
+        AllGatherParts "all_gather_parts",
+        AllGatherVaried "all_gather_varied",
+        AllReduce "all_reduce",
+        Barrier "barrier",
+        Broadcast "broadcast",
+        BroadcastObject "broadcast_object",
+        Connect "connect",
+        GatherObject "gather_object",
+        ReduceScatter "reduce_scatter",
+        ReduceScatterBuffer "reduce_scatter_buffer",
+        ScatterObject "scatter_object",
     }
 }
 

@@ -2,6 +2,7 @@
 
 use std::{fmt, str::FromStr};
 
+use crate::element::names;
 use crate::error::{Error, Kind, Result};
 
 /// The place of one rank: its number in the whole job and on its host.
@@ -203,23 +204,13 @@ pub enum TransportKind {
     Threads,
 }
 
-impl TransportKind {
-    const ALL: [Self; 5] = [
-        Self::Auto,
-        Self::Hierarchical,
-        Self::Shm,
-        Self::Tcp,
-        Self::Threads,
-    ];
-
-    fn name(self) -> &'static str {
-        match self {
-            Self::Auto => "auto",
-            Self::Hierarchical => "hierarchical",
-            Self::Shm => "shm",
-            Self::Tcp => "tcp",
-            Self::Threads => "threads",
-        }
+names! {
+    TransportKind, ALL, name {
+        Auto "auto",
+        Hierarchical "hierarchical",
+        Shm "shm",
+        Tcp "tcp",
+        Threads "threads",
     }
 }
 

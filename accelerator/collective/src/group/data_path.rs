@@ -14,28 +14,8 @@ use crate::{
     wire::to_bytes,
 };
 
-/// The paths of data between processes, best first. `auto` takes the first that serves all ranks. A new
-/// transport is one line here, and a folder that implements [`DataPlane`](crate::transport::DataPlane).
-const CANDIDATES: [Candidate; 2] = [
-    Candidate {
-        kinds: &[TransportKind::Shm, TransportKind::Hierarchical],
-        connect: connect_shm,
-    },
-    Candidate {
-        kinds: &[TransportKind::Tcp],
-        connect: connect_tcp,
-    },
-];
-
-struct Candidate {
-    /// The transports that a program asks for to get this path.
-    kinds: &'static [TransportKind],
-    /// Connects all ranks, which call it together, or tells why they cannot be.
-    connect: fn(&RankState, TransportKind, Instant) -> Result<Result<DataPath, Unavailable>>,
-}
-
-/// Lets the ranks of a group, which are connected by the mesh, agree on the path of data. All ranks exchange
-/// what the choice depends on, so all choose alike.
+/// Lets the ranks of a group, which are connected by the mesh, agree on the path of data: the memory of their hosts,
+/// else the mesh. All ranks exchange what the choice depends on, so all choose alike.
 ///
 /// It is part of connecting, which began at `began`, and has what is left of the connect timeout.
 ///
@@ -48,75 +28,46 @@ pub(super) fn negotiate(
     asked: TransportKind,
     began: Instant,
 ) -> Result<()> {
-    for candidate in CANDIDATES {
-        if asked != TransportKind::Auto && !candidate.kinds.contains(&asked) {
-            continue;
-        }
-        let unavailable = match (candidate.connect)(rank_state, asked, began)? {
-            Ok(path) => {
-                rank_state.transport.set_path(path);
-                return Ok(());
-            }
-            Err(unavailable) => unavailable,
-        };
-        if asked != TransportKind::Auto {
-            return Err(Error::about(
-                Kind::Topology,
-                unavailable.ranks,
-                format!(
-                    "the transport `{asked}` was asked for, but {}; ask for auto or tcp",
-                    unavailable.text
+    if asked == TransportKind::Tcp {
+        return Ok(());
+    }
+    let unavailable = match arrange(rank_state, asked, began)? {
+        Ok(path) => {
+            match &path {
+                DataPath::Hierarchical(hosts) => tracing::debug!(
+                    hosts = hosts.len(),
+                    lanes = hosts.lanes(),
+                    "the ranks share the memory of their hosts, which are connected by TCP"
                 ),
-            ));
-        }
-        match unavailable.kind {
-            UnavailableKind::NothingToShare => {
-                tracing::debug!("the ranks exchange data by TCP: {unavailable}");
+                _ => tracing::debug!("the ranks share the memory of their host"),
             }
-            // All of them see it.
-            UnavailableKind::Failed if rank_state.topology.is_main() => tracing::warn!(
-                "ranks of one host exchange data by TCP, which is slower than the memory that they \
-                 could share: {unavailable}"
-            ),
-            UnavailableKind::Failed => {}
+            rank_state.transport.set_path(path);
+            return Ok(());
         }
+        Err(unavailable) => unavailable,
+    };
+    if asked != TransportKind::Auto {
+        return Err(Error::about(
+            Kind::Topology,
+            unavailable.ranks,
+            format!(
+                "the transport `{asked}` was asked for, but {}; ask for auto or tcp",
+                unavailable.text
+            ),
+        ));
+    }
+    match unavailable.kind {
+        UnavailableKind::NothingToShare => {
+            tracing::debug!("the ranks exchange data by TCP: {unavailable}");
+        }
+        // All of them see it.
+        UnavailableKind::Failed if rank_state.topology.is_main() => tracing::warn!(
+            "ranks of one host exchange data by TCP, which is slower than the memory that they \
+             could share: {unavailable}"
+        ),
+        UnavailableKind::Failed => {}
     }
     Ok(())
-}
-
-/// The connections of the mesh.
-fn connect_tcp(
-    rank_state: &RankState,
-    asked: TransportKind,
-    _: Instant,
-) -> Result<Result<DataPath, Unavailable>> {
-    match rank_state.transport.bootstrap() {
-        Some(mesh) => Ok(Ok(DataPath::Chunks(mesh.clone()))),
-        None => Err(Error::new(
-            Kind::Misuse,
-            format!("threads cannot be connected by the {asked} transport"),
-        )),
-    }
-}
-
-/// The memory of hosts: each rank tells where it runs and where its memory is, opens that of the others, and
-/// tells whether it could.
-fn connect_shm(
-    rank_state: &RankState,
-    asked: TransportKind,
-    began: Instant,
-) -> Result<Result<DataPath, Unavailable>> {
-    let path = arrange(rank_state, asked, began)?;
-    match &path {
-        Ok(DataPath::Hierarchical(hosts)) => tracing::debug!(
-            hosts = hosts.len(),
-            lanes = hosts.lanes(),
-            "the ranks share the memory of their hosts, which are connected by TCP"
-        ),
-        Ok(_) => tracing::debug!("the ranks share the memory of their host"),
-        Err(_) => {}
-    }
-    Ok(path)
 }
 
 /// The reason that a path does not serve all ranks, in the same words on every rank.
@@ -276,6 +227,8 @@ mod linux {
     };
     use accelerator_host::machine::{UsableCores, boot_id};
 
+    /// Opens the memory of this host's ranks: each rank tells where it runs and where its memory is, opens that of the
+    /// others, and tells whether it could.
     pub(super) fn arrange(
         rank_state: &RankState,
         asked: TransportKind,

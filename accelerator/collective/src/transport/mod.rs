@@ -34,13 +34,13 @@ pub(crate) use tcp::feed;
 /// The transport of a group, which exchanges data and learns who is gone: a control plane, and a data path.
 ///
 /// Processes connect a TCP mesh, which is their control plane and moves chunks as well. Over it they agree on
-/// the path of data (`group/data_path.rs`), which may be shared memory or another data plane.
+/// the path of data (`group/data_path.rs`), which may be shared memory.
 pub(crate) struct Transport {
     peers: Arc<[Peer]>,
     inbox: Arc<Inbox>,
     control: Arc<dyn ControlPlane>,
-    /// The data plane until the ranks have agreed on a path; threads have none.
-    bootstrap: Option<Arc<dyn DataPlane>>,
+    /// The data plane of the mesh; threads have none.
+    mesh: Option<Arc<dyn DataPlane>>,
     path: OnceLock<DataPath>,
 }
 
@@ -105,11 +105,9 @@ pub(crate) trait ControlPlane: fmt::Debug + Send + Sync {
     fn inject_disconnect(&self) {}
 }
 
-/// The path that the data of operations take.
+/// The path that the data of operations take, where it is not the mesh.
 #[derive(Debug)]
 pub(crate) enum DataPath {
-    /// Chunks, which a data plane moves.
-    Chunks(Arc<dyn DataPlane>),
     /// Memory that the processes of one host share.
     Shm(ShmPeers),
     /// Memory that the processes of each host share, and chunks between hosts.
@@ -123,13 +121,13 @@ impl Transport {
         peers: Arc<[Peer]>,
         inbox: Arc<Inbox>,
         control: Arc<dyn ControlPlane>,
-        bootstrap: Option<Arc<dyn DataPlane>>,
+        mesh: Option<Arc<dyn DataPlane>>,
     ) -> Self {
         Self {
             peers,
             inbox,
             control,
-            bootstrap,
+            mesh,
             path: OnceLock::new(),
         }
     }
@@ -147,11 +145,10 @@ impl Transport {
 
     pub(crate) fn kind(&self) -> TransportKind {
         match self.path.get() {
-            Some(DataPath::Chunks(plane)) => plane.kind(),
             Some(DataPath::Shm(_)) => TransportKind::Shm,
             Some(DataPath::Hierarchical(_)) => TransportKind::Hierarchical,
             Some(DataPath::Threads(_)) => TransportKind::Threads,
-            None => match &self.bootstrap {
+            None => match &self.mesh {
                 Some(plane) => plane.kind(),
                 None => TransportKind::Threads,
             },
@@ -170,11 +167,6 @@ impl Transport {
 
     pub(crate) fn control(&self) -> &dyn ControlPlane {
         &*self.control
-    }
-
-    /// The data plane until the ranks have agreed on a path.
-    pub(crate) fn bootstrap(&self) -> Option<&Arc<dyn DataPlane>> {
-        self.bootstrap.as_ref()
     }
 
     /// The memory that all ranks share: where there is some, operations go through it, and no chunk is
@@ -201,7 +193,7 @@ impl Transport {
         chunk: OutgoingChunk<'_>,
         deadline: &mut OpDeadline,
     ) -> Result<()> {
-        match self.data() {
+        match &self.mesh {
             Some(plane) => plane.send(to, chunk, deadline),
             None => Err(self.no_data_plane(deadline)),
         }
@@ -214,7 +206,7 @@ impl Transport {
         due: Instant,
         deadline: &OpDeadline,
     ) -> Result<()> {
-        match self.data() {
+        match &self.mesh {
             Some(plane) => {
                 plane.wait_for_arrival(version, due);
                 Ok(())
@@ -225,15 +217,15 @@ impl Transport {
 
     /// See [`DataPlane::max_in_flight`].
     pub(crate) fn max_in_flight(&self) -> usize {
-        match (self.path.get(), self.data()) {
-            (None | Some(DataPath::Chunks(_)), Some(plane)) => plane.max_in_flight(),
+        match (self.path.get(), &self.mesh) {
+            (None, Some(plane)) => plane.max_in_flight(),
             _ => 1,
         }
     }
 
     /// See [`DataPlane::inject_corruption`].
     pub(crate) fn inject_corruption(&self) {
-        if let Some(plane) = self.data() {
+        if let Some(plane) = &self.mesh {
             plane.inject_corruption();
         }
     }
@@ -243,13 +235,6 @@ impl Transport {
         match self.shared() {
             Some(peers) => Buffer::placed(dtype, len, peers.own()),
             None => Buffer::zeroed(dtype, len),
-        }
-    }
-
-    fn data(&self) -> Option<&dyn DataPlane> {
-        match self.path.get() {
-            Some(DataPath::Chunks(plane)) => Some(&**plane),
-            _ => self.bootstrap.as_deref(),
         }
     }
 
