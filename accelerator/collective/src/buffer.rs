@@ -139,14 +139,11 @@ impl Buffer {
         if T::DTYPE == self.dtype {
             return Ok(());
         }
-        Err(Error::new(
-            Kind::Misuse,
-            format!(
-                "the buffer holds {}, it cannot be read as {}; ask its dtype() first",
-                self.dtype,
-                T::DTYPE
-            ),
-        ))
+        Err(Error::misuse(format!(
+            "the buffer holds {}, it cannot be read as {}; ask its dtype() first",
+            self.dtype,
+            T::DTYPE
+        )))
     }
 }
 
@@ -309,13 +306,13 @@ impl<'a> GatherLayout<'a> {
         world_size: usize,
     ) -> Result<Self> {
         if shares.len() != world_size {
-            return Err(misuse(format!(
+            return Err(Error::misuse(format!(
                 "expected the parts of {world_size} ranks, found those of {}",
                 shares.len()
             )));
         }
         if buffers.len() > MOST_BUFFERS {
-            return Err(misuse(format!(
+            return Err(Error::misuse(format!(
                 "expected at most {MOST_BUFFERS} buffers in one operation, found {}",
                 buffers.len()
             )));
@@ -332,7 +329,7 @@ impl<'a> GatherLayout<'a> {
                     .get(*buffer)
                     .map_or(0, |buffer| buffer.bytes().len());
                 if bytes.start > bytes.end || bytes.end > len {
-                    return Err(misuse(format!(
+                    return Err(Error::misuse(format!(
                         "expected parts that lie within their buffers, found bytes {bytes:?} of buffer \
                          {buffer}, which has {len}, for rank {rank}"
                     )));
@@ -410,10 +407,6 @@ pub(crate) fn gather_layouts_differ(sequence: u64) -> Error {
              rank must pass buffers of the same lengths, and the same parts of every rank"
         ),
     )
-}
-
-fn misuse(message: String) -> Error {
-    Error::new(Kind::Misuse, message)
 }
 
 #[cfg(test)]

@@ -139,6 +139,30 @@ impl Error {
         Self::blaming(self.kind(), culprit, message)
     }
 
+    pub(crate) fn closed(message: impl Into<String>) -> Self {
+        Self::new(Kind::Closed, message)
+    }
+
+    pub(crate) fn misuse(message: impl Into<String>) -> Self {
+        Self::new(Kind::Misuse, message)
+    }
+
+    pub(crate) fn protocol(message: impl Into<String>) -> Self {
+        Self::new(Kind::Protocol, message)
+    }
+
+    pub(crate) fn rendezvous(message: impl Into<String>) -> Self {
+        Self::new(Kind::Rendezvous, message)
+    }
+
+    pub(crate) fn topology(message: impl Into<String>) -> Self {
+        Self::new(Kind::Topology, message)
+    }
+
+    pub(crate) fn unauthorized(message: impl Into<String>) -> Self {
+        Self::new(Kind::Unauthorized, message)
+    }
+
     pub(crate) fn io(message: impl fmt::Display, source: io::Error) -> Self {
         Self::caused(Kind::Io, message, source)
     }

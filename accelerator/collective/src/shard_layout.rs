@@ -29,7 +29,7 @@ impl ShardLayout {
         for (rank, ranges) in parts.iter().enumerate() {
             for range in ranges {
                 if range.start > range.end || range.end > len {
-                    return Err(misuse(format!(
+                    return Err(Error::misuse(format!(
                         "expected ranges that lie within a buffer of {len} elements, found {range:?} \
                          for rank {rank}; pass ranges of elements, not of bytes"
                     )));
@@ -45,7 +45,7 @@ impl ShardLayout {
                 continue;
             };
             if before.end > after.start {
-                return Err(misuse(format!(
+                return Err(Error::misuse(format!(
                     "expected ranges that do not overlap, found {before:?} of rank {one} and {after:?} of \
                      rank {other}; an element has one rank that keeps it, or none"
                 )));
@@ -208,10 +208,6 @@ pub(crate) fn shard_layouts_differ(sequence: u64) -> Error {
              must pass the same ranges of every rank"
         ),
     )
-}
-
-fn misuse(message: String) -> Error {
-    Error::new(Kind::Misuse, message)
 }
 
 /// A sequence of `len` elements cut into consecutive parts whose sizes differ by at most one.

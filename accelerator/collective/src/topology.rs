@@ -3,7 +3,7 @@
 use std::{fmt, str::FromStr};
 
 use crate::element::names;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, Result};
 
 /// The place of one rank: its number in the whole job and on its host.
 ///
@@ -51,29 +51,22 @@ impl Topology {
     /// A topology error where the world is empty or the rank outside it.
     pub fn new(rank: usize, world_size: usize) -> Result<Self> {
         if world_size == 0 {
-            return Err(Error::new(
-                Kind::Topology,
+            return Err(Error::topology(
                 "a world size of 0 was given; it counts the ranks of the job and is at least 1",
             ));
         }
         if world_size > Self::LARGEST {
-            return Err(Error::new(
-                Kind::Topology,
-                format!(
-                    "a world size of {world_size} was given; at most {} ranks can form a job",
-                    Self::LARGEST
-                ),
-            ));
+            return Err(Error::topology(format!(
+                "a world size of {world_size} was given; at most {} ranks can form a job",
+                Self::LARGEST
+            )));
         }
         if rank >= world_size {
-            return Err(Error::new(
-                Kind::Topology,
-                format!(
-                    "rank {rank} is outside the world: with a world size of {world_size}, ranks \
+            return Err(Error::topology(format!(
+                "rank {rank} is outside the world: with a world size of {world_size}, ranks \
                      are 0 to {}",
-                    world_size - 1
-                ),
-            ));
+                world_size - 1
+            )));
         }
         Ok(Self {
             rank,
@@ -92,24 +85,18 @@ impl Topology {
     /// rank is outside it.
     pub fn with_local(self, local_rank: usize, local_world_size: usize) -> Result<Self> {
         if local_world_size == 0 || local_world_size > self.world_size {
-            return Err(Error::new(
-                Kind::Topology,
-                format!(
-                    "a local world size of {local_world_size} was given; it counts the ranks of \
+            return Err(Error::topology(format!(
+                "a local world size of {local_world_size} was given; it counts the ranks of \
                      this host and lies between 1 and the world size, {}",
-                    self.world_size
-                ),
-            ));
+                self.world_size
+            )));
         }
         if local_rank >= local_world_size {
-            return Err(Error::new(
-                Kind::Topology,
-                format!(
-                    "local rank {local_rank} is outside its host: with a local world size of \
+            return Err(Error::topology(format!(
+                "local rank {local_rank} is outside its host: with a local world size of \
                      {local_world_size}, local ranks are 0 to {}",
-                    local_world_size - 1
-                ),
-            ));
+                local_world_size - 1
+            )));
         }
         Ok(Self {
             local_rank,
@@ -228,13 +215,10 @@ impl FromStr for TransportKind {
             .into_iter()
             .find(|kind| kind.name() == text)
             .ok_or_else(|| {
-                Error::new(
-                    Kind::Misuse,
-                    format!(
-                        "{text:?} is no transport; expected {}",
-                        accelerator_host::TRANSPORT.grammar
-                    ),
-                )
+                Error::misuse(format!(
+                    "{text:?} is no transport; expected {}",
+                    accelerator_host::TRANSPORT.grammar
+                ))
             })
     }
 }

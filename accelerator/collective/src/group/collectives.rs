@@ -267,13 +267,10 @@ impl ProcessGroup {
         let mut own = Vec::new();
         if self.rank() == root {
             let Some(value) = value else {
-                return Err(Error::new(
-                    Kind::Misuse,
-                    format!(
-                        "rank {root} is the root of broadcast_object at {site}, but passed no \
+                return Err(Error::misuse(format!(
+                    "rank {root} is the root of broadcast_object at {site}, but passed no \
                          value"
-                    ),
-                ));
+                )));
             };
             own = write(value, site)?;
         }
@@ -312,14 +309,11 @@ impl ProcessGroup {
         if self.rank() == root {
             let values = values.unwrap_or_default();
             if values.len() != world_size {
-                return Err(Error::new(
-                    Kind::Misuse,
-                    format!(
-                        "rank {root} is the root of scatter_object at {site}, and passed {} values for \
+                return Err(Error::misuse(format!(
+                    "rank {root} is the root of scatter_object at {site}, and passed {} values for \
                          {world_size} ranks; pass one for each",
-                        values.len()
-                    ),
-                ));
+                    values.len()
+                )));
             }
             for (part, value) in parts.iter_mut().zip(values) {
                 *part = write(value, site)?;

@@ -219,7 +219,7 @@ mod linux {
 
     use super::{HostInfo, Unavailable, UnavailableKind, exchange, hosts, unavailable};
     use crate::{
-        error::{Error, Kind, Result},
+        error::{Error, Result},
         group::rank_state::RankState,
         rendezvous::random,
         shm::{Arena, ArenaId, Hosts, ShmPeers, Spin},
@@ -290,7 +290,7 @@ mod linux {
         }
         let arenas = match found {
             Ok(arenas) => arenas,
-            Err(error) => return Err(Error::new(Kind::Protocol, error)),
+            Err(error) => return Err(Error::protocol(error)),
         };
         let processes = infos[ranks_here.clone()].iter().map(|x| x.pid);
         let cores = UsableCores::of_this_process().count_with(processes);

@@ -12,7 +12,7 @@ use super::observer::OpEvent;
 use super::{Pending, ProcessGroup, rank_state};
 use crate::buffer::{Buffer, BufferSlice, GatherLayout};
 use crate::element::{DType, Element, ReduceOp};
-use crate::error::{Error, Kind, Result, Seconds};
+use crate::error::{Error, Result, Seconds};
 use crate::fingerprint::{CollectiveFingerprint, OpKind};
 use crate::launch::Launch;
 use crate::rendezvous::Token;
@@ -310,14 +310,11 @@ impl GroupExt for ProcessGroup {
     fn next_place(&self, timeout: Duration) -> Result<NextPlace> {
         let store = self.handle.rank_state.store();
         let Some(told) = store.and_then(|store| store.next_place(timeout)) else {
-            return Err(Error::new(
-                Kind::Rendezvous,
-                format!(
-                    "the launcher has told {} no place in a next group, within {}",
-                    self.topology(),
-                    Seconds(timeout)
-                ),
-            ));
+            return Err(Error::rendezvous(format!(
+                "the launcher has told {} no place in a next group, within {}",
+                self.topology(),
+                Seconds(timeout)
+            )));
         };
         if told.is_empty() {
             return Ok(NextPlace::Leave);
@@ -417,14 +414,11 @@ impl ProcessGroup {
             (self.world_size(), buffer.len()),
         );
         if found != expected {
-            return Err(Error::new(
-                Kind::Misuse,
-                format!(
-                    "expected a layout of {} elements for {} ranks, found one of {} for {}; make it for the \
+            return Err(Error::misuse(format!(
+                "expected a layout of {} elements for {} ranks, found one of {} for {}; make it for the \
                      buffer and the world size",
-                    expected.1, expected.0, found.1, found.0
-                ),
-            ));
+                expected.1, expected.0, found.1, found.0
+            )));
         }
         let fingerprint = CollectiveFingerprint::new(OpKind::ReduceScatterBuffer, self.site());
         Ok(fingerprint

@@ -129,10 +129,9 @@ impl ProcessGroup {
         check_faults()?;
         let transport = options.transport();
         if !matches!(transport, TransportKind::Auto | TransportKind::Threads) {
-            return Err(Error::new(
-                Kind::Misuse,
-                format!("threads of one process cannot be connected by the {transport} transport"),
-            ));
+            return Err(Error::misuse(format!(
+                "threads of one process cannot be connected by the {transport} transport"
+            )));
         }
         Topology::new(0, world_size)?;
         Threads::world(world_size)?
@@ -173,13 +172,10 @@ impl ProcessGroup {
             other => other,
         };
         if asked == TransportKind::Threads {
-            return Err(Error::new(
-                Kind::Misuse,
-                format!(
-                    "processes cannot be connected by the {asked} transport; ACCEL_TRANSPORT and \
+            return Err(Error::misuse(format!(
+                "processes cannot be connected by the {asked} transport; ACCEL_TRANSPORT and \
                      the group's options allow auto, hierarchical, shm or tcp"
-                ),
-            ));
+            )));
         }
         let connect_timeout = options.connect_timeout();
         let options = &options.completed_by(launch);

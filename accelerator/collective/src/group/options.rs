@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use crate::{
-    error::{Error, Kind, Result, Seconds},
+    error::{Error, Result, Seconds},
     launch::Launch,
     liveness,
     transport::{OpTimeouts, TimeoutKind, TransportKind},
@@ -129,23 +129,19 @@ impl GroupOptions {
             ("liveness", self.liveness_timeout()),
         ] {
             if timeout.is_zero() {
-                return Err(Error::new(
-                    Kind::Misuse,
-                    format!("the {name} timeout is zero, so nothing could ever succeed"),
-                ));
+                return Err(Error::misuse(format!(
+                    "the {name} timeout is zero, so nothing could ever succeed"
+                )));
             }
         }
         let timeout = self.liveness_timeout();
         if timeout < liveness::MIN_TIMEOUT {
-            return Err(Error::new(
-                Kind::Misuse,
-                format!(
-                    "the liveness timeout is {}, expected at least {}: a busy machine holds ranks up \
+            return Err(Error::misuse(format!(
+                "the liveness timeout is {}, expected at least {}: a busy machine holds ranks up \
                      for longer, which would then count as lost",
-                    Seconds(timeout),
-                    Seconds(liveness::MIN_TIMEOUT),
-                ),
-            ));
+                Seconds(timeout),
+                Seconds(liveness::MIN_TIMEOUT),
+            )));
         }
         Ok(())
     }

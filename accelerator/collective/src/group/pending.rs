@@ -9,7 +9,7 @@ use std::{fmt, mem};
 use accelerator_host::sync::{Condvar, Mutex, MutexGuard};
 
 use crate::buffer::Buffer;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, Result};
 
 /// A reduction that was started and gives its buffer back when it is done.
 ///
@@ -172,8 +172,7 @@ enum SlotState {
 }
 
 fn interrupted() -> Error {
-    Error::new(
-        Kind::Closed,
+    Error::closed(
         "the operation was given up before it ran; the group's communication thread is gone",
     )
 }

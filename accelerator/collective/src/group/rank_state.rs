@@ -139,14 +139,11 @@ impl RankState {
         if let Some(root) = fingerprint.root
             && root >= self.topology.world_size()
         {
-            return Err(Error::new(
-                Kind::Misuse,
-                format!(
-                    "rank {} called {fingerprint}, but the ranks are 0 to {}",
-                    self.topology.rank(),
-                    self.topology.world_size() - 1
-                ),
-            ));
+            return Err(Error::misuse(format!(
+                "rank {} called {fingerprint}, but the ranks are 0 to {}",
+                self.topology.rank(),
+                self.topology.world_size() - 1
+            )));
         }
         self.check_open()?;
         Ok(self.order.take_ticket())
@@ -186,7 +183,7 @@ impl RankState {
         self.observer.set(observer).map_err(|_| {
             let rank = self.topology.rank();
             let text = format!("rank {rank} has an observer already; join the two into one");
-            Error::new(Kind::Misuse, text)
+            Error::misuse(text)
         })
     }
 
@@ -296,13 +293,10 @@ impl RankState {
     pub(crate) fn check_allowed(&self, call: &dyn fmt::Display) -> Result<()> {
         match self.forbidden.lock().last() {
             None => Ok(()),
-            Some(reason) => Err(Error::new(
-                Kind::Misuse,
-                format!(
-                    "rank {} called {call} where collectives are forbidden: {reason}",
-                    self.topology.rank()
-                ),
-            )),
+            Some(reason) => Err(Error::misuse(format!(
+                "rank {} called {call} where collectives are forbidden: {reason}",
+                self.topology.rank()
+            ))),
         }
     }
 
@@ -311,13 +305,10 @@ impl RankState {
             return Err(error.clone());
         }
         if self.left.load(Ordering::Acquire) {
-            return Err(Error::new(
-                Kind::Closed,
-                format!(
-                    "the group of rank {} is closed; collectives must come before close()",
-                    self.topology.rank()
-                ),
-            ));
+            return Err(Error::closed(format!(
+                "the group of rank {} is closed; collectives must come before close()",
+                self.topology.rank()
+            )));
         }
         Ok(())
     }

@@ -5,7 +5,7 @@ use std::{fmt, str::FromStr};
 use accelerator_host::variable;
 
 use super::{
-    reader::{LaunchReader, LaunchSource, invalid},
+    reader::{LaunchReader, LaunchSource},
     slurm::{self, SlurmStep},
 };
 use crate::{
@@ -131,7 +131,7 @@ impl AgentLaunch {
         };
         match node < nodes.most {
             true => Ok(()),
-            false => Err(invalid(format!(
+            false => Err(Error::topology(format!(
                 "{} tells that this is host {node} of {nodes}; hosts are counted from 0",
                 self.source.launcher
             ))),
@@ -166,7 +166,7 @@ impl FromStr for NodeCount {
         let number = |text: &str| text.trim().parse::<usize>().ok().filter(|count| *count > 0);
         match (number(least), number(most)) {
             (Some(least), Some(most)) if least <= most => Ok(Self { least, most }),
-            _ => Err(invalid(format!(
+            _ => Err(Error::topology(format!(
                 "{text:?} is no number of hosts; expected a number from 1 on, or a range such as 1:4"
             ))),
         }
@@ -200,7 +200,7 @@ impl FromStr for AgentProcesses {
             "auto" | "gpu" => Ok(Self::Auto),
             number => match number.parse() {
                 Ok(count) if count > 0 => Ok(Self::Number(count)),
-                _ => Err(invalid(format!(
+                _ => Err(Error::topology(format!(
                     "{text:?} is no number of processes; expected a number from 1 on, auto or gpu"
                 ))),
             },
@@ -232,7 +232,7 @@ impl FromStr for AgentHead {
 
     fn from_str(text: &str) -> Result<Self> {
         let wrong = || {
-            invalid(format!(
+            Error::topology(format!(
                 "{text:?} is no address of the first agent; expected a host, or a host and a port from 1 to \
                  65535 such as node-0:29400"
             ))
@@ -339,7 +339,7 @@ fn pytorch_job(vars: LaunchReader<'_>, source: LaunchSource) -> Result<Option<Ag
     let node = vars.required("RANK", &["WORLD_SIZE"])?;
     let nodes = vars.required("WORLD_SIZE", &["RANK"])?;
     if nodes == 0 {
-        return Err(invalid(
+        return Err(Error::topology(
             "WORLD_SIZE is \"0\"; expected the number of pods, at least 1",
         ));
     }
@@ -357,7 +357,7 @@ fn slurm_step(vars: LaunchReader<'_>, source: LaunchSource) -> Result<Option<Age
         return Ok(None);
     };
     if step.tasks_per_node.iter().any(|tasks| *tasks > 1) {
-        return Err(invalid(format!(
+        return Err(Error::topology(format!(
             "this step has several tasks on a host ({}), but a launcher starts the processes of its host itself: \
              start one on each host (`srun --ntasks-per-node=1`)",
             vars.shown(&[slurm::STEP.local_world_size])
@@ -380,16 +380,18 @@ fn sage_maker(vars: LaunchReader<'_>, source: LaunchSource) -> Result<Option<Age
     let hosts = strings(&text)
         .filter(|hosts| !hosts.is_empty())
         .ok_or_else(|| {
-            invalid(format!(
+            Error::topology(format!(
                 "SM_HOSTS is {text:?}; expected a list such as [\"algo-1\",\"algo-2\"]"
             ))
         })?;
     let Some(current) = vars.text("SM_CURRENT_HOST") else {
-        return Err(invalid("SM_HOSTS is set, but SM_CURRENT_HOST is not"));
+        return Err(Error::topology(
+            "SM_HOSTS is set, but SM_CURRENT_HOST is not",
+        ));
     };
     let node = hosts.iter().position(|host| *host == current);
     let node = node.ok_or_else(|| {
-        invalid(format!(
+        Error::topology(format!(
             "SM_CURRENT_HOST is {current:?}, which is not in SM_HOSTS ({text})"
         ))
     })?;
@@ -435,7 +437,7 @@ fn parsed<T: FromStr<Err = Error>>(vars: LaunchReader<'_>, name: &str) -> Result
     };
     match text.parse() {
         Ok(value) => Ok(Some(value)),
-        Err(error) => Err(invalid(format!("{name}: {error}"))),
+        Err(error) => Err(Error::topology(format!("{name}: {error}"))),
     }
 }
 

@@ -8,11 +8,11 @@ use super::{
     Elastic, Launch,
     exchange::Exchange,
     place::{LocalTold, MeetingTold, Place},
-    reader::{LaunchReader, Origin, Setting, invalid},
+    reader::{LaunchReader, Origin, Setting},
     sources::{self, Found},
 };
 use crate::{
-    error::Result,
+    error::{Error, Result},
     rendezvous::{Rendezvous, Security, StoreHost},
     topology::{Topology, TransportKind},
 };
@@ -90,13 +90,13 @@ impl<'a> LaunchBuilder<'a> {
         if let Some(host) = self.vars.text("MASTER_ADDR") {
             let host = host.trim();
             if host.is_empty() {
-                return Err(invalid(
+                return Err(Error::topology(
                     "MASTER_ADDR is empty; expected a host name or an IP address",
                 ));
             }
             self.note("store host", host, Origin::Variable("MASTER_ADDR"));
             let Some(port) = self.port()? else {
-                return Err(invalid(
+                return Err(Error::topology(
                     "WORLD_SIZE is above 1, but neither ACCEL_PORT nor MASTER_PORT is set; set one to \
                      the port where the ranks meet",
                 ));
@@ -109,7 +109,7 @@ impl<'a> LaunchBuilder<'a> {
             return Ok(());
         }
         match &place.meeting {
-            MeetingTold::Nowhere(why) => Err(invalid(format!(
+            MeetingTold::Nowhere(why) => Err(Error::topology(format!(
                 "{why}set MASTER_ADDR to the host where the ranks meet, 127.0.0.1 for processes of one host, and \
                  MASTER_PORT to a port that is free there, for every process"
             ))),
@@ -176,7 +176,7 @@ impl<'a> LaunchBuilder<'a> {
         self.note("local rank", topology.rank(), Origin::Derived);
         self.note("local world size", topology.world_size(), Origin::Derived);
         match launch.local_rank {
-            Some(told) if told != topology.rank() => Err(invalid(format!(
+            Some(told) if told != topology.rank() => Err(Error::topology(format!(
                 "{} is {told}, but {} is not set, and all ranks meet on the loopback interface: then the local \
                  rank is the rank, {}; set both or neither",
                 names.local_rank,
@@ -210,7 +210,7 @@ impl<'a> LaunchBuilder<'a> {
             return Ok(Some(port));
         }
         let Some(next) = port.checked_add(1) else {
-            return Err(invalid(
+            return Err(Error::topology(
                 "MASTER_PORT is 65535, on which torchrun's agent listens, and there is no port \
                  above it for the store; set ACCEL_PORT",
             ));
@@ -258,7 +258,7 @@ impl<'a> LaunchBuilder<'a> {
                 "launcher" => (StoreHost::Launcher, Origin::Variable(env::STORE.name)),
                 "rank0" => (StoreHost::Rank0, Origin::Variable(env::STORE.name)),
                 _ => {
-                    return Err(invalid(format!(
+                    return Err(Error::topology(format!(
                         "ACCEL_STORE is {value:?}; expected {}",
                         env::STORE.grammar
                     )));
@@ -275,7 +275,7 @@ impl<'a> LaunchBuilder<'a> {
             return Ok(TransportKind::Auto);
         };
         let transport = TransportKind::from_str(&value)
-            .map_err(|error| invalid(format!("ACCEL_TRANSPORT: {error}")))?;
+            .map_err(|error| Error::topology(format!("ACCEL_TRANSPORT: {error}")))?;
         self.note(
             "transport",
             transport,
@@ -293,7 +293,7 @@ impl<'a> LaunchBuilder<'a> {
         match value.as_str() {
             "running" => Ok(Elastic::Running),
             "joining" => Ok(Elastic::Joining),
-            _ => Err(invalid(format!(
+            _ => Err(Error::topology(format!(
                 "{NAME} is {value:?}; expected {}",
                 env::ELASTIC.grammar
             ))),
@@ -306,7 +306,7 @@ impl<'a> LaunchBuilder<'a> {
             return Ok(None);
         };
         let Some(timeout) = env::seconds(&value) else {
-            return Err(invalid(format!(
+            return Err(Error::topology(format!(
                 "{NAME} is {value:?}; expected {}",
                 env::LIVENESS_TIMEOUT.grammar
             )));

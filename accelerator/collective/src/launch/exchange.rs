@@ -11,7 +11,7 @@ use std::{
 
 use super::{pmi1, pmix};
 use crate::{
-    error::{Error, Kind, Result},
+    error::{Error, Result},
     rendezvous::{MAX_WAIT, Meeting, Rendezvous, StorePlace, Token},
     topology::{Topology, TransportKind},
 };
@@ -174,9 +174,7 @@ impl StoreAddress {
             })
         })();
         parsed.ok_or_else(|| {
-            Error::new(
-                Kind::Protocol,
-                "what the launcher gave this rank is no address of rank 0's; ranks must be of one version of \
+            Error::protocol("what the launcher gave this rank is no address of rank 0's; ranks must be of one version of \
                  this library",
             )
         })

@@ -21,7 +21,6 @@ use std::{
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, memfd_create};
 use rustix::io::{FdFlags, fcntl_setfd};
 
-use super::reader::invalid;
 use crate::error::{Error, Result};
 
 /// Takes ownership of the socket with this number, and keeps child processes from inheriting it.
@@ -34,7 +33,7 @@ pub(super) fn socket(number: usize) -> Result<OwnedFd> {
     let is_socket = fs::read_link(format!("/proc/self/fd/{number}"))
         .is_ok_and(|target| target.to_string_lossy().starts_with("socket:"));
     let Some(descriptor) = descriptor.filter(|_| is_socket) else {
-        return Err(invalid(format!(
+        return Err(Error::topology(format!(
             "PMI_FD is {number}, but this process has no socket of that number: its launcher's was closed on \
              the way; set MASTER_ADDR and MASTER_PORT for every process instead"
         )));

@@ -25,10 +25,10 @@ pub use slurm::expand_hosts;
 pub use sources::place_variables;
 
 use exchange::Exchange;
-use reader::{LaunchReader, invalid};
+use reader::LaunchReader;
 
 use crate::{
-    error::Result,
+    error::{Error, Result},
     processor::keep_mark,
     rendezvous::{MAX_WAIT, Meeting, Rendezvous, resolve_local_rank},
     topology::{Topology, TransportKind},
@@ -240,7 +240,7 @@ impl Launch {
             (None, Some(exchange)) => {
                 exchange.meet(&self.topology, connect_timeout, liveness, transport)
             }
-            (None, None) => Err(invalid(format!(
+            (None, None) => Err(Error::topology(format!(
                 "the launch of {} does not say where the ranks meet",
                 self.topology
             ))),
@@ -255,7 +255,7 @@ impl Launch {
     pub(crate) fn met(&self, ranks: &[Registration]) -> Result<Topology> {
         let topology = resolve_local_rank(self.topology, ranks)?;
         match self.local_rank {
-            Some(told) if told != topology.local_rank() => Err(invalid(format!(
+            Some(told) if told != topology.local_rank() => Err(Error::topology(format!(
                 "this process was told that its local rank is {told}, without the local world size, but it is \
                  {topology} by the hosts of all ranks; set LOCAL_RANK and LOCAL_WORLD_SIZE for every process"
             ))),

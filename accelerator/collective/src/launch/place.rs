@@ -2,9 +2,12 @@
 
 use super::{
     exchange::Wire,
-    reader::{LaunchReader, LaunchSource, invalid},
+    reader::{LaunchReader, LaunchSource},
 };
-use crate::{error::Result, topology::Topology};
+use crate::{
+    error::{Error, Result},
+    topology::Topology,
+};
 
 /// The place of this process, and how it meets the others.
 pub(super) struct Place {
@@ -84,7 +87,7 @@ impl PlaceVariables {
             (None, None) => {
                 for name in [self.local_rank, self.local_world_size] {
                     if let Some(value) = vars.number(name)? {
-                        return Err(invalid(format!(
+                        return Err(Error::topology(format!(
                             "{name} is {value}, but neither {rank_name} nor {size_name} is set; set all \
                              of them, or none for a single process"
                         )));
@@ -93,13 +96,13 @@ impl PlaceVariables {
                 return Ok(None);
             }
             (Some(rank), None) => {
-                return Err(invalid(format!(
+                return Err(Error::topology(format!(
                     "{rank_name} is {rank}, but {size_name} is not set; set both, or neither for a single \
                      process"
                 )));
             }
             (None, Some(world_size)) => {
-                return Err(invalid(format!(
+                return Err(Error::topology(format!(
                     "{size_name} is {world_size}, but {rank_name} is not set; set both, or neither for a \
                      single process"
                 )));
@@ -113,7 +116,7 @@ impl PlaceVariables {
             (Some(rank), None) => LocalTold::Rank(rank),
             (None, None) => LocalTold::Nothing,
             (None, Some(size)) => {
-                return Err(invalid(format!(
+                return Err(Error::topology(format!(
                     "{} is {size}, but {} is not set; set both or neither",
                     self.local_world_size, self.local_rank
                 )));
@@ -147,12 +150,12 @@ impl Place {
         } = *self;
         let [rank_name, size_name] = [names.rank, names.world_size];
         if world_size == 0 {
-            return Err(invalid(format!(
+            return Err(Error::topology(format!(
                 "{size_name} is \"0\"; expected the number of processes of the job, at least 1"
             )));
         }
         if rank >= world_size {
-            return Err(invalid(format!(
+            return Err(Error::topology(format!(
                 "{rank_name} is {rank}, but {size_name} is {world_size}; expected a rank from 0 to {}",
                 world_size - 1
             )));
@@ -163,13 +166,13 @@ impl Place {
             LocalTold::Rank(rank) => rank,
             LocalTold::Place(local_rank, size) => {
                 if size == 0 || size > world_size {
-                    return Err(invalid(format!(
+                    return Err(Error::topology(format!(
                         "{local_size_name} is {size}, but {size_name} is {world_size}; expected the number of \
                          processes on this host, from 1 to {size_name}"
                     )));
                 }
                 if local_rank >= size {
-                    return Err(invalid(format!(
+                    return Err(Error::topology(format!(
                         "{local_rank_name} is {local_rank}, but {local_size_name} is {size}; expected a \
                          local rank from 0 to {}",
                         size - 1
@@ -179,7 +182,7 @@ impl Place {
             }
         };
         match local_rank > rank {
-            true => Err(invalid(format!(
+            true => Err(Error::topology(format!(
                 "{local_rank_name} is {local_rank}, but {rank_name} is {rank}; a host's ranks are counted \
                  from the job's, so {local_rank_name} is never above {rank_name}"
             ))),

@@ -13,9 +13,8 @@ use std::{
 
 use libloading::Library;
 
-use super::reader::invalid;
 use crate::{
-    error::{Error, Kind, Result},
+    error::{Error, Result},
     topology::Topology,
 };
 
@@ -50,8 +49,7 @@ pub(super) fn share(
         .map_err(|error| Error::io("a thread for PMIx cannot be started", error))?;
     let left = deadline.saturating_duration_since(Instant::now());
     told.recv_timeout(left).unwrap_or_else(|_| {
-        Err(Error::new(
-            Kind::Rendezvous,
+        Err(Error::rendezvous(
             "not every rank has come to join the group, as PMIx tells",
         ))
     })
@@ -139,7 +137,7 @@ impl Functions {
         let everyone = PmixProcess::named(&job.namespace, EVERYONE);
         let size = self.value(&everyone, c"pmix.job.size")?.unsigned();
         if size != Some(job.world_size) {
-            return Err(invalid(format!(
+            return Err(Error::topology(format!(
                 "the variables of this process tell of {} ranks, PMIx's server of {}",
                 job.world_size,
                 size.map_or_else(|| "none".to_owned(), |size| size.to_string())
@@ -162,13 +160,10 @@ impl Functions {
         let first = PmixProcess::named(&job.namespace, 0);
         let value = self.value(&first, KEY)?;
         value.string().ok_or_else(|| {
-            Error::new(
-                Kind::Protocol,
-                format!(
-                    "PMIx gave a value of type {} for rank 0's address",
-                    value.kind
-                ),
-            )
+            Error::protocol(format!(
+                "PMIx gave a value of type {} for rank 0's address",
+                value.kind
+            ))
         })
     }
 
@@ -182,7 +177,7 @@ impl Functions {
         // SAFETY: after a success it is a value that the library has allocated for the caller, who never frees it, or
         // null. Its head is the same in every version.
         let value: Option<&'static PmixHead> = unsafe { value.as_ref() };
-        value.ok_or_else(|| Error::new(Kind::Protocol, "PMIx_Get gave no value"))
+        value.ok_or_else(|| Error::protocol("PMIx_Get gave no value"))
     }
 }
 
@@ -296,21 +291,20 @@ impl PmixInfo {
 }
 
 fn text(text: &str) -> Result<CString> {
-    CString::new(text).map_err(|error| Error::new(Kind::Protocol, error.to_string()))
+    CString::new(text).map_err(|error| Error::protocol(error.to_string()))
 }
 
 fn checked(function: &str, code: c_int) -> Result<()> {
     match code {
         0 => Ok(()),
-        _ => Err(Error::new(
-            Kind::Rendezvous,
-            format!("PMIx's server refused to let the ranks meet: {function} returned {code}"),
-        )),
+        _ => Err(Error::rendezvous(format!(
+            "PMIx's server refused to let the ranks meet: {function} returned {code}"
+        ))),
     }
 }
 
 fn unusable(why: &str) -> Error {
-    invalid(format!(
+    Error::topology(format!(
         "the ranks cannot ask their launcher by PMIx where they meet: {why}; set MASTER_ADDR to the host of rank 0 \
          and MASTER_PORT to a free port of it (`mpirun -x MASTER_ADDR=… -x MASTER_PORT=…`), or install the PMIx \
          library of that launcher (Debian and Ubuntu: libpmix2), in a folder of LD_LIBRARY_PATH if need be"

@@ -5,7 +5,7 @@ use std::fmt;
 use accelerator_host as env;
 
 use crate::{
-    error::{Error, Kind, Result},
+    error::{Error, Result},
     rendezvous::is_on,
 };
 
@@ -37,8 +37,9 @@ impl LaunchReader<'_> {
 
     /// A number that has to be there if these `others` are.
     pub(super) fn required(&self, name: &str, others: &[&str]) -> Result<usize> {
-        self.number(name)?
-            .ok_or_else(|| invalid(format!("{name} is not set, beside {}", self.shown(others))))
+        self.number(name)?.ok_or_else(|| {
+            Error::topology(format!("{name} is not set, beside {}", self.shown(others)))
+        })
     }
 
     /// Returns the variables among these that are set, for messages: `A=1, B=2`.
@@ -59,13 +60,11 @@ impl LaunchReader<'_> {
         };
         match read(&value) {
             Some(value) => Ok(Some(value)),
-            None => Err(invalid(format!("{name} is {value:?}; expected {grammar}"))),
+            None => Err(Error::topology(format!(
+                "{name} is {value:?}; expected {grammar}"
+            ))),
         }
     }
-}
-
-pub(super) fn invalid(message: impl Into<String>) -> Error {
-    Error::new(Kind::Topology, message)
 }
 
 /// A setting of a launch, with its name, its value and its origin.

@@ -8,9 +8,9 @@
 
 use super::{
     place::{DerivedStore, LocalTold, MeetingTold, Place, PlaceVariables, derived_port},
-    reader::{LaunchReader, LaunchSource, invalid},
+    reader::{LaunchReader, LaunchSource},
 };
-use crate::error::{self, Result};
+use crate::error::{Error, Result};
 
 /// A task of a step. Variables of the job, such as `SLURM_NTASKS`, say nothing about it.
 pub(super) const STEP: PlaceVariables = PlaceVariables {
@@ -54,7 +54,7 @@ pub(super) fn outside(vars: LaunchReader<'_>) -> Result<Option<Place>> {
     const COUNTS: [&str; 3] = ["SLURM_NTASKS", "SLURM_NNODES", "SLURM_JOB_NUM_NODES"];
     for name in COUNTS {
         if vars.number(name)?.is_some_and(|count| count > 1) {
-            return Err(invalid(format!(
+            return Err(Error::topology(format!(
                 "this process belongs to a job of Slurm ({}), but is no task of a step, so it would train \
                  alone: start it with `srun`, which tells each task its place; for a single process, set \
                  RANK=0 and WORLD_SIZE=1",
@@ -148,14 +148,14 @@ impl SlurmStep {
         let shown = |names: &[&str]| vars.shown(names);
         let (hosts, counts) = (self.hosts.len(), self.tasks_per_node.len());
         if hosts != counts {
-            return Err(invalid(format!(
+            return Err(Error::topology(format!(
                 "{NODES} has {hosts} hosts, but {TASKS_PER_NODE} counts the tasks of {counts} ({})",
                 shown(&[NODES, TASKS_PER_NODE])
             )));
         }
         let sum: usize = self.tasks_per_node.iter().sum();
         if sum != self.tasks {
-            return Err(invalid(format!(
+            return Err(Error::topology(format!(
                 "{} is {}, but {TASKS_PER_NODE} counts {sum} ({})",
                 STEP.world_size,
                 self.tasks,
@@ -163,14 +163,14 @@ impl SlurmStep {
             )));
         }
         if self.node >= hosts {
-            return Err(invalid(format!(
+            return Err(Error::topology(format!(
                 "{NODE} is {}, but {NODES} has {hosts} hosts ({})",
                 self.node,
                 shown(&[NODES])
             )));
         }
         match self.task == 0 && self.node != 0 && !is_arbitrary(vars) {
-            true => Err(invalid(format!(
+            true => Err(Error::topology(format!(
                 "{} is 0, but {NODE} is {}: rank 0 is on the first host of {NODES}",
                 STEP.rank, self.node
             ))),
@@ -202,12 +202,12 @@ fn list<T>(
     read: fn(&str) -> Result<Vec<T>, String>,
 ) -> Result<Vec<T>> {
     let Some(text) = vars.text(name) else {
-        return Err(invalid(format!(
+        return Err(Error::topology(format!(
             "{name} is not set, beside {}",
             vars.shown(&TASK)
         )));
     };
-    read(&text).map_err(|why| invalid(format!("{name} is {text:?}: {why}")))
+    read(&text).map_err(|why| Error::topology(format!("{name} is {text:?}: {why}")))
 }
 
 /// The variables that every task has.
@@ -233,8 +233,8 @@ const DISTRIBUTION: &str = "SLURM_DISTRIBUTION";
 /// # Errors
 ///
 /// A topology error that says what is wrong with the text, also if it names no host or more than 65,536.
-pub fn expand_hosts(list: &str) -> error::Result<Vec<String>> {
-    hosts(list).map_err(|error| invalid(format!("the list of hosts {list:?}: {error}")))
+pub fn expand_hosts(list: &str) -> Result<Vec<String>> {
+    hosts(list).map_err(|error| Error::topology(format!("the list of hosts {list:?}: {error}")))
 }
 
 /// The hosts of a list such as `rack[1-2]n[08-10],login`, in its order; of several groups, the leftmost varies slowest.

@@ -10,9 +10,9 @@ use accelerator_host as env;
 
 use super::exchange::Wire;
 use super::place::{DerivedStore, LocalTold, MeetingTold, Place, PlaceVariables, derived_port};
-use super::reader::{LaunchReader, LaunchSource, invalid};
+use super::reader::{LaunchReader, LaunchSource};
 use super::slurm;
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// The place that the variables of all launchers tell.
 pub(super) struct Found {
@@ -122,7 +122,7 @@ pub(super) fn check_alone(vars: LaunchReader<'_>) -> Result<()> {
         let names = [place.names.rank, place.names.world_size];
         return match place.world_size {
             1 => Ok(()),
-            _ => Err(invalid(format!(
+            _ => Err(Error::topology(format!(
                 "{} has started this process as one of several ({})",
                 source.launcher,
                 vars.shown(&names)
@@ -168,7 +168,7 @@ fn local_in_pod(vars: LaunchReader<'_>, place: &Place) -> Result<LocalTold> {
         .text("PET_NPROC_PER_NODE")
         .and_then(|text| text.trim().parse().ok());
     if processes.is_some_and(|processes: usize| processes > 1) {
-        return Err(invalid(format!(
+        return Err(Error::topology(format!(
             "{} are set, but LOCAL_RANK is not: RANK counts pods, in each of which an agent is to start several \
              processes; start the program with `accel-launch`, which reads these variables",
             vars.shown(&["RANK", "WORLD_SIZE", "PET_NPROC_PER_NODE"])
@@ -193,7 +193,7 @@ fn settings_of_torchrun(vars: LaunchReader<'_>) -> Result<Option<Place>> {
         .iter()
         .any(|name| most(name).is_some_and(|most| most > 1))
     {
-        true => Err(invalid(format!(
+        true => Err(Error::topology(format!(
             "this process belongs to a job of several ({}), but neither RANK nor WORLD_SIZE is set, so it would \
              train alone: those are the settings of an agent; start the program with `accel-launch`, which reads \
              them, or with torchrun; for a single process, set RANK=0 and WORLD_SIZE=1",
@@ -289,7 +289,7 @@ fn pmi(vars: LaunchReader<'_>) -> Result<Option<Place>> {
     if !vars.is_set(PMI.rank) && !vars.is_set(PMI.world_size) {
         // Hydra tells the local rank of every process; the rank, with a port, only to those who ask.
         return match vars.is_set("PMI_ID") || vars.is_set("PMI_PORT") {
-            true => Err(invalid(format!(
+            true => Err(Error::topology(format!(
                 "{} is set, but neither {} nor {}: the launcher tells them over a connection, which \
                  `Launch::from_env` opens where PMI_PORT and PMI_ID are set",
                 vars.shown(&["PMI_PORT", "PMI_ID"]),
@@ -335,7 +335,7 @@ pub(super) fn pmi_to_ask(vars: LaunchReader<'_>) -> Result<Option<(String, usize
 /// Refuses a process if PMIx's variables give only its rank.
 pub(super) fn pmix(vars: LaunchReader<'_>) -> Result<Option<Place>> {
     match vars.is_set("PMIX_RANK") {
-        true => Err(invalid(format!(
+        true => Err(Error::topology(format!(
             "{} is set, but nothing tells how many processes the job has, so this one would train alone; set \
              RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for every process, or start it with `mpirun`, \
              `srun` or `accel-launch`; for a single process, set RANK=0 and WORLD_SIZE=1",
@@ -357,7 +357,7 @@ fn check_contradiction(vars: LaunchReader<'_>, rank: usize, world_size: usize) -
             continue;
         };
         if (other, size) != (rank, world_size) {
-            return Err(invalid(format!(
+            return Err(Error::topology(format!(
                 "RANK is {rank} and WORLD_SIZE is {world_size}, but {rank_name} is {other} and {size_name} is \
                  {size}; unset RANK and WORLD_SIZE to take the place that {} tells, or {rank_name} and \
                  {size_name} to take the other",

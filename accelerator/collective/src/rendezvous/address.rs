@@ -3,7 +3,7 @@
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, UdpSocket};
 use std::{fs, io};
 
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, Result};
 
 /// Listens on the first of `addresses` that this host has. If it has none of them, they belong to a proxy in front of
 /// it, so this listens on all addresses of this host.
@@ -167,7 +167,7 @@ pub(super) fn addresses_of(names: &str) -> Result<Vec<IpAddr>> {
         .filter_map(|name| Some((name, number_of(name)?)))
         .next()
     else {
-        return Err(invalid(format!(
+        return Err(Error::topology(format!(
             "{}: this host has no such network interface; it has {}",
             shown(names),
             all_names().join(", ")
@@ -182,11 +182,11 @@ pub(super) fn addresses_of(names: &str) -> Result<Vec<IpAddr>> {
     let usable: Vec<IpAddr> = own.iter().copied().filter(|ip| !is_of_link(ip)).collect();
     match (usable.is_empty(), own.first()) {
         (false, _) => Ok(usable),
-        (true, None) => Err(invalid(format!(
+        (true, None) => Err(Error::topology(format!(
             "{}: the network interface {name} has no address",
             shown(names)
         ))),
-        (true, Some(link)) => Err(invalid(format!(
+        (true, Some(link)) => Err(Error::topology(format!(
             "{}: the network interface {name} has only the link-local address {link}, which other hosts cannot tell \
              from theirs",
             shown(names)
@@ -208,7 +208,7 @@ pub(super) fn address_like(names: &str, other: IpAddr) -> Result<IpAddr> {
             IpAddr::V6(_) => "IPv6",
         };
         let own: Vec<String> = own.iter().map(IpAddr::to_string).collect();
-        invalid(format!(
+        Error::topology(format!(
             "{}: the network interface has no {family} address, as the store is reached by; it has {}",
             shown(names),
             own.join(", ")
@@ -226,10 +226,6 @@ fn is_of_link(ip: &IpAddr) -> bool {
 
 fn shown(names: &str) -> String {
     format!("{} is {names:?}", accelerator_host::NETWORK_INTERFACE.name)
-}
-
-fn invalid(text: String) -> Error {
-    Error::new(Kind::Topology, text)
 }
 
 /// The names of all interfaces of this host.

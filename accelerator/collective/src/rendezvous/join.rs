@@ -337,10 +337,10 @@ impl JoinAttempt<'_> {
                  using this port"
             ),
         };
-        Err(JoinError::Final(Error::new(
-            Kind::Unauthorized,
-            format!("{}: {why}", self.place()),
-        )))
+        Err(JoinError::Final(Error::unauthorized(format!(
+            "{}: {why}",
+            self.place()
+        ))))
     }
 
     fn check_store(
@@ -364,10 +364,10 @@ impl JoinAttempt<'_> {
             }
             (None, Some(_)) => "it has a token, but this rank has none; set ACCEL_TOKEN_FILE",
         };
-        Err(JoinError::Final(Error::new(
-            Kind::Unauthorized,
-            format!("{}: {why}", self.place()),
-        )))
+        Err(JoinError::Final(Error::unauthorized(format!(
+            "{}: {why}",
+            self.place()
+        ))))
     }
 
     fn read(
@@ -380,13 +380,10 @@ impl JoinAttempt<'_> {
         if let Some(key) = &self.key
             && !key.accepts("welcome", &parts, &proof.unwrap_or_default())
         {
-            return Err(JoinError::Final(Error::new(
-                Kind::Unauthorized,
-                format!(
-                    "{}: its table of ranks is not proved by the token",
-                    self.place()
-                ),
-            )));
+            return Err(JoinError::Final(Error::unauthorized(format!(
+                "{}: its table of ranks is not proved by the token",
+                self.place()
+            ))));
         }
         let table: RankTable =
             from_bytes(body).map_err(|error| JoinError::Final(self.error(error)))?;
@@ -413,13 +410,12 @@ impl JoinAttempt<'_> {
         deadline: Instant,
     ) -> Result<Message, JoinError> {
         Message::receive(stream, bound, deadline).map_err(|error| match error {
-            ReadError::Frame(_) | ReadError::Message(_) => JoinError::Final(Error::new(
-                Kind::Protocol,
-                format!(
+            ReadError::Frame(_) | ReadError::Message(_) => {
+                JoinError::Final(Error::protocol(format!(
                     "{} is no store of this library: {error}; does something else listen there?",
                     self.place()
-                ),
-            )),
+                )))
+            }
             ReadError::Closed | ReadError::Io(_) | ReadError::Torn => {
                 JoinError::Again(error.to_string())
             }
@@ -455,15 +451,15 @@ impl JoinAttempt<'_> {
     fn unexpected(&self, message: Message) -> JoinError {
         JoinError::Final(match message {
             Message::Refused(refusal) => refusal.into_error(),
-            _ => Error::new(
-                Kind::Protocol,
-                format!("{} gave an answer to another question", self.place()),
-            ),
+            _ => Error::protocol(format!(
+                "{} gave an answer to another question",
+                self.place()
+            )),
         })
     }
 
     fn error(&self, what: impl fmt::Display) -> Error {
-        Error::new(Kind::Rendezvous, format!("{}: {what}", self.place()))
+        Error::rendezvous(format!("{}: {what}", self.place()))
     }
 
     fn place(&self) -> String {

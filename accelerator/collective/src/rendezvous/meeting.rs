@@ -65,10 +65,9 @@ impl Rendezvous {
         transport: TransportKind,
     ) -> Result<Meeting> {
         if let Some(Effect::DropConnection) = fail_point(topology.rank(), Point::Rendezvous) {
-            return Err(Error::new(
-                Kind::Rendezvous,
-                format!("{topology} was cut off from the store by an injected fault"),
-            ));
+            return Err(Error::rendezvous(format!(
+                "{topology} was cut off from the store by an injected fault"
+            )));
         }
         let liveness = bounded(liveness);
         let deadline = Instant::now() + connect_timeout.min(MAX_WAIT);

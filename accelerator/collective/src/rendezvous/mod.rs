@@ -20,7 +20,7 @@ use std::net::IpAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, Result};
 
 pub(crate) use address::reachable;
 pub use address::{is_own_address, listen_at, listen_everywhere};
@@ -267,10 +267,7 @@ impl Security {
 pub(crate) fn is_on(name: &str, value: &str) -> Result<bool> {
     accelerator_host::switch(value).ok_or_else(|| {
         let expected = accelerator_host::Grammar::Switch;
-        Error::new(
-            Kind::Topology,
-            format!("{name} is {value:?}; expected {expected}"),
-        )
+        Error::topology(format!("{name} is {value:?}; expected {expected}"))
     })
 }
 

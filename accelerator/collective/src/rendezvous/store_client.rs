@@ -191,7 +191,7 @@ impl StoreLocation {
     pub(super) fn error(&self, what: impl fmt::Display) -> Error {
         let text = format!("{self} {what}");
         match (self.host, &self.store_process) {
-            (StoreHost::Launcher, _) => Error::new(Kind::Rendezvous, text),
+            (StoreHost::Launcher, _) => Error::rendezvous(text),
             (StoreHost::Rank0, None) => Error::about(Kind::PeerLost, vec![0], text),
             (StoreHost::Rank0, Some((host, pid))) => {
                 let culprit = Culprit {

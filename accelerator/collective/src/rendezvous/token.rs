@@ -87,14 +87,11 @@ impl Token {
         })?;
         let token = text.trim_ascii();
         if token.len() < MIN_TOKEN_BYTES || text.len() > MAX_TOKEN_BYTES {
-            return Err(Error::new(
-                Kind::Unauthorized,
-                format!(
-                    "the token file {} holds {} bytes; expected {MIN_TOKEN_BYTES} to {MAX_TOKEN_BYTES}",
-                    path.display(),
-                    token.len()
-                ),
-            ));
+            return Err(Error::unauthorized(format!(
+                "the token file {} holds {} bytes; expected {MIN_TOKEN_BYTES} to {MAX_TOKEN_BYTES}",
+                path.display(),
+                token.len()
+            )));
         }
         Ok(Self(token.to_vec()))
     }

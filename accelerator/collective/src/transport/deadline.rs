@@ -288,7 +288,7 @@ impl OpDeadline {
     /// The error of an operation that runs while another thread ends the group.
     pub(crate) fn interrupted(&self) -> Error {
         let message = format!("rank {} gave up its group during {self}", self.rank);
-        Error::new(Kind::Closed, message)
+        Error::closed(message)
     }
 
     fn blame(&self, kind: Kind, culprit: Culprit, what: fmt::Arguments<'_>) -> Error {

@@ -83,21 +83,14 @@ impl AskedPlace {
         deadline: Instant,
     ) -> Result<String> {
         if (self.rank, self.world_size) != (topology.rank(), topology.world_size()) {
-            return Err(Error::new(
-                Kind::Topology,
-                format!(
-                    "the launcher told this process that it is rank {} of {}, but it joins as {topology}",
-                    self.rank, self.world_size
-                ),
-            ));
+            return Err(Error::topology(format!(
+                "the launcher told this process that it is rank {} of {}, but it joins as {topology}",
+                self.rank, self.world_size
+            )));
         }
         let client = self.client.lock().take();
-        let mut client = client.ok_or_else(|| {
-            Error::new(
-                Kind::Misuse,
-                "this process has left its launcher's PMI before",
-            )
-        })?;
+        let mut client = client
+            .ok_or_else(|| Error::misuse("this process has left its launcher's PMI before"))?;
         client.deadline = deadline;
         client.share(own)
     }
@@ -206,16 +199,13 @@ impl PmiClient {
             let mut ready = [PollFd::new(&self.stream, PollFlags::IN)];
             match poll(&mut ready, Some(&left)) {
                 Ok(0) => {
-                    return Err(Error::new(
-                        Kind::Rendezvous,
-                        format!(
-                            "the launcher did not answer PMI's {command:?} in time{}",
-                            match command {
-                                "barrier_in" => "; not every rank has come to join the group",
-                                _ => "",
-                            }
-                        ),
-                    ));
+                    return Err(Error::rendezvous(format!(
+                        "the launcher did not answer PMI's {command:?} in time{}",
+                        match command {
+                            "barrier_in" => "; not every rank has come to join the group",
+                            _ => "",
+                        }
+                    )));
                 }
                 Ok(_) => return Ok(()),
                 Err(rustix::io::Errno::INTR) => {}
@@ -276,17 +266,15 @@ fn connect(address: &str) -> Result<TcpStream> {
 }
 
 fn wrong(command: &str, line: &str) -> Error {
-    Error::new(
-        Kind::Protocol,
-        format!("the launcher answered PMI's {command:?} with {line:?}"),
-    )
+    Error::protocol(format!(
+        "the launcher answered PMI's {command:?} with {line:?}"
+    ))
 }
 
 fn lost(error: &std::io::Error) -> Error {
-    Error::new(
-        Kind::Rendezvous,
-        format!("the connection to the launcher, by PMI, is lost: {error}"),
-    )
+    Error::rendezvous(format!(
+        "the connection to the launcher, by PMI, is lost: {error}"
+    ))
 }
 
 /// The key of rank 0's line; those that begin with `PMI_` are the launcher's own.

@@ -8,7 +8,7 @@ use std::{
 };
 
 use super::ServerState;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, Result};
 use crate::rendezvous::outbox::{Outbox, RankConnection};
 use crate::rendezvous::peer_origin::{PeerOrigin, plain};
 use crate::rendezvous::store_state::{Connection, RankMessage, StoreInput};
@@ -140,25 +140,23 @@ impl ServerState {
     ) -> Result<(Registration, [Nonce; 2])> {
         let deadline = Instant::now() + PendingHandshakes::TIMEOUT;
         let unreadable =
-            |error: ReadError| Error::new(Kind::Protocol, format!("no rank of this job: {error}"));
+            |error: ReadError| Error::protocol(format!("no rank of this job: {error}"));
         // A rank that waits must not be delayed; without this it only takes longer.
         let _ = stream.set_nodelay(true);
         let key = self.options.token.as_ref().map(Token::key);
         let hello = Message::receive(stream, MAX_SHORT_BYTES, deadline).map_err(unreadable)?;
         let Message::Hello { nonce, job, proves } = hello else {
-            return Err(Error::new(Kind::Protocol, "it did not say hello"));
+            return Err(Error::protocol("it did not say hello"));
         };
         self.check_origin(origin)?;
         if job != self.options.job {
             // The rank is not authenticated yet, so the answer contains neither name.
-            return Err(Error::new(
-                Kind::Rendezvous,
+            return Err(Error::rendezvous(
                 "this store serves another job than that of the rank; do two jobs use one port?",
             ));
         }
         if key.is_some() && proves == Proves::Nothing {
-            return Err(Error::new(
-                Kind::Unauthorized,
+            return Err(Error::unauthorized(
                 "this job has a token, but the rank has none; set ACCEL_TOKEN_FILE to the file \
                  that holds it",
             ));
@@ -174,13 +172,12 @@ impl ServerState {
         .map_err(unreadable)?;
         let register = Message::receive(stream, MAX_SHORT_BYTES, deadline).map_err(unreadable)?;
         let Message::Register { body, proof } = register else {
-            return Err(Error::new(Kind::Protocol, "it did not register"));
+            return Err(Error::protocol("it did not register"));
         };
         if let Some(key) = &key
             && !key.accepts("rank", &[&own, &nonce, &body], &proof.unwrap_or_default())
         {
-            return Err(Error::new(
-                Kind::Unauthorized,
+            return Err(Error::unauthorized(
                 "the token of the rank is not the token of this job; ACCEL_TOKEN_FILE must name \
                  the same token for every process",
             ));
@@ -196,22 +193,17 @@ impl ServerState {
         };
         match origin {
             PeerOrigin::SameUser => Ok(()),
-            PeerOrigin::OtherUser { user } => Err(Error::new(
-                Kind::Unauthorized,
-                format!(
-                    "a process of user {user} cannot join another user's job without a token; \
+            PeerOrigin::OtherUser { user } => Err(Error::unauthorized(format!(
+                "a process of user {user} cannot join another user's job without a token; \
                      set ACCEL_TOKEN_FILE for every process"
-                ),
-            )),
+            ))),
             PeerOrigin::Unknown if self.options.security == Security::Waived => Ok(()),
-            PeerOrigin::Unknown => Err(Error::new(
-                Kind::Unauthorized,
+            PeerOrigin::Unknown => Err(Error::unauthorized(
                 "the system does not tell whose process it is, which cannot join without a token; \
                  set ACCEL_TOKEN_FILE for every process",
             )),
             PeerOrigin::Remote if self.options.security == Security::Waived => Ok(()),
-            PeerOrigin::Remote => Err(Error::new(
-                Kind::Unauthorized,
+            PeerOrigin::Remote => Err(Error::unauthorized(
                 "a rank on another host cannot join without a token; set ACCEL_TOKEN_FILE for \
                  every process, or ACCEL_INSECURE=1 on a network where everyone may join",
             )),

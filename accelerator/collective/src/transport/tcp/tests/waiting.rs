@@ -111,7 +111,7 @@ fn who_cannot_write_reads() {
 #[test]
 fn trouble_wakes_who_waits_for_room() {
     let told = |_: &Tcp, other: &mut TcpStream| {
-        let error = Error::new(Kind::Misuse, "it gave up".to_owned());
+        let error = Error::misuse("it gave up".to_owned());
         let abort = Abort { sequence: 4, error }.encode();
         let head = Head::new(FrameKind::Abort, 4, 0, &abort, &[]);
         other.write_all(&head.encode()).unwrap();
@@ -191,7 +191,7 @@ fn a_failed_peer_gets_the_final_message_though_another_thread_writes() {
     let (tcp, mut other) = pair();
     narrow(&tcp, &other);
     let link = tcp.links[1].as_ref().unwrap();
-    let error = Error::new(Kind::Misuse, "it failed".to_owned());
+    let error = Error::misuse("it failed".to_owned());
     let preamble = Abort { sequence: 0, error }.encode();
     let head = Head::new(FrameKind::Abort, 0, 0, &preamble, &[]).encode();
     other.write_all(&[&head[..], &preamble].concat()).unwrap();
