@@ -20,10 +20,10 @@ use crate::element::{DType, ReduceOp};
 use crate::error::Result;
 use crate::group::{GroupExt, GroupOptions, ProcessGroup};
 use crate::shard_layout::ShardLayout;
-use crate::topology::Topology;
+use crate::topology::{Topology, TransportKind};
 use crate::transport::{
     ControlPlane, DataPlane, FinalMessage, Inbox, OpDeadline, OutgoingChunk, Peer, PeerLocation,
-    Transport, TransportKind, feed,
+    Transport, feed,
 };
 use crate::wire::message::{MAX_SHORT_BYTES, MAX_TABLE_BYTES, Message, RankTable, Registration};
 use crate::wire::{FrameKind, Head, MAX_PREAMBLE, from_bytes};

@@ -35,7 +35,6 @@ pub(crate) fn suspended_for(
     (late > timeout / 4).then_some(late)
 }
 
-/// A timeout within reason.
 pub(crate) fn bounded(timeout: Duration) -> Duration {
     timeout.clamp(MIN_TIMEOUT, MAX_TIMEOUT)
 }

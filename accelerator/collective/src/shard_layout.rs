@@ -80,7 +80,6 @@ impl ShardLayout {
         self.len == 0
     }
 
-    /// The number of ranks.
     pub(crate) fn ranks(&self) -> usize {
         self.parts.len()
     }
@@ -158,7 +157,6 @@ pub(crate) struct Runs<'a> {
 }
 
 impl Runs<'_> {
-    /// The number of elements.
     pub(crate) fn elements(&self) -> usize {
         self.left
     }

@@ -1,5 +1,5 @@
-//! Questions to the system about a connection: the data that has not arrived, and a bound on the pauses before
-//! lost data is sent again.
+//! Questions to the system about a connection: the data that has not arrived, and if it is ready; and a bound on the
+//! pauses before lost data is sent again.
 #![cfg_attr(
     target_os = "linux",
     expect(
@@ -8,7 +8,9 @@
     )
 )]
 
-use std::net::TcpStream;
+use std::{net::TcpStream, time::Duration};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 /// Lets a connection send again within a second what the network has lost. The system's pauses double without that: a
 /// link that is down for 3 s may stay silent for 6 s, and a peer be taken for lost that no longer is.
@@ -71,6 +73,20 @@ pub(crate) fn unconfirmed(stream: &TcpStream) -> usize {
     {
         let _ = stream;
         0
+    }
+}
+
+/// Waits a while until a connection is ready, and says whether it is; an error or an end counts as
+/// being so.
+pub(crate) fn await_ready(stream: &TcpStream, flags: PollFlags, pause: Duration) -> bool {
+    let mut fds = [PollFd::new(stream, flags)];
+    matches!(poll(&mut fds, Some(&timespec(pause))), Ok(count) if count > 0)
+}
+
+pub(crate) fn timespec(pause: Duration) -> Timespec {
+    Timespec {
+        tv_sec: pause.as_secs().try_into().unwrap_or(i64::MAX),
+        tv_nsec: pause.subsec_nanos().into(),
     }
 }
 

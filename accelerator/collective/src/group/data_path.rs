@@ -10,7 +10,8 @@ use crate::{
     error::{Error, Kind, Result},
     fingerprint::{CallSite, CollectiveFingerprint, OpKind},
     shm::ArenaId,
-    transport::{DataPath, TransportKind},
+    topology::TransportKind,
+    transport::DataPath,
     wire::to_bytes,
 };
 
@@ -223,7 +224,8 @@ mod linux {
         group::rank_state::RankState,
         rendezvous::random,
         shm::{Arena, ArenaId, Hosts, ShmPeers, Spin},
-        transport::{DataPath, Peer, PeerLocation, TransportKind},
+        topology::TransportKind,
+        transport::{DataPath, Peer, PeerLocation},
     };
     use accelerator_host::machine::{UsableCores, boot_id};
 

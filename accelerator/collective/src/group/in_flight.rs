@@ -114,61 +114,42 @@ impl<'a> InFlightOps<'a> {
                     None => break,
                 },
             };
-            let order = &self.rank_state.order;
-            let permit = match self.ops.back() {
-                None => order.acquire(job.ticket),
-                Some(last) if last.permit.number() + 1 == job.ticket.number() => {
-                    order.acquire_next(job.ticket)
-                }
-                Some(_) => {
-                    self.next = Some(job);
-                    break;
-                }
-            };
-            let (op, output) = (job.op, &job.output);
-            self.start(
-                permit,
-                job.fingerprint,
-                job.buffer,
-                op,
-                output,
-                job.completion,
-            );
+            if let Some(last) = self.ops.back()
+                && last.permit.number() + 1 != job.ticket.number()
+            {
+                self.next = Some(job);
+                break;
+            }
+            self.start(job);
         }
         true
     }
 
-    fn start(
-        &mut self,
-        permit: OpPermit<'a>,
-        fingerprint: CollectiveFingerprint,
-        buffer: Buffer,
-        op: ReduceOp,
-        output: &Output,
-        completion: Completion,
-    ) {
-        let (rank, world_size) = (
-            self.rank_state.topology.rank(),
-            self.rank_state.topology.world_size(),
-        );
+    /// Begins a job, whose ticket follows those of the operations under way.
+    fn start(&mut self, job: Job) {
+        let (rank_state, topology) = (self.rank_state, &self.rank_state.topology);
+        let permit = match self.ops.is_empty() {
+            true => rank_state.order.acquire(job.ticket),
+            false => rank_state.order.acquire_next(job.ticket),
+        };
+        let (rank, world_size) = (topology.rank(), topology.world_size());
         let mut scratch = self.spare.pop().unwrap_or_default();
         scratch.clear(world_size);
-        let timeouts = self.rank_state.options.op_timeouts();
-        let len = buffer.bytes().len();
-        let reduction = Reduction::new(buffer.dtype(), op, output, len, world_size);
-        let state = match self.rank_state.check_open() {
+        let timeouts = rank_state.options.op_timeouts();
+        let (dtype, len) = (job.buffer.dtype(), job.buffer.bytes().len());
+        let state = match rank_state.check_open() {
             Ok(()) => OpState::Running(OpProgress::Waiting(0..world_size)),
             Err(error) => OpState::Failed(error),
         };
         self.ops.push_back(InFlightOp {
-            deadline: OpDeadline::new(rank, permit.number(), fingerprint, timeouts),
-            fingerprint,
-            start_timer: self.rank_state.start_timer(ExecThread::Communication),
+            deadline: OpDeadline::new(rank, permit.number(), job.fingerprint, timeouts),
+            fingerprint: job.fingerprint,
+            start_timer: rank_state.start_timer(ExecThread::Communication),
             permit,
             scratch,
-            reduction,
-            buffer,
-            completion,
+            reduction: Reduction::new(dtype, job.op, &job.output, len, world_size),
+            buffer: job.buffer,
+            completion: job.completion,
             state,
         });
     }
@@ -324,12 +305,14 @@ mod tests {
         ];
         let pending = states.map(|state| {
             let (pending, completion) = slots.pair();
-            let permit = rank_state
-                .order
-                .acquire_next(rank_state.admit(&fingerprint()).unwrap());
-            let buffer = Buffer::zeroed(DType::F32, 3);
-            let (op, output) = (ReduceOp::Sum, Output::Full);
-            ops.start(permit, fingerprint(), buffer, op, &output, completion);
+            ops.start(Job {
+                ticket: rank_state.admit(&fingerprint()).unwrap(),
+                fingerprint: fingerprint(),
+                buffer: Buffer::zeroed(DType::F32, 3),
+                op: ReduceOp::Sum,
+                output: Output::Full,
+                completion,
+            });
             ops.ops.back_mut().unwrap().state = state;
             pending
         });

@@ -14,7 +14,7 @@ impl ProcessGroup {
         let rank_state = &self.handle.rank_state;
         Activity {
             activity: Arc::clone(rank_state.transport.inbox().activity()),
-            limit: rank_state.options.busy_timeout(),
+            limit: rank_state.options.busy_timeout,
         }
     }
 

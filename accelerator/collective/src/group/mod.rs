@@ -31,8 +31,8 @@ use crate::{
     fingerprint::{CallSite, CollectiveFingerprint, Purpose},
     launch::Launch,
     rendezvous::{Key, StoreClient},
-    topology::Topology,
-    transport::{Tcp, Threads, Transport, TransportKind},
+    topology::{Topology, TransportKind},
+    transport::{Tcp, Threads, Transport},
 };
 use accelerator_host::sync::Mutex;
 
@@ -127,7 +127,7 @@ impl ProcessGroup {
     pub fn threads(world_size: usize, options: &GroupOptions) -> Result<Vec<Self>> {
         options.check()?;
         check_faults()?;
-        let transport = options.transport();
+        let transport = options.transport;
         if !matches!(transport, TransportKind::Auto | TransportKind::Threads) {
             return Err(Error::misuse(format!(
                 "threads of one process cannot be connected by the {transport} transport"
@@ -167,7 +167,7 @@ impl ProcessGroup {
         if launch.is_alone() {
             return Ok(Self::alone(&options.completed_by(launch), None));
         }
-        let asked = match options.transport() {
+        let asked = match options.transport {
             TransportKind::Auto => launch.transport,
             other => other,
         };
@@ -177,7 +177,7 @@ impl ProcessGroup {
                      the group's options allow auto, hierarchical, shm or tcp"
             )));
         }
-        let connect_timeout = options.connect_timeout();
+        let connect_timeout = options.connect_timeout;
         let options = &options.completed_by(launch);
         let liveness = options.liveness_timeout();
         let mut began = Instant::now();

@@ -6,7 +6,8 @@ use crate::{
     error::{Error, Result, Seconds},
     launch::Launch,
     liveness,
-    transport::{OpTimeouts, TimeoutKind, TransportKind},
+    topology::TransportKind,
+    transport::{OpTimeouts, TimeoutKind},
 };
 
 /// Deadlines and transport of a process group.
@@ -24,13 +25,13 @@ use crate::{
 /// ```
 #[derive(Clone, Debug)]
 pub struct GroupOptions {
-    connect_timeout: Duration,
+    pub(super) connect_timeout: Duration,
     progress_timeout: Duration,
     /// `None` stands for the launch's value, else five seconds.
     liveness_timeout: Option<Duration>,
-    busy_timeout: Duration,
+    pub(super) busy_timeout: Duration,
     warn_after: Duration,
-    transport: TransportKind,
+    pub(super) transport: TransportKind,
 }
 
 impl GroupOptions {
@@ -102,24 +103,9 @@ impl GroupOptions {
         Self { transport, ..self }
     }
 
-    /// Returns the time that the ranks may take to find one another and to agree on the path of data.
-    pub(crate) fn connect_timeout(&self) -> Duration {
-        self.connect_timeout
-    }
-
-    /// Returns the time for which a busy rank counts as one that works.
-    pub(crate) fn busy_timeout(&self) -> Duration {
-        self.busy_timeout
-    }
-
     /// Returns the time without a heartbeat after which a rank is lost.
     pub fn liveness_timeout(&self) -> Duration {
         self.liveness_timeout.unwrap_or(liveness::DEFAULT_TIMEOUT)
-    }
-
-    /// The transport that was asked for.
-    pub(crate) fn transport(&self) -> TransportKind {
-        self.transport
     }
 
     pub(crate) fn check(&self) -> Result<()> {

@@ -32,7 +32,7 @@ impl Pending {
             return Err(interrupted());
         };
         let running = |outcome: &mut SlotState| matches!(outcome, SlotState::Running);
-        let waited = slot.done.wait_while(slot.lock(), running);
+        let waited = slot.done.wait_while(slot.outcome.lock(), running);
         let mut outcome = waited;
         match mem::replace(&mut *outcome, SlotState::Free) {
             SlotState::Done(result) => result,
@@ -44,7 +44,7 @@ impl Pending {
     /// Returns `true` if [`wait`](Self::wait) would return at once.
     pub fn is_ready(&self) -> bool {
         let slot = self.0.as_ref();
-        slot.is_none_or(|slot| !matches!(*slot.lock(), SlotState::Running))
+        slot.is_none_or(|slot| !matches!(*slot.outcome.lock(), SlotState::Running))
     }
 }
 
@@ -61,7 +61,7 @@ impl Drop for Pending {
         let Some(slot) = self.0.take() else {
             return;
         };
-        let mut outcome = slot.lock();
+        let mut outcome = slot.outcome.lock();
         let next = match &*outcome {
             SlotState::Running => SlotState::Abandoned,
             SlotState::Abandoned | SlotState::Done(_) | SlotState::Free => SlotState::Free,
@@ -87,7 +87,7 @@ impl Completion {
         let Some(slot) = self.0.take() else {
             return;
         };
-        let mut outcome = slot.lock();
+        let mut outcome = slot.outcome.lock();
         let unwanted = match &*outcome {
             SlotState::Abandoned => {
                 *outcome = SlotState::Free;
@@ -148,16 +148,12 @@ struct PendingSlot {
 impl PendingSlot {
     /// Takes the slot if it is free, and returns whether it was.
     fn occupy(&self) -> bool {
-        let mut outcome = self.lock();
+        let mut outcome = self.outcome.lock();
         let free = matches!(*outcome, SlotState::Free);
         if free {
             *outcome = SlotState::Running;
         }
         free
-    }
-
-    fn lock(&self) -> MutexGuard<'_, SlotState> {
-        self.outcome.lock()
     }
 }
 
@@ -200,7 +196,7 @@ pub(super) struct Sender<T>(Arc<JobQueue<T>>);
 impl<T> Sender<T> {
     /// Sends a job, or gives it back if nobody will receive it.
     pub(super) fn send(&self, job: T) -> Result<(), T> {
-        let mut state = self.0.lock();
+        let mut state = self.0.state.lock();
         if state.closed {
             return Err(job);
         }
@@ -213,7 +209,7 @@ impl<T> Sender<T> {
 
 impl<T> Drop for Sender<T> {
     fn drop(&mut self) {
-        self.0.lock().closed = true;
+        self.0.state.lock().closed = true;
         self.0.arrival.notify_one();
     }
 }
@@ -226,19 +222,19 @@ impl<T> Receiver<T> {
     /// Waits for the next job; none when there will be no more.
     pub(super) fn recv(&self) -> Option<T> {
         let empty = |state: &mut JobQueueState<T>| state.jobs.is_empty() && !state.closed;
-        let mut waited = self.0.arrival.wait_while(self.0.lock(), empty);
+        let mut waited = self.0.arrival.wait_while(self.0.state.lock(), empty);
         waited.jobs.pop_front()
     }
 
     /// Returns the next job, if it is there.
     pub(super) fn try_recv(&self) -> Option<T> {
-        self.0.lock().jobs.pop_front()
+        self.0.state.lock().jobs.pop_front()
     }
 }
 
 impl<T> Drop for Receiver<T> {
     fn drop(&mut self) {
-        let mut state = self.0.lock();
+        let mut state = self.0.state.lock();
         state.closed = true;
         let jobs = std::mem::take(&mut state.jobs);
         drop(state);
@@ -253,11 +249,7 @@ struct JobQueue<T> {
     arrival: Condvar,
 }
 
-impl<T> JobQueue<T> {
-    fn lock(&self) -> MutexGuard<'_, JobQueueState<T>> {
-        self.state.lock()
-    }
-}
+impl<T> JobQueue<T> {}
 
 #[derive(Debug)]
 struct JobQueueState<T> {
@@ -277,7 +269,7 @@ pub(crate) struct TicketLock {
 
 impl TicketLock {
     pub(crate) fn take_ticket(self: &Arc<Self>) -> Ticket {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let number = state.next;
         state.next += 1;
         drop(state);
@@ -290,7 +282,7 @@ impl TicketLock {
     /// Waits until everyone before this ticket has been served.
     pub(crate) fn acquire(&self, ticket: Ticket) -> OpPermit<'_> {
         let number = ticket.used();
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         if state.serving != number {
             state.waiting += 1;
             let waited = self
@@ -314,7 +306,7 @@ impl TicketLock {
 
     /// Waits a while until nobody is in the lock, and says whether that is so.
     pub(crate) fn is_idle_within(&self, pause: Duration) -> bool {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         state.waiting += 1;
         let waited = self
             .changed
@@ -326,7 +318,7 @@ impl TicketLock {
 
     /// The number that is served now, or next.
     pub(crate) fn serving(&self) -> u64 {
-        self.lock().serving
+        self.state.lock().serving
     }
 
     /// Goes on to a number, and past those that were given up.
@@ -342,10 +334,6 @@ impl TicketLock {
         if awaited {
             self.changed.notify_all();
         }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, TicketState> {
-        self.state.lock()
     }
 }
 
@@ -381,7 +369,7 @@ impl Drop for Ticket {
         let Some(lock) = self.lock.take() else {
             return;
         };
-        let mut state = lock.lock();
+        let mut state = lock.state.lock();
         if state.serving == self.number {
             lock.release(state, self.number + 1);
         } else {
@@ -398,7 +386,7 @@ impl OpPermit<'_> {
 
 impl Drop for OpPermit<'_> {
     fn drop(&mut self) {
-        self.lock.release(self.lock.lock(), self.number + 1);
+        self.lock.release(self.lock.state.lock(), self.number + 1);
     }
 }
 

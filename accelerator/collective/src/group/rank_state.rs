@@ -25,8 +25,8 @@ use crate::{
     fingerprint::CollectiveFingerprint,
     liveness::suspect_after,
     rendezvous::StoreClient,
-    topology::Topology,
-    transport::{Abort, FinalMessage, LeaveKind, OpDeadline, OpTimeouts, Transport, TransportKind},
+    topology::{Topology, TransportKind},
+    transport::{Abort, FinalMessage, LeaveKind, OpDeadline, OpTimeouts, Transport},
 };
 
 /// The state that all handles of one rank and its communication thread share.
@@ -45,7 +45,6 @@ pub(crate) struct RankState {
     /// Set when the final message is sent.
     left: AtomicBool,
     forbidden: Mutex<Vec<Arc<str>>>,
-    /// The connection to the store.
     store: Option<StoreClient>,
     /// Exit notices of the store that the transport has not confirmed, with when they came.
     exit_notices: Mutex<Vec<(usize, String, Instant)>>,
@@ -433,7 +432,6 @@ impl HeartbeatThread {
         Ok(())
     }
 
-    /// Ends it.
     pub(super) fn stop(&self) {
         self.flags.lock().stopped = true;
         self.changed.notify_all();

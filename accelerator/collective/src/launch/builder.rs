@@ -252,19 +252,13 @@ impl<'a> LaunchBuilder<'a> {
     }
 
     fn store(&mut self) -> Result<StoreHost> {
-        let (store, origin) = match self.vars.text(env::STORE.name) {
-            None => (StoreHost::Rank0, Origin::Default),
-            Some(value) => match value.as_str() {
-                "launcher" => (StoreHost::Launcher, Origin::Variable(env::STORE.name)),
-                "rank0" => (StoreHost::Rank0, Origin::Variable(env::STORE.name)),
-                _ => {
-                    return Err(Error::topology(format!(
-                        "ACCEL_STORE is {value:?}; expected {}",
-                        env::STORE.grammar
-                    )));
-                }
-            },
-        };
+        let told = self.told(&env::STORE, |value| match value {
+            "launcher" => Some(StoreHost::Launcher),
+            "rank0" => Some(StoreHost::Rank0),
+            _ => None,
+        })?;
+        let origin = told.map_or(Origin::Default, |_| Origin::Variable(env::STORE.name));
+        let store = told.unwrap_or(StoreHost::Rank0);
         self.note("store", store, origin);
         Ok(store)
     }
@@ -285,35 +279,31 @@ impl<'a> LaunchBuilder<'a> {
     }
 
     fn elastic(&mut self) -> Result<Elastic> {
-        const NAME: &str = env::ELASTIC.name;
-        let Some(value) = self.vars.text(NAME) else {
+        let told = self.told(&env::ELASTIC, |value| match value {
+            "running" => Some((Elastic::Running, "running")),
+            "joining" => Some((Elastic::Joining, "joining")),
+            _ => None,
+        })?;
+        let Some((elastic, word)) = told else {
             return Ok(Elastic::Fixed);
         };
-        self.note("elastic", &value, Origin::Variable(NAME));
-        match value.as_str() {
-            "running" => Ok(Elastic::Running),
-            "joining" => Ok(Elastic::Joining),
-            _ => Err(Error::topology(format!(
-                "{NAME} is {value:?}; expected {}",
-                env::ELASTIC.grammar
-            ))),
-        }
+        self.note("elastic", word, Origin::Variable(env::ELASTIC.name));
+        Ok(elastic)
     }
 
     fn liveness_timeout(&mut self) -> Result<Option<Duration>> {
-        const NAME: &str = env::LIVENESS_TIMEOUT.name;
-        let Some(value) = self.vars.text(NAME) else {
-            return Ok(None);
-        };
-        let Some(timeout) = env::seconds(&value) else {
-            return Err(Error::topology(format!(
-                "{NAME} is {value:?}; expected {}",
-                env::LIVENESS_TIMEOUT.grammar
-            )));
-        };
-        let text = format!("{} s", timeout.as_secs_f64());
-        self.note("liveness timeout", text, Origin::Variable(NAME));
-        Ok(Some(timeout))
+        let timeout = self.told(&env::LIVENESS_TIMEOUT, env::seconds)?;
+        if let Some(timeout) = timeout {
+            let text = format!("{} s", timeout.as_secs_f64());
+            let origin = Origin::Variable(env::LIVENESS_TIMEOUT.name);
+            self.note("liveness timeout", text, origin);
+        }
+        Ok(timeout)
+    }
+
+    /// Reads a variable by its grammar.
+    fn told<T>(&self, variable: &env::Variable, read: fn(&str) -> Option<T>) -> Result<Option<T>> {
+        self.vars.read(variable.name, variable.grammar, read)
     }
 
     fn count(&mut self, what: &'static str, name: &'static str) -> Result<Option<u64>> {

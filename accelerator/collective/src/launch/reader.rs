@@ -49,7 +49,7 @@ impl LaunchReader<'_> {
         set.collect::<Vec<_>>().join(", ")
     }
 
-    fn read<T>(
+    pub(super) fn read<T>(
         &self,
         name: &str,
         grammar: env::Grammar,

@@ -44,7 +44,6 @@ pub(super) struct JoinAttempt<'a> {
 
 /// The result of an attempt that succeeded.
 pub(super) struct Joined {
-    /// All ranks, in rank order.
     pub(super) ranks: Vec<Registration>,
     /// The secret from which the key of the job is derived.
     pub(super) secret: Nonce,

@@ -91,26 +91,18 @@ fn crowded(place: LocalPlace, ranks: Vec<usize>, world_size: usize) -> Error {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use super::*;
-    use crate::topology::TransportKind;
+    use crate::rendezvous::tests::registration;
 
     /// A rank's host, boot id, and local rank and local world size, where it was told them.
     type Given = (&'static str, &'static str, Option<(usize, usize)>);
 
     fn ranks(given: &[Given]) -> Vec<Registration> {
         let rank = |(rank, &(host, boot, local)): (usize, &Given)| Registration {
-            rank,
-            world_size: given.len(),
             host: host.to_owned(),
-            pid: 1,
-            address: "127.0.0.1:1".parse().unwrap(),
-            connect_timeout: Duration::ZERO,
-            liveness: Duration::ZERO,
-            transport: TransportKind::Auto,
             boot: Some(boot.to_owned()).filter(|boot| !boot.is_empty()),
             local: local.map(|(rank, size)| LocalPlace { rank, size }),
+            ..registration(rank, given.len())
         };
         given.iter().enumerate().map(rank).collect()
     }

@@ -22,7 +22,6 @@ use crate::wire::message::Registration;
 /// The knowledge of a rank once all have met.
 #[derive(Debug)]
 pub(crate) struct Meeting {
-    /// All ranks, in rank order.
     pub(crate) ranks: Vec<Registration>,
     /// The socket on which this rank listens for the others.
     pub(crate) listener: TcpListener,
@@ -295,7 +294,6 @@ impl StorePlace {
         Self::listening(TcpListener::bind((ip, port)), port, vec![ip])
     }
 
-    /// The port of the store.
     pub(crate) fn port(&self) -> u16 {
         self.addresses[0].port()
     }
@@ -327,20 +325,14 @@ impl StorePlace {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::rendezvous::tests::registration;
 
     #[test]
     fn ranks_beside_the_store_are_reached_as_the_store_is() {
         let rank = |(rank, ip): (usize, &str)| Registration {
-            rank,
-            world_size: 5,
             host: "a".to_owned(),
-            pid: 1,
             address: SocketAddr::new(ip.parse().unwrap(), 7),
-            connect_timeout: Duration::ZERO,
-            liveness: Duration::ZERO,
-            transport: TransportKind::Auto,
-            boot: None,
-            local: None,
+            ..registration(rank, 5)
         };
         // Rank 0 thinks of its first address, rank 1 of its bridge, rank 2 of its own name.
         let own = [

@@ -455,4 +455,4 @@ impl FailureReport {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -6,12 +6,12 @@ use std::{
     net::{Shutdown, TcpStream},
     sync::{Arc, mpsc},
     thread,
-    time::Instant,
+    time::{Duration, Instant},
 };
 
-use accelerator_host::sync::{Condvar, Mutex, MutexGuard};
+use accelerator_host::sync::{Condvar, Mutex};
 use rustix::{
-    event::{PollFd, PollFlags, Timespec, poll},
+    event::PollFlags,
     io::Errno,
     net::{SendFlags, send},
 };
@@ -20,7 +20,8 @@ use super::{
     Report,
     store_state::{Connection, StoreState},
 };
-use crate::wire::message::{self, Message, Nonce, SHORT_SEND_TIMEOUT};
+use crate::socket::await_ready;
+use crate::wire::message::{MAX_TABLE_BYTES, Message, Nonce, SHORT_SEND_TIMEOUT};
 
 /// A non-blocking send queue to a rank. Bytes that the socket does not accept at once are queued in
 /// order and written by a thread that exits when the queue is empty. The connection of a rank is closed
@@ -50,7 +51,7 @@ impl Outbox {
 
     /// Sends a message, at once or behind the others.
     pub(super) fn push(self: &Arc<Self>, message: &[u8]) {
-        let mut backlog = self.backlog();
+        let mut backlog = self.backlog.lock();
         let sent = match backlog.writer {
             Writer::Idle => self.send_some(message),
             Writer::Busy => 0,
@@ -82,7 +83,7 @@ impl Outbox {
 
     /// Sends a heartbeat, unless another message is queued.
     pub(super) fn heartbeat(self: &Arc<Self>, message: &[u8]) {
-        let busy = self.backlog().writer == Writer::Busy;
+        let busy = self.backlog.lock().writer == Writer::Busy;
         if !busy {
             self.push(message);
         }
@@ -92,7 +93,10 @@ impl Outbox {
     pub(super) fn flush(&self, deadline: Instant) {
         let left = deadline.saturating_duration_since(Instant::now());
         let busy = |backlog: &mut Backlog| backlog.writer == Writer::Busy;
-        drop(self.written.wait_timeout_while(self.backlog(), left, busy));
+        drop(
+            self.written
+                .wait_timeout_while(self.backlog.lock(), left, busy),
+        );
     }
 
     /// Ends the connection, and with it whatever waits to be written.
@@ -117,7 +121,7 @@ impl Outbox {
     fn write(&self) {
         loop {
             let bytes = {
-                let mut backlog = self.backlog();
+                let mut backlog = self.backlog.lock();
                 if backlog.bytes.is_empty() {
                     backlog.writer = Writer::Idle;
                     self.written.notify_all();
@@ -127,13 +131,9 @@ impl Outbox {
             };
             if (&*self.stream).write_all(&bytes).is_err() {
                 self.end();
-                self.backlog().bytes.clear();
+                self.backlog.lock().bytes.clear();
             }
         }
-    }
-
-    fn backlog(&self) -> MutexGuard<'_, Backlog> {
-        self.backlog.lock()
     }
 }
 
@@ -163,7 +163,7 @@ const FLAGS: SendFlags = SendFlags::DONTWAIT.union(SendFlags::NOSIGNAL);
 const FLAGS: SendFlags = SendFlags::DONTWAIT;
 
 /// The most bytes that may be queued for a rank: a table, and notices of very many deaths.
-const MAX_QUEUED_BYTES: usize = 4 * message::MAX_TABLE_BYTES;
+const MAX_QUEUED_BYTES: usize = 4 * MAX_TABLE_BYTES;
 
 /// The state machine with the connections of the ranks.
 pub(super) struct Registry {
@@ -188,8 +188,7 @@ impl Registry {
         let Some(rank) = self.connections.get(&connection) else {
             return false;
         };
-        let mut polled = [PollFd::new(rank.outbox.stream(), PollFlags::IN)];
-        poll(&mut polled, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
+        await_ready(rank.outbox.stream(), PollFlags::IN, Duration::ZERO)
     }
 
     pub(super) fn send(&self, connections: &[Connection], message: &Message) {
@@ -219,7 +218,7 @@ mod tests {
     }
 
     fn is_busy(outbox: &Outbox) -> bool {
-        outbox.backlog().writer == Writer::Busy
+        outbox.backlog.lock().writer == Writer::Busy
     }
 
     #[test]

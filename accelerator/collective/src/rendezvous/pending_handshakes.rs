@@ -9,7 +9,7 @@ use std::{
 };
 
 use crate::error::stderr_fallback;
-use accelerator_host::sync::{Mutex, MutexGuard};
+use accelerator_host::sync::Mutex;
 
 /// Connections that have not completed the handshake. Their number is bounded: each further connection evicts the
 /// oldest. Ranks and hosts of the job complete the handshake at once; idle connections never do.
@@ -68,7 +68,7 @@ impl PendingHandshakes {
     /// Admits a connection; evicts the oldest one if there is no room.
     pub fn enter(self: &Arc<Self>, stream: &Arc<TcpStream>) -> PendingHandshake {
         let mut is_full = false;
-        let mut map = self.map();
+        let mut map = self.map.lock();
         while map.present.len() >= self.limit
             && let Some((_, oldest)) = map.present.pop_first()
         {
@@ -99,14 +99,10 @@ impl PendingHandshakes {
 
     /// Closes all of them.
     pub fn clear(&self) {
-        for (_, stream) in std::mem::take(&mut self.map().present) {
+        for (_, stream) in std::mem::take(&mut self.map.lock().present) {
             // The other end may be gone already.
             let _ = stream.shutdown(Shutdown::Both);
         }
-    }
-
-    fn map(&self) -> MutexGuard<'_, PendingMap> {
-        self.map.lock()
     }
 }
 
@@ -128,13 +124,18 @@ pub struct PendingHandshake {
 impl PendingHandshake {
     /// Frees the place of a connection that has completed the handshake; returns false if it was evicted before.
     pub fn leave(self) -> bool {
-        self.pending.map().present.remove(&self.number).is_some()
+        self.pending
+            .map
+            .lock()
+            .present
+            .remove(&self.number)
+            .is_some()
     }
 }
 
 impl Drop for PendingHandshake {
     fn drop(&mut self) {
-        self.pending.map().present.remove(&self.number);
+        self.pending.map.lock().present.remove(&self.number);
     }
 }
 

@@ -15,11 +15,11 @@ use crate::{
     liveness::{store_interval, suspended_for},
     wire::{
         WireError,
-        message::{self, MAX_MESSAGE_RANKS, MAX_TEXT_BYTES, Message},
+        message::{MAX_MESSAGE_RANKS, MAX_TABLE_BYTES, MAX_TEXT_BYTES, Message},
         shorten,
     },
 };
-use accelerator_host::sync::{Condvar, Mutex, MutexGuard};
+use accelerator_host::sync::{Condvar, Mutex};
 
 /// A live connection to the store, for as long as the group lives: what the store has seen comes
 /// in, what this rank has suffered goes out. Handles are cheap to clone; the connection ends with
@@ -77,9 +77,10 @@ impl StoreClient {
         let waiting = |known: &mut ClientState| {
             known.end == ConnectionEnd::Open && !known.exit_notices.contains_key(&rank)
         };
-        let waited = connection
-            .changed
-            .wait_timeout_while(connection.known(), timeout, waiting);
+        let waited =
+            connection
+                .changed
+                .wait_timeout_while(connection.known.lock(), timeout, waiting);
         let known = waited;
         known.exit_notices.get(&rank).cloned()
     }
@@ -89,7 +90,7 @@ impl StoreClient {
     pub(crate) fn report_failure(&self, error: &Error) {
         // Until the ranks are connected the store knows what it has said itself.
         let told = {
-            let known = self.0.connection.known();
+            let known = self.0.connection.known.lock();
             !known.connected && known.connect_failure.is_some()
         };
         if !told {
@@ -106,12 +107,12 @@ impl StoreClient {
 
     /// Takes the oldest exit notice that was not taken before: the rank and the text.
     pub(crate) fn next_exit_notice(&self) -> Option<(usize, String)> {
-        self.0.connection.known().unread_notices.pop_front()
+        self.0.connection.known.lock().unread_notices.pop_front()
     }
 
     /// Returns `true` if the store has told this rank's place in the next group.
     pub(crate) fn has_next_place(&self) -> bool {
-        self.0.connection.known().next_place.is_some()
+        self.0.connection.known.lock().next_place.is_some()
     }
 
     /// The launch variables of that place, none where there is none in the next group; waits for them.
@@ -120,9 +121,10 @@ impl StoreClient {
         let waiting = |known: &mut ClientState| {
             known.end == ConnectionEnd::Open && known.next_place.is_none()
         };
-        let known = connection
-            .changed
-            .wait_timeout_while(connection.known(), timeout, waiting);
+        let known =
+            connection
+                .changed
+                .wait_timeout_while(connection.known.lock(), timeout, waiting);
         known.next_place.clone()
     }
 
@@ -131,7 +133,7 @@ impl StoreClient {
     /// replaces the callback.
     pub(crate) fn on_event(&self, wake: impl Fn() + Send + Sync + 'static) {
         let wake: Wake = Arc::new(wake);
-        *self.0.connection.wake_slot() = Some(Arc::clone(&wake));
+        *self.0.connection.wake.lock() = Some(Arc::clone(&wake));
         wake();
     }
 
@@ -143,13 +145,13 @@ impl StoreClient {
     /// Tells the store that this rank is connected to all others. From here on the store judges
     /// nobody, and its end means nothing.
     pub(crate) fn connected(&self) {
-        self.0.connection.known().connected = true;
+        self.0.connection.known.lock().connected = true;
         self.send(RankMessage::Connected, &Message::Connected);
     }
 
     /// The reason why the ranks cannot become connected, as far as the store knows.
     pub(crate) fn connect_failure(&self) -> Option<Error> {
-        self.0.connection.known().connect_failure.clone()
+        self.0.connection.known.lock().connect_failure.clone()
     }
 
     /// Cuts the connection, as a broken network would.
@@ -304,6 +306,7 @@ struct StoreConnection {
     liveness: Duration,
     store: StoreLocation,
     writer: Mutex<ConnectionWriter>,
+    // Each change can stand alone: what is known of one rank, or of the store.
     known: Mutex<ClientState>,
     changed: Condvar,
     wake: Mutex<Option<Wake>>,
@@ -342,12 +345,12 @@ impl StoreConnection {
     fn listen(&self) {
         let mut timer = HeartbeatTimer::new(self.liveness);
         loop {
-            let connected = self.known().connected;
+            let connected = self.known.lock().connected;
             let pause = (!connected).then(|| timer.pause());
             match Message::arrives(&self.stream, pause) {
                 Ok(true) => {
                     let due = Instant::now() + REST_OF_MESSAGE;
-                    match Message::receive(&self.stream, message::MAX_TABLE_BYTES, due) {
+                    match Message::receive(&self.stream, MAX_TABLE_BYTES, due) {
                         Ok(message) => self.take(message),
                         Err(_) => break,
                     }
@@ -369,7 +372,7 @@ impl StoreConnection {
             }
         }
         {
-            let mut known = self.known();
+            let mut known = self.known.lock();
             if known.end == ConnectionEnd::Open {
                 known.end = ConnectionEnd::Broken;
             }
@@ -379,7 +382,7 @@ impl StoreConnection {
 
     fn take(&self, message: Message) {
         {
-            let mut known = self.known();
+            let mut known = self.known.lock();
             match message {
                 Message::ExitNotice { rank, text } => known.report_exit(rank, text),
                 Message::ExitInfo { rank, text } => {
@@ -409,7 +412,7 @@ impl StoreConnection {
     /// The store does not do its part; that matters until the ranks are connected.
     fn store_failed(&self, what: fmt::Arguments<'_>) {
         {
-            let mut known = self.known();
+            let mut known = self.known.lock();
             if !known.connected && known.end != ConnectionEnd::StoreClosing {
                 let what = format_args!("{what} before the ranks were connected");
                 known.connect_failure.get_or_insert(self.store.error(what));
@@ -428,19 +431,10 @@ impl StoreConnection {
 
     fn wake(&self) {
         self.changed.notify_all();
-        let wake = self.wake_slot().clone();
+        let wake = self.wake.lock().clone();
         if let Some(wake) = wake {
             wake();
         }
-    }
-
-    fn known(&self) -> MutexGuard<'_, ClientState> {
-        // Each change can stand alone: what is known of one rank, or of the store.
-        self.known.lock()
-    }
-
-    fn wake_slot(&self) -> MutexGuard<'_, Option<Wake>> {
-        self.wake.lock()
     }
 }
 

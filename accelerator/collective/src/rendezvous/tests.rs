@@ -21,6 +21,7 @@ use crate::error::{Error, Kind, Result};
 use crate::group::{GroupOptions, ProcessGroup};
 use crate::launch::{Launch, LaunchExt};
 use crate::topology::{Topology, TransportKind};
+use crate::transport::Tcp;
 use crate::wire::message::{
     MAX_MESSAGE_RANKS, MAX_SHORT_BYTES, MAX_TABLE_BYTES, MAX_TEXT_BYTES, Message, Proves,
     RankTable, Registration,
@@ -38,6 +39,22 @@ fn options() -> GroupOptions {
         .with_transport(TransportKind::Tcp)
         .with_connect_timeout(Duration::from_secs(60))
         .with_liveness_timeout(LIVENESS)
+}
+
+/// Returns what a rank tells that waits a minute, and is taken for lost after two seconds.
+pub(crate) fn registration(rank: usize, world_size: usize) -> Registration {
+    Registration {
+        rank,
+        world_size,
+        host: "here".to_owned(),
+        pid: 100 + rank as u32,
+        address: "127.0.0.1:1".parse().unwrap(),
+        connect_timeout: Duration::from_secs(60),
+        liveness: Duration::from_secs(2),
+        transport: TransportKind::Auto,
+        boot: None,
+        local: None,
+    }
 }
 
 /// Returns a store and its reports.
@@ -112,16 +129,12 @@ impl Odd {
         };
         assert!(matches!(odd.hear(), Message::Challenge { .. }));
         let registration = Registration {
-            rank,
-            world_size,
             host: "far".to_owned(),
             pid: 4711,
             address: odd.listener.local_addr().unwrap(),
-            connect_timeout: Duration::from_secs(60),
             liveness: LIVENESS,
             transport: TransportKind::Tcp,
-            boot: None,
-            local: None,
+            ..registration(rank, world_size)
         };
         let body = to_bytes(&registration);
         odd.say(&Message::Register { body, proof: None });
@@ -184,13 +197,6 @@ fn wait_for(reports: &mpsc::Receiver<Report>, which: impl Fn(&Report) -> bool) -
     }
 }
 
-fn wait_for_rank(reports: &mpsc::Receiver<Report>, rank: usize) {
-    wait_for(
-        reports,
-        |report| matches!(report, Report::Joined { rank: joined, .. } if *joined == rank),
-    );
-}
-
 /// Asserts that the error names rank 2, which the test plays, and a cause.
 fn assert_named(error: &Error, cause: &str) {
     assert!(error.is_peer_lost(), "{error}");
@@ -226,87 +232,17 @@ fn a_testimony_ends_the_wait_at_once() {
 }
 
 #[test]
-fn a_dead_rank_is_named_while_the_others_gather() {
-    let (server, reports) = store(4);
-    let ranks = Ranks::start(&[0, 1], 4, &at(server.local_addr()));
-    let odd = Odd::register(server.local_addr(), 2, 4);
-    wait_for_rank(&reports, 2);
-    let started = Instant::now();
-    odd.die();
-    for error in ranks.errors() {
-        assert_named(&error, "its connection to the store ended");
-    }
-    assert!(started.elapsed() < 3 * Duration::from_secs(1));
-}
-
-#[test]
-fn a_silent_rank_is_named_while_the_others_gather() {
-    let (server, reports) = store(4);
-    let ranks = Ranks::start(&[0, 1], 4, &at(server.local_addr()));
-    let odd = Odd::register(server.local_addr(), 2, 4);
-    wait_for_rank(&reports, 2);
-    odd.freeze();
-    for error in ranks.errors() {
-        assert_named(&error, "has been silent for 1");
-    }
-    // The rank learns why when it wakes up.
-    let Message::Refused(refusal) = odd.hear() else {
-        panic!("no refusal");
-    };
-    assert_named(&refusal.into_error(), "silent");
-}
-
-#[test]
-fn a_dead_rank_is_named_between_table_and_mesh() {
-    // Rank 0 waits for a connection from rank 2, and rank 3 connects to rank 2, which does not answer.
-    for witness in [
-        None,
-        Some("it ended with exit code 3; its last words: no data"),
-    ] {
-        let (server, _reports) = store(4);
-        let ranks = Ranks::start(&[0, 1, 3], 4, &at(server.local_addr()));
-        let odd = Odd::register(server.local_addr(), 2, 4);
-        assert_eq!(odd.table().ranks.len(), 4);
-        let started = Instant::now();
-        odd.die();
-        let cause = match witness {
-            None => "its connection to the store ended",
-            Some(text) => {
-                server.report_exit(2, text);
-                "ended with exit code 3 before the ranks were connected; its last words: no data"
-            }
-        };
-        for error in ranks.errors() {
-            assert_named(&error, cause);
-        }
-        assert!(started.elapsed() < 3 * Duration::from_secs(1));
-    }
-}
-
-#[test]
-fn a_silent_rank_is_named_between_table_and_mesh() {
-    let (server, _reports) = store(4);
-    let ranks = Ranks::start(&[0, 1, 3], 4, &at(server.local_addr()));
-    let odd = Odd::register(server.local_addr(), 2, 4);
-    odd.table();
-    odd.freeze();
-    for error in ranks.errors() {
-        assert_named(&error, "has been silent for 1");
-    }
-}
-
-#[test]
 fn a_rank_that_gives_up_is_heard_by_all() {
     let (server, reports) = store(3);
     let ranks = Ranks::start(&[0, 1], 3, &at(server.local_addr()));
     let odd = Odd::register(server.local_addr(), 2, 3);
     odd.table();
     let error = Error::about(
-        crate::error::Kind::Rendezvous,
+        Kind::Rendezvous,
         vec![2],
         "rank 2 (process 4711 on far) panicked: no memory",
     );
-    odd.say(&Message::ReportFailure(crate::wire::WireError::bounded(
+    odd.say(&Message::ReportFailure(WireError::bounded(
         &error,
         MAX_TEXT_BYTES,
         MAX_MESSAGE_RANKS,
@@ -498,7 +434,7 @@ fn idle_connections_keep_nobody_out_of_a_rank() {
         store: None,
     };
     let topology = Topology::new(2, 3).unwrap();
-    let transport = crate::transport::Tcp::connect(&topology, meeting, SOON);
+    let transport = Tcp::connect(&topology, meeting, SOON);
     for outcome in ranks.outcomes() {
         outcome.unwrap();
     }

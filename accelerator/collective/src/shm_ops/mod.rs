@@ -23,7 +23,8 @@ use crate::{
     fingerprint::{CollectiveFingerprint, mismatch},
     kernel::fold,
     shm::{Arena, HeaderDigest, MemoryRange, ShmPeers, Spin},
-    transport::{LastOp, OpDeadline, Peer, Transport, TransportKind},
+    topology::TransportKind,
+    transport::{LastOp, OpDeadline, Peer, Transport},
 };
 
 /// The way of one operation through steps that all ranks take together.
@@ -39,7 +40,6 @@ pub(crate) struct ShmOp<'a> {
     scratch: &'a mut ShmScratch,
     /// The last step that this rank has taken.
     step: u32,
-    /// The step of the header.
     header_step: u32,
 }
 

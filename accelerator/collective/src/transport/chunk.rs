@@ -2,7 +2,7 @@
 
 use std::{fmt, sync::Arc};
 
-use accelerator_host::sync::{Mutex, MutexGuard};
+use accelerator_host::sync::Mutex;
 
 use crate::buffer::Storage;
 use crate::fingerprint::CollectiveFingerprint;
@@ -63,7 +63,7 @@ pub(crate) struct Pool {
 
 impl fmt::Debug for Pool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Pool({} free)", self.lock().len())
+        write!(f, "Pool({} free)", self.free.lock().len())
     }
 }
 
@@ -73,7 +73,7 @@ impl Pool {
         if len == 0 {
             return PooledBuffer::default();
         }
-        let free = self.lock().pop();
+        let free = self.free.lock().pop();
         let mut storage = free.unwrap_or_default();
         storage.grow(len);
         PooledBuffer {
@@ -81,10 +81,6 @@ impl Pool {
             len,
             pool: Some(Arc::clone(self)),
         }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Vec<Storage>> {
-        self.free.lock()
     }
 }
 
@@ -115,7 +111,7 @@ impl fmt::Debug for PooledBuffer {
 impl Drop for PooledBuffer {
     fn drop(&mut self) {
         if let Some(pool) = self.pool.take() {
-            let mut free = pool.lock();
+            let mut free = pool.free.lock();
             if free.len() < MAX_FREE_CHUNKS {
                 free.push(std::mem::take(&mut self.storage));
             }

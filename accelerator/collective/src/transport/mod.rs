@@ -5,6 +5,8 @@ mod deadline;
 mod inbox;
 mod peer;
 mod tcp;
+#[cfg(test)]
+pub(crate) mod tests;
 
 use std::{
     fmt, io,
@@ -17,10 +19,10 @@ use crate::{
     element::DType,
     error::{Error, Result},
     shm::{Arena, Hosts, ShmPeers, Spin},
+    topology::TransportKind,
 };
 use accelerator_host::machine::UsableCores;
 
-pub(crate) use crate::topology::TransportKind;
 pub(crate) use crate::wire::{Abort, CHUNK};
 pub(crate) use chunk::{OpPhase, OutgoingChunk, Tag};
 pub(crate) use deadline::{OpDeadline, OpTimeouts, TimeoutKind};
@@ -53,7 +55,6 @@ pub(crate) struct Transport {
 pub(crate) trait DataPlane: fmt::Debug + Send + Sync {
     fn kind(&self) -> TransportKind;
 
-    /// Sends one chunk to a peer.
     fn send(&self, to: usize, chunk: OutgoingChunk<'_>, deadline: &mut OpDeadline) -> Result<()>;
 
     /// Waits until something happens in the inbox that was not counted in `version`, or it is `due`; it
@@ -339,7 +340,8 @@ fn inboxes(world_size: usize) -> Arc<[Arc<Inbox>]> {
         .collect()
 }
 
-fn peers(world_size: usize) -> Arc<[Peer]> {
+/// The ranks of a world whose ranks are threads.
+pub(crate) fn peers(world_size: usize) -> Arc<[Peer]> {
     let peer = |rank| Peer {
         rank,
         location: PeerLocation::Thread,

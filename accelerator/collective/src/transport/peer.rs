@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use std::fmt;
 use std::time::{Duration, Instant};
 
-use accelerator_host::sync::{Mutex, MutexGuard};
+use accelerator_host::sync::Mutex;
 
 use crate::error::{Certainty, Culprit, Seconds};
 use crate::fingerprint::CollectiveFingerprint;
@@ -200,32 +200,27 @@ struct ActivityState {
 impl ActivityClock {
     /// Notes that this rank works at this moment.
     pub(crate) fn record(&self) {
-        self.lock().last = Some(Instant::now());
+        self.0.lock().last = Some(Instant::now());
     }
 
     /// Notes that work begins which shows activity all the time, for at most `limit` after the last
     /// one that was [recorded](Self::record).
     pub(crate) fn begin(&self, limit: Duration) {
-        let mut state = self.lock();
+        let mut state = self.0.lock();
         state.last = Some(Instant::now());
         state.busy += 1;
         state.limit = limit;
     }
 
-    /// Notes that it has ended.
     pub(crate) fn end(&self) {
-        let mut state = self.lock();
+        let mut state = self.0.lock();
         state.last = state.seen(Instant::now());
         state.busy -= 1;
     }
 
     /// The time of this rank's last sign of work.
     pub(crate) fn last(&self) -> Option<Instant> {
-        self.lock().seen(Instant::now())
-    }
-
-    fn lock(&self) -> MutexGuard<'_, ActivityState> {
-        self.0.lock()
+        self.0.lock().seen(Instant::now())
     }
 }
 
@@ -252,19 +247,19 @@ mod tests {
         let shown = activity.last().unwrap();
         assert_eq!(activity.last(), Some(shown), "one sign is one moment");
         activity.begin(Duration::from_secs(10));
-        let state = activity.lock();
+        let state = activity.0.lock();
         let began = state.last.unwrap();
         let after = |seconds| state.seen(began + Duration::from_secs(seconds)).unwrap() - began;
         assert_eq!(after(7), Duration::from_secs(7));
         assert_eq!(after(70), Duration::from_secs(10));
         drop(state);
         activity.begin(Duration::MAX);
-        let state = activity.lock();
+        let state = activity.0.lock();
         let later = state.last.unwrap() + Duration::from_secs(70);
         assert_eq!(state.seen(later), Some(later));
         drop(state);
         activity.end();
         activity.end();
-        assert_eq!(activity.last(), activity.lock().last);
+        assert_eq!(activity.last(), activity.0.lock().last);
     }
 }

@@ -408,7 +408,6 @@ pub(crate) fn from_bytes<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ReadErr
     })
 }
 
-/// Fills a buffer from a connection.
 pub(crate) fn fill(from: &mut impl Read, buffer: &mut [u8]) -> Result<(), ReadError> {
     let mut filled = 0;
     while filled < buffer.len() {

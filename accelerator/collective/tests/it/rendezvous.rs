@@ -137,48 +137,6 @@ fn a_process_that_joins_twice_is_told_at_once() {
     }
 }
 
-#[test]
-fn different_world_sizes_are_told_at_once() {
-    let store = StoreServer::bind(("127.0.0.1", 0), 3, None).unwrap();
-    let launches = vec![launch(0, 3, &at(&store)), launch(1, 2, &at(&store))];
-    for error in errors(launches, LONG) {
-        assert!(error.is_rendezvous(), "{error}");
-        let text = "rank 1 (process";
-        assert!(error.to_string().contains(text), "{error}");
-        let text = "a world size of 2, but this job has 3";
-        assert!(error.to_string().contains(text), "{error}");
-    }
-}
-
-/// The order of arrival does not matter.
-#[test]
-fn different_transports_are_told_at_once() {
-    for odd in 0..3 {
-        let store = StoreServer::bind(("127.0.0.1", 0), 3, None).unwrap();
-        let mut launches: Vec<Launch> = (0..3).map(|rank| launch(rank, 3, &at(&store))).collect();
-        launches[odd].transport = TransportKind::Tcp;
-        let all = errors(launches, LONG);
-        for error in &all {
-            assert!(error.is_rendezvous(), "{error}");
-            assert_eq!(
-                error.to_string(),
-                all[0].to_string(),
-                "all are told the same"
-            );
-            assert!(
-                error.ranks().len() == 2 && error.ranks().contains(&odd),
-                "{error}"
-            );
-            let text = error.to_string();
-            let asks = |rank: usize| format!("rank {rank} (process {} on ", std::process::id());
-            for rank in error.ranks() {
-                assert!(text.contains(&asks(*rank)), "{text}");
-            }
-            assert!(text.contains(" tcp") && text.contains(" auto"), "{text}");
-        }
-    }
-}
-
 /// Options and environment that ask for the same transport agree.
 #[test]
 fn the_same_transport_may_be_asked_for_in_two_ways() {

@@ -215,7 +215,6 @@ impl ScatterReader {
     }
 }
 
-/// The bytes of a length.
 const LEN_BYTES: usize = size_of::<u64>();
 
 fn read_len(bytes: &[u8]) -> usize {

@@ -1,6 +1,6 @@
 use std::{
     sync::{Arc, Mutex},
-    time::{Duration, Instant},
+    time::Instant,
 };
 
 use super::*;
@@ -8,11 +8,10 @@ use crate::{
     buffer::Buffer,
     element::{DType, ReduceOp},
     fingerprint::{CallSite, OpKind},
+    group::GroupOptions,
     shard_layout::ShardLayout,
-    transport::{
-        CHUNK, ControlPlane, DataPlane, FinalMessage, Inbox, OpTimeouts, Peer, PeerLocation,
-        TimeoutKind, TransportKind,
-    },
+    topology::TransportKind,
+    transport::{CHUNK, ControlPlane, DataPlane, FinalMessage, Inbox, peers},
 };
 
 /// A transport that records what this rank, 0 of 2, sends to the other.
@@ -99,18 +98,10 @@ fn a_rank_sends_no_more_ahead_than_the_other_has_shown_to_have_taken() {
         CollectiveFingerprint::new(OpKind::ReduceScatterBuffer, CallSite::new("here.rs", 1))
             .with_op(ReduceOp::Sum)
             .with_data(DType::U8, len);
-    let timeouts = OpTimeouts {
-        timeout: Duration::from_secs(50),
-        warn_after: Duration::from_secs(50),
-        limit: TimeoutKind::Progress,
-    };
+    let timeouts = GroupOptions::new().op_timeouts();
     let notes = Arc::new(Notes::new());
-    let peers = [0, 1].map(|rank| Peer {
-        rank,
-        location: PeerLocation::Thread,
-    });
     let transport = Transport::new(
-        Arc::new(peers),
+        peers(2),
         Arc::clone(&notes.inbox),
         notes.clone(),
         Some(notes.clone()),

@@ -317,17 +317,6 @@ fn a_nan_of_any_rank_wins() {
     }
 }
 
-#[test]
-fn blocks_join_without_seams() {
-    let len = 3 * 512 + 7;
-    let first: Vec<i32> = (0..len).collect();
-    let second: Vec<i32> = (0..len).map(|x| 10 * x).collect();
-    let sum = reduce(ReduceOp::Sum, &[&first, &second], 0);
-    assert!(sum.iter().enumerate().all(|(i, x)| *x == 11 * i as i32));
-    assert_eq!(reduce(ReduceOp::Max, &[&first, &second], 1), second);
-    assert_eq!(reduce(ReduceOp::Min, &[&first, &second], 1), first);
-}
-
 /// Returns the reduction of the ranks' values as rank `own` computes it.
 fn reduce<T: Element>(op: ReduceOp, ranks: &[&[T]], own: usize) -> Vec<T> {
     let others = ranks.iter().enumerate();

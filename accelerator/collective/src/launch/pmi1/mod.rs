@@ -15,11 +15,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::event::{PollFd, PollFlags, poll};
 
 use crate::{
     error::{Error, Kind, Result},
     launch::inherited,
+    socket::timespec,
     topology::Topology,
 };
 use accelerator_host::sync::Mutex;
@@ -191,13 +192,8 @@ impl PmiClient {
     fn wait(&self, command: &str) -> Result<()> {
         loop {
             let left = self.deadline.saturating_duration_since(Instant::now());
-            // A time that does not fit is years away.
-            let left = Timespec::try_from(left).unwrap_or(Timespec {
-                tv_sec: i64::from(u32::MAX),
-                tv_nsec: 0,
-            });
             let mut ready = [PollFd::new(&self.stream, PollFlags::IN)];
-            match poll(&mut ready, Some(&left)) {
+            match poll(&mut ready, Some(&timespec(left))) {
                 Ok(0) => {
                     return Err(Error::rendezvous(format!(
                         "the launcher did not answer PMI's {command:?} in time{}",

@@ -1,6 +1,7 @@
 //! Places of programs, read from the variables of launchers.
 
 use super::*;
+use crate::rendezvous::tests::registration;
 
 /// Parses text such as `A=1 B=2` into variables.
 pub(super) fn of(text: &str) -> impl Fn(&str) -> Option<String> {
@@ -59,16 +60,9 @@ pub(super) fn address(launch: &Launch) -> String {
 /// Returns the registrations of eight ranks that know only their hosts.
 fn on_hosts(hosts: [&str; 8]) -> Vec<Registration> {
     let rank = |(rank, host): (usize, &str)| Registration {
-        rank,
-        world_size: 8,
         host: host.to_owned(),
-        pid: 1,
-        address: "127.0.0.1:1".parse().unwrap(),
-        connect_timeout: Duration::ZERO,
-        liveness: Duration::ZERO,
-        transport: TransportKind::Auto,
         boot: Some("1".to_owned()),
-        local: None,
+        ..registration(rank, 8)
     };
     hosts.into_iter().enumerate().map(rank).collect()
 }

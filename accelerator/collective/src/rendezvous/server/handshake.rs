@@ -77,7 +77,7 @@ impl ServerState {
             return;
         };
         {
-            let mut registry = self.registry();
+            let mut registry = self.registry.lock();
             if self.is_stopped() {
                 return;
             }
@@ -90,13 +90,13 @@ impl ServerState {
             connection,
             registration,
         });
-        if self.registry().state.knows(connection) {
+        if self.registry.lock().state.knows(connection) {
             self.listen(stream, rank);
         } else {
             // The rank reads why it was refused, and goes.
             let _ = Message::arrives(stream, Some(Duration::from_secs(1)));
         }
-        self.registry().connections.remove(&connection);
+        self.registry.lock().connections.remove(&connection);
         outbox.end();
         self.step(StoreInput::Gone { connection });
     }

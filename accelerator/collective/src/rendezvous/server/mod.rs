@@ -35,7 +35,7 @@ use crate::{
 };
 use accelerator_host::{
     machine::host_name,
-    sync::{Condvar, Mutex, MutexGuard},
+    sync::{Condvar, Mutex},
 };
 
 /// The store where the ranks of one job meet; it runs on threads of its own until it is dropped.
@@ -106,7 +106,7 @@ impl StoreServer {
         };
         if let Some(observer) = shared.options.observer.clone() {
             let (sender, reports) = mpsc::channel();
-            shared.registry().reports = Some(sender);
+            shared.registry.lock().reports = Some(sender);
             server.spawn("store-observer", move || {
                 for report in reports {
                     observer(report);
@@ -204,7 +204,7 @@ impl Drop for StoreServer {
         let host = self.shared.options.host;
         self.shared.step(StoreInput::Closing { host });
         self.shared.stopped.store(true, Ordering::Release);
-        let mut registry = self.shared.registry();
+        let mut registry = self.shared.registry.lock();
         registry.reports = None;
         let ranks: Vec<_> = registry.connections.drain().map(|(_, rank)| rank).collect();
         drop(registry);
@@ -269,6 +269,7 @@ struct ServerState {
     /// The secret from which the key of the job is derived.
     secret: Nonce,
     host_name: String,
+    // The state machine has no step that could fail half-way.
     registry: Mutex<Registry>,
     /// The deadline has changed, or the store stops.
     changed: Condvar,
@@ -283,7 +284,7 @@ struct ServerState {
 
 impl ServerState {
     fn step(&self, event: StoreInput) {
-        let mut registry = self.registry();
+        let mut registry = self.registry.lock();
         let is_sooner = self.step_before_clock(&mut registry, event, Instant::now());
         drop(registry);
         if is_sooner {
@@ -372,7 +373,7 @@ impl ServerState {
     }
 
     fn run_clock(&self) {
-        let mut registry = self.registry();
+        let mut registry = self.registry.lock();
         while !self.is_stopped() {
             let now = Instant::now();
             registry = match self.look_at_clock(&mut registry, now) {
@@ -404,11 +405,6 @@ impl ServerState {
         registry.clock_due
     }
 
-    fn registry(&self) -> MutexGuard<'_, Registry> {
-        // The state machine has no step that could fail half-way.
-        self.registry.lock()
-    }
-
     fn is_stopped(&self) -> bool {
         self.stopped.load(Ordering::Acquire)
     }
@@ -417,23 +413,15 @@ impl ServerState {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{topology::TransportKind, wire::message::Registration};
+    use crate::{rendezvous::tests::registration, wire::message::Registration};
 
     const LIVENESS: Duration = Duration::from_secs(2);
 
     /// Lets a rank register at the time that is returned, long ago.
     fn register(shared: &ServerState, registry: &mut Registry) -> Instant {
         let registration = Registration {
-            rank: 0,
-            world_size: 2,
-            host: "here".to_owned(),
-            pid: 100,
-            address: "127.0.0.1:1".parse().unwrap(),
             connect_timeout: Duration::from_secs(600),
-            liveness: LIVENESS,
-            transport: TransportKind::Auto,
-            boot: None,
-            local: None,
+            ..registration(0, 2)
         };
         let start = Instant::now().checked_sub(10 * LIVENESS).unwrap();
         let event = StoreInput::Registered {
@@ -448,7 +436,7 @@ mod tests {
     fn a_store_stopped_before_its_first_look_blames_nobody() {
         let server = StoreServer::bind(("127.0.0.1", 0), 2, None).unwrap();
         // The clock of the server waits for the lock.
-        let mut registry = server.shared.registry();
+        let mut registry = server.shared.registry.lock();
         let start = register(&server.shared, &mut registry);
         let now = start + 2 * LIVENESS;
         server.shared.look_at_clock(&mut registry, now);
@@ -465,7 +453,7 @@ mod tests {
     #[test]
     fn a_store_stopped_within_a_look_blames_nobody() {
         let server = StoreServer::bind(("127.0.0.1", 0), 2, None).unwrap();
-        let mut registry = server.shared.registry();
+        let mut registry = server.shared.registry.lock();
         let start = register(&server.shared, &mut registry);
         // The look takes all the time from then to now.
         server.shared.look_at_clock(&mut registry, start);

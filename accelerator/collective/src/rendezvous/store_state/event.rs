@@ -100,7 +100,6 @@ pub(crate) type Connection = u64;
 
 #[derive(Debug)]
 pub(super) struct Participant {
-    /// The connection, while it lasts.
     pub(super) connection: Option<Connection>,
     pub(super) registration: Registration,
     /// The time at which the rank gives up waiting for the others.

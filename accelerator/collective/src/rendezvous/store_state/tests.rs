@@ -3,25 +3,10 @@ use std::collections::{HashMap, HashSet};
 use proptest::prelude::*;
 
 use super::*;
-use crate::{topology::TransportKind, wire::message::LocalPlace};
+use crate::{rendezvous::tests::registration, topology::TransportKind, wire::message::LocalPlace};
 
 const LIVENESS: Duration = Duration::from_secs(2);
 const MS: Duration = Duration::from_millis(1);
-
-fn registration(rank: usize, world_size: usize) -> Registration {
-    Registration {
-        rank,
-        world_size,
-        host: "here".to_owned(),
-        pid: 100 + rank as u32,
-        address: "127.0.0.1:1".parse().unwrap(),
-        connect_timeout: Duration::from_secs(60),
-        liveness: LIVENESS,
-        transport: TransportKind::Auto,
-        boot: None,
-        local: None,
-    }
-}
 
 fn come(connection: Connection, rank: usize, world_size: usize) -> StoreInput {
     StoreInput::Registered {

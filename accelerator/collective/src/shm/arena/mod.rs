@@ -167,7 +167,6 @@ impl Arena {
         &self.head().counter
     }
 
-    /// The header of a step.
     pub(crate) fn header(&self, step: u32) -> &ShmHeader {
         &self.head().headers[step as usize % SLOTS]
     }

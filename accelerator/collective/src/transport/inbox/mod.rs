@@ -70,7 +70,7 @@ impl Inbox {
     /// Puts a part into the queue of its sender, and says whether there is room for more; after
     /// [`close`](Self::close) it is dropped.
     pub(crate) fn push(&self, from: usize, chunk: RecvChunk) -> bool {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         if state.is_closed() {
             return true;
         }
@@ -82,7 +82,7 @@ impl Inbox {
 
     /// Waits a while for room in the queue of a sender, and says whether there is some.
     pub(crate) fn has_room(&self, from: usize, pause: Duration) -> bool {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         if pause.is_zero() || !state.is_full(from) {
             return !state.is_full(from);
         }
@@ -96,14 +96,14 @@ impl Inbox {
 
     /// Notes that a peer said goodbye.
     pub(crate) fn left(&self, rank: usize, kind: LeaveKind) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         state.on_left(rank, kind);
         self.notify(state);
     }
 
     /// Notes that a peer is gone, unless it has sent a final message before.
     pub(crate) fn lost(&self, rank: usize, cause: impl Into<String>, certainty: Certainty) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         if state.on_lost(rank, cause.into(), certainty) {
             self.notify_failure(state);
         }
@@ -111,21 +111,21 @@ impl Inbox {
 
     /// Notes that a peer sends what the protocol does not allow.
     pub(crate) fn broke(&self, rank: usize, what: String) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         state.on_broke_protocol(rank, what);
         self.notify_failure(state);
     }
 
     /// Notes that this rank cannot go on.
     pub(crate) fn failed(&self, why: &str) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         state.on_own_failure(why);
         self.notify_failure(state);
     }
 
     /// Notes that a peer has given up.
     pub(crate) fn aborted(&self, rank: usize, abort: Abort) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         state.on_aborted(rank, abort);
         self.notify_failure(state);
     }
@@ -149,22 +149,22 @@ impl Inbox {
     /// Notes how long ago a peer showed that it works.
     pub(crate) fn note_activity(&self, rank: usize, age: Duration) {
         let at = Instant::now().checked_sub(age);
-        self.lock().on_activity(rank, at);
+        self.state.lock().on_activity(rank, at);
     }
 
     /// The time at which a peer last showed that it works.
     pub(crate) fn active(&self, rank: usize) -> Option<Instant> {
-        self.lock().active(rank)
+        self.state.lock().active(rank)
     }
 
     /// Returns the latest operation that a peer has begun, as far as the parts that arrived show.
     pub(crate) fn last_op(&self, rank: usize) -> Option<LastOp> {
-        self.lock().queues().get(rank)?.last
+        self.state.lock().queues().get(rank)?.last
     }
 
     /// Notes for which rank a peer waits.
     pub(crate) fn note_waiting(&self, rank: usize, awaited: Option<usize>) {
-        self.lock().on_waiting(rank, awaited);
+        self.state.lock().on_waiting(rank, awaited);
     }
 
     /// The ranks at the ends of the chains of waiting that begin at `missing`, which wait for nobody themselves.
@@ -172,17 +172,17 @@ impl Inbox {
     /// A rank's report from before the clock of this wait began does not count: the rank may have got what
     /// it waited for, and reports that only with its next heartbeat.
     pub(crate) fn roots(&self, missing: Vec<usize>, deadline: &OpDeadline) -> Vec<usize> {
-        self.lock().roots(missing, deadline)
+        self.state.lock().roots(missing, deadline)
     }
 
     /// Returns `true` if a peer has neither sent a final message nor been given up.
     pub(crate) fn is_present(&self, rank: usize) -> bool {
-        self.lock().queues()[rank].state == PeerState::Present
+        self.state.lock().queues()[rank].state == PeerState::Present
     }
 
     /// Returns `true` if a peer runs, as far as this rank knows, and has not sent a final message.
     pub(crate) fn can_receive(&self, rank: usize) -> bool {
-        let state = self.lock().queues()[rank].state;
+        let state = self.state.lock().queues()[rank].state;
         matches!(state, PeerState::Broken | PeerState::Present)
     }
 
@@ -190,7 +190,7 @@ impl Inbox {
     /// neither.
     pub(crate) fn wait_for_final_messages(&self, me: usize, timeout: Duration) -> Vec<usize> {
         let until = Instant::now() + timeout;
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         loop {
             let queues = state.queues().iter().enumerate();
             let present: Vec<usize> = queues
@@ -208,7 +208,7 @@ impl Inbox {
 
     /// The failure that will end an operation, unless it is a guess of a moment ago.
     pub(crate) fn failure_text(&self, me: usize, peers: &[Peer]) -> Option<String> {
-        let state = self.lock();
+        let state = self.state.lock();
         if let Some(blame) = state.cause(me) {
             let is_settled = blame.since.elapsed() >= GRACE;
             return is_settled.then(|| state.describe(&blame.cause, peers, me));
@@ -219,7 +219,7 @@ impl Inbox {
 
     /// The ranks that are gone, by their own message or without one, or by the message of others.
     pub(crate) fn gone(&self) -> Vec<usize> {
-        let state = self.lock();
+        let state = self.state.lock();
         let queues = state.queues().iter().enumerate();
         queues
             .filter(|(_, queue)| queue.is_gone())
@@ -230,12 +230,12 @@ impl Inbox {
     /// Notes that this process runs, and does so again soon. Where it did not for `limit`,
     /// the others have reason to give it up.
     pub(crate) fn note_running(&self, limit: Duration) {
-        self.lock().on_running(limit);
+        self.state.lock().on_running(limit);
     }
 
     /// Drops what is there and whatever still comes.
     pub(crate) fn close(&self) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         state.close();
         self.has_failures.store(true, Ordering::Release);
         state.count_event();
@@ -246,7 +246,7 @@ impl Inbox {
     }
 
     pub(crate) fn is_closed(&self) -> bool {
-        self.lock().is_closed()
+        self.state.lock().is_closed()
     }
 
     fn notify_failure(&self, state: MutexGuard<'_, InboxState>) {
@@ -283,10 +283,6 @@ impl Inbox {
         let mut state = self.arrival.wait_timeout(state, pause);
         state.end_sleep();
         state
-    }
-
-    fn lock(&self) -> MutexGuard<'_, InboxState> {
-        self.state.lock()
     }
 }
 

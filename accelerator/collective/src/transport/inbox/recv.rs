@@ -21,7 +21,7 @@ impl Inbox {
         deadline: &mut OpDeadline,
     ) -> Result<RecvChunk> {
         let peers = transport.peers();
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         loop {
             if let Some(chunk) = state.next_chunk(from, OpPosition::First, peers, deadline)? {
                 self.taken(state, deadline);
@@ -39,7 +39,7 @@ impl Inbox {
         peers: &[Peer],
         deadline: &mut OpDeadline,
     ) -> Result<Option<RecvChunk>> {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let chunk = state.next_chunk(from, place, peers, deadline)?;
         if chunk.is_some() {
             self.taken(state, deadline);
@@ -49,7 +49,7 @@ impl Inbox {
 
     /// Counts what happened here.
     pub(crate) fn version(&self) -> u64 {
-        self.lock().version()
+        self.state.lock().version()
     }
 
     /// Waits for an event after `version`, or until it is time to ask again. `awaited` as for [`take`](Self::take).
@@ -60,7 +60,7 @@ impl Inbox {
         transport: &Transport,
         deadline: &mut OpDeadline,
     ) -> Result<()> {
-        let state = self.lock();
+        let state = self.state.lock();
         if state.version() == version {
             drop(self.pause(state, awaited, transport, deadline)?);
         }
@@ -70,7 +70,7 @@ impl Inbox {
     /// Waits until something happens that was not counted in `version`, or it is `due`.
     #[cfg(feature = "fuzzing")]
     pub(crate) fn sleep(&self, version: u64, due: Instant) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         while state.version() == version && Instant::now() < due {
             state = self.wait(state, due);
         }
@@ -80,12 +80,12 @@ impl Inbox {
     /// there was an event after `version`. [`after_poll`](Self::after_poll) follows.
     pub(crate) fn before_poll(&self, version: u64) -> Option<&Waker> {
         let waker = self.waker.as_ref()?;
-        self.lock().begin_poll(version).then_some(waker)
+        self.state.lock().begin_poll(version).then_some(waker)
     }
 
     /// Announces that the engine no longer sleeps.
     pub(crate) fn after_poll(&self) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         // Whoever woke it has noted the end.
         if !state.end_poll()
             && let Some(waker) = &self.waker
@@ -96,7 +96,7 @@ impl Inbox {
 
     /// Ends the wait of [`wait_for_event`](Self::wait_for_event).
     pub(crate) fn wake(&self) {
-        self.notify(self.lock());
+        self.notify(self.state.lock());
     }
 
     /// Waits until something may have happened.
@@ -124,7 +124,7 @@ impl Inbox {
         let version = state.version();
         drop(state);
         transport.wait_for_arrival(version, due, deadline)?;
-        Ok(self.lock())
+        Ok(self.state.lock())
     }
 
     fn taken(&self, state: MutexGuard<'_, InboxState>, deadline: &mut OpDeadline) {
@@ -140,7 +140,7 @@ impl Inbox {
 
     /// Checks if a sender should continue: `Ok` while nothing speaks against it.
     pub(crate) fn check(&self, to: usize, peers: &[Peer], deadline: &OpDeadline) -> Result<()> {
-        self.lock().check(to, peers, deadline)
+        self.state.lock().check(to, peers, deadline)
     }
 
     /// Returns `true` if nothing is known that could end an operation whose data are here.
@@ -150,7 +150,7 @@ impl Inbox {
 
     /// Fails where a peer gave up this operation, or an earlier one, or this rank has left.
     pub(crate) fn check_abort(&self, peers: &[Peer], deadline: &OpDeadline) -> Result<()> {
-        self.lock().check_abort(peers, deadline)
+        self.state.lock().check_abort(peers, deadline)
     }
 
     /// Waits a while for the reason why nothing can be sent to a peer any more.
@@ -161,7 +161,7 @@ impl Inbox {
         deadline: &OpDeadline,
     ) -> Result<()> {
         let until = Instant::now() + CAUSE_WAIT;
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         loop {
             state.check(to, peers, deadline)?;
             if Instant::now() >= until {

@@ -1,19 +1,10 @@
 use super::*;
 use crate::{
     error::{Error, Kind},
-    fingerprint::{CallSite, CollectiveFingerprint, OpKind},
-    transport::{OpPhase, OpTimeouts, Peer, PeerLocation, Tag, TimeoutKind},
+    transport::{OpPhase, Peer, PeerLocation, Tag, peers, tests::deadline},
 };
 
-fn deadline(sequence: u64) -> OpDeadline {
-    let fingerprint = CollectiveFingerprint::new(OpKind::Barrier, CallSite::new("here.rs", 1));
-    let timeouts = OpTimeouts {
-        timeout: Duration::from_secs(50),
-        warn_after: Duration::from_secs(50),
-        limit: TimeoutKind::Progress,
-    };
-    OpDeadline::new(0, sequence, fingerprint, timeouts)
-}
+const LONG: Duration = Duration::from_secs(50);
 
 #[test]
 fn who_is_blamed_is_gone_and_who_blames_is_not() {
@@ -48,31 +39,25 @@ fn who_is_blamed_is_gone_and_who_blames_is_not() {
 #[test]
 fn a_connection_that_ends_without_a_word_is_blamed_where_nobody_says_more() {
     let inbox = Inbox::new(3);
-    let peers = [0, 1, 2].map(|rank| Peer {
-        rank,
-        location: PeerLocation::Thread,
-    });
+    let peers = peers(3);
     inbox.lost(1, "its connection ended", Certainty::Guessed);
-    inbox.check(1, &peers, &deadline(0)).unwrap();
+    inbox.check(1, &peers, &deadline(0, LONG)).unwrap();
     let culprit = peers[2].culprit("it died", Certainty::Settled);
     let error = Error::blaming(Kind::PeerLost, culprit, "it died");
     inbox.aborted(2, Abort { sequence: 0, error });
-    let error = inbox.check(1, &peers, &deadline(0)).unwrap_err();
+    let error = inbox.check(1, &peers, &deadline(0, LONG)).unwrap_err();
     assert_eq!(error.ranks(), [2], "{error}");
 }
 
 #[test]
 fn a_rank_that_is_told_of_a_lost_one_says_where_it_was_itself() {
     let inbox = Inbox::new(3);
-    let peers = [0, 1, 2].map(|rank| Peer {
-        rank,
-        location: PeerLocation::Thread,
-    });
+    let peers = peers(3);
     let culprit = peers[2].culprit("it died", Certainty::Settled);
     let message = "rank 2 is lost: it died; rank 1 was in collective #7";
     let error = Error::blaming(Kind::PeerLost, culprit, message);
     inbox.aborted(1, Abort { sequence: 7, error });
-    let error = inbox.check_abort(&peers, &deadline(8)).unwrap_err();
+    let error = inbox.check_abort(&peers, &deadline(8, LONG)).unwrap_err();
     assert_eq!(error.ranks(), [2], "{error}");
     assert_eq!(error.culprit().unwrap().cause(), "it died");
     let text = error.to_string();
@@ -83,7 +68,7 @@ fn a_rank_that_is_told_of_a_lost_one_says_where_it_was_itself() {
 #[test]
 fn who_waits_for_another_is_not_the_one_that_is_missing() {
     let inbox = Inbox::new(5);
-    let deadline = deadline(0);
+    let deadline = deadline(0, LONG);
     let roots = |missing: &[usize]| inbox.roots(missing.to_vec(), &deadline);
     assert_eq!(roots(&[1, 2]), [1, 2]);
     inbox.note_waiting(1, Some(2));
@@ -104,7 +89,7 @@ fn who_waits_for_another_is_not_the_one_that_is_missing() {
 fn for_whom_a_rank_waited_before_does_not_count() {
     let inbox = Inbox::new(3);
     inbox.note_waiting(2, Some(1));
-    let deadline = deadline(0);
+    let deadline = deadline(0, LONG);
     assert_eq!(inbox.roots(vec![2], &deadline), [2]);
     inbox.note_waiting(2, Some(1));
     assert_eq!(inbox.roots(vec![2], &deadline), [1]);
@@ -113,10 +98,7 @@ fn for_whom_a_rank_waited_before_does_not_count() {
 #[test]
 fn each_operation_finds_its_own_parts() {
     let inbox = Inbox::new(2);
-    let peers = [0, 1].map(|rank| Peer {
-        rank,
-        location: PeerLocation::Thread,
-    });
+    let peers = peers(2);
     let part = |sequence, index| RecvChunk {
         tag: Tag {
             sequence,
@@ -130,7 +112,7 @@ fn each_operation_finds_its_own_parts() {
         inbox.push(1, part(sequence, index));
     }
     let poll = |sequence, position| {
-        let mut deadline = deadline(sequence);
+        let mut deadline = deadline(sequence, LONG);
         let chunk = inbox.poll(1, position, &peers, &mut deadline).unwrap();
         chunk.map(|chunk| (chunk.tag.sequence, chunk.tag.index))
     };
@@ -149,7 +131,7 @@ fn each_operation_finds_its_own_parts() {
 #[test]
 fn what_a_peer_began_last_is_known_when_its_parts_are_taken() {
     let inbox = Inbox::new(3);
-    for (sequence, fingerprint) in [(4, Some(deadline(4).fingerprint)), (5, None)] {
+    for (sequence, fingerprint) in [(4, Some(deadline(4, LONG).fingerprint)), (5, None)] {
         inbox.push(
             1,
             RecvChunk {

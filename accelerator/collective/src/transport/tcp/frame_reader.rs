@@ -16,7 +16,6 @@ use crate::wire::{FrameError, FrameKind, Head, Heartbeat, MAX_PREAMBLE, ReadErro
 #[derive(Debug)]
 pub(super) struct FrameReader<S> {
     source: S,
-    /// The sending rank.
     rank: usize,
     inbox: Arc<Inbox>,
     liveness: Arc<PeerLiveness>,
@@ -443,8 +442,7 @@ mod tests {
     use std::collections::VecDeque;
 
     use super::*;
-    use crate::fingerprint::{CallSite, OpKind};
-    use crate::transport::{OpDeadline, OpPosition, OpTimeouts, Peer, PeerLocation, TimeoutKind};
+    use crate::transport::{OpPosition, peers, tests::deadline};
 
     /// Pieces of a stream, with a pause after each.
     #[derive(Default)]
@@ -545,17 +543,8 @@ mod tests {
         };
         let mut next = 0..;
         while inbox.push(1, chunk(next.next().unwrap())) {}
-        let peers = [0, 1].map(|rank| Peer {
-            rank,
-            location: PeerLocation::Thread,
-        });
-        let timeouts = OpTimeouts {
-            timeout: Duration::from_secs(50),
-            warn_after: Duration::from_secs(50),
-            limit: TimeoutKind::Progress,
-        };
-        let fingerprint = CollectiveFingerprint::new(OpKind::Barrier, CallSite::new("here.rs", 1));
-        let mut deadline = OpDeadline::new(0, 5, fingerprint, timeouts);
+        let peers = peers(2);
+        let mut deadline = deadline(5, Duration::from_secs(50));
         let mut make_room = || {
             inbox
                 .poll(1, OpPosition::First, &peers, &mut deadline)

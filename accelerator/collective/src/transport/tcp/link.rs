@@ -11,11 +11,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::event::{PollFd, PollFlags, poll};
 
 use super::frame_reader::{FrameReader, PeerLiveness};
 use crate::error::{Error, Result};
-use crate::socket::{limit_backoff, unconfirmed, unsent};
+use crate::socket::{await_ready, limit_backoff, timespec, unconfirmed, unsent};
 use crate::transport::Inbox;
 
 /// The connection to one peer: whole frames go out, one at a time.
@@ -235,20 +235,6 @@ fn is_local(stream: &TcpStream) -> bool {
 /// Checks if a connection is ready at this moment; an error or an end counts as being so.
 fn is_ready(stream: &TcpStream, flags: PollFlags) -> bool {
     await_ready(stream, flags, Duration::ZERO)
-}
-
-/// Waits a while until a connection is ready, and says whether it is; an error or an end counts as
-/// being so.
-pub(super) fn await_ready(stream: &TcpStream, flags: PollFlags, pause: Duration) -> bool {
-    let mut fds = [PollFd::new(stream, flags)];
-    matches!(poll(&mut fds, Some(&timespec(pause))), Ok(count) if count > 0)
-}
-
-pub(super) fn timespec(pause: Duration) -> Timespec {
-    Timespec {
-        tv_sec: pause.as_secs().try_into().unwrap_or(i64::MAX),
-        tv_nsec: pause.subsec_nanos().into(),
-    }
 }
 
 /// The interval at which a waiting writer checks if it should continue.

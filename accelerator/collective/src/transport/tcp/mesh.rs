@@ -19,7 +19,7 @@ use crate::{
     rendezvous::{Key, Meeting, PendingHandshake, PendingHandshakes, random, reachable},
     wire::{
         ReadError,
-        message::{self, Message, Nonce, Registration},
+        message::{MAX_SHORT_BYTES, Message, Nonce, Registration},
     },
 };
 
@@ -245,7 +245,7 @@ impl OutboundConnect {
         }
         Message::receive(
             stream,
-            message::MAX_SHORT_BYTES,
+            MAX_SHORT_BYTES,
             Instant::now() + PendingHandshakes::TIMEOUT,
         )
     }
@@ -362,7 +362,7 @@ impl InboundHandshake {
         let deadline = Instant::now() + PendingHandshakes::TIMEOUT;
         let _ = stream.set_nodelay(true);
         let Message::Greet { from, to, nonce } =
-            Message::receive(&stream, message::MAX_SHORT_BYTES, deadline)?
+            Message::receive(&stream, MAX_SHORT_BYTES, deadline)?
         else {
             return Err(ReadError::Message("no greeting".to_owned()));
         };
@@ -377,8 +377,7 @@ impl InboundHandshake {
         let signed = transcript(peer, self.rank, &nonce, &own);
         let proof = self.key.prove("answer", &[&signed]);
         Message::Answer { nonce: own, proof }.send(&stream)?;
-        let Message::Confirm { proof } =
-            Message::receive(&stream, message::MAX_SHORT_BYTES, deadline)?
+        let Message::Confirm { proof } = Message::receive(&stream, MAX_SHORT_BYTES, deadline)?
         else {
             return Err(ReadError::Message("no confirmation".to_owned()));
         };

@@ -15,15 +15,16 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use accelerator_host::machine::UsableCores;
-use accelerator_host::sync::{Condvar, Mutex, MutexGuard};
+use accelerator_host::sync::{Condvar, Mutex};
 use rustix::event::PollFlags;
 
 use self::frame_reader::{FrameReader, ReadOutcome, read_frames};
-use self::link::{Link, await_ready};
+use self::link::Link;
 use super::inbox::Waker;
 use super::{ControlPlane, Inbox, Peer, PeerLocation, Transport};
 use crate::error::{Error, Result};
 use crate::rendezvous::{MAX_WAIT, Meeting};
+use crate::socket::await_ready;
 use crate::topology::Topology;
 
 /// One rank in a mesh of connections. Waiting operations read incoming data; while none waits, one
@@ -273,14 +274,14 @@ impl ReaderHandoff {
 
     /// Leaves the connections to the reading threads for good.
     fn end(&self) {
-        self.lock().is_over = true;
+        self.queue.lock().is_over = true;
         self.wakeup.notify_all();
     }
 
     /// Waits until a reading thread may read. One of those that wait looks from time to time, and
     /// wakes the others: operations, which come and go all the time, need not tell them.
     fn wait_for_turn(&self) {
-        let mut queue = self.lock();
+        let mut queue = self.queue.lock();
         let mut has_watched = false;
         while !queue.is_over
             && let Some(nap) = self.nap()
@@ -311,10 +312,6 @@ impl ReaderHandoff {
         let due = self.since + Duration::from_millis(left) + NAP;
         let nap = due.saturating_duration_since(Instant::now());
         (!nap.is_zero()).then_some(nap)
-    }
-
-    fn lock(&self) -> MutexGuard<'_, WaitingReaders> {
-        self.queue.lock()
     }
 }
 

@@ -11,13 +11,14 @@ use rustix::event::{PollFd, PollFlags, poll};
 use super::{
     FINAL_MESSAGES_TIMEOUT, Tcp,
     frame_reader::{ReadOutcome, is_open, read_frames},
-    link::{Link, WRITER_CHECK_INTERVAL, await_ready, timespec},
+    link::{Link, WRITER_CHECK_INTERVAL},
 };
 use crate::error::{Certainty, Error, Result, Seconds};
 use crate::liveness::{self, mesh_interval, suspended_for};
+use crate::socket::{await_ready, timespec};
+use crate::topology::TransportKind;
 use crate::transport::{
     ControlPlane, DataPlane, FinalMessage, LeaveKind, MAX_IN_FLIGHT, OpDeadline, OutgoingChunk,
-    TransportKind,
 };
 use crate::wire::{FrameKind, Head, Heartbeat};
 

@@ -11,11 +11,13 @@ use std::{
 use super::{Tcp, mesh};
 use crate::element::{Element, ReduceOp};
 use crate::error::Error;
+use crate::fingerprint::{CallSite, CollectiveFingerprint, OpKind};
 use crate::group::{GroupOptions, ProcessGroup};
 use crate::launch::{Launch, LaunchExt};
+use crate::rendezvous::tests::registration;
 use crate::rendezvous::{Key, Meeting, Rendezvous, StoreHost, StoreServer};
-use crate::topology::Topology;
-use crate::transport::{Abort, TransportKind};
+use crate::topology::{Topology, TransportKind};
+use crate::transport::Abort;
 use crate::wire::message::Registration;
 use crate::wire::{FrameKind, Head};
 
@@ -152,16 +154,8 @@ fn meetings(job: u8) -> Vec<Meeting> {
     let addresses = [0, 1].map(|rank: usize| listeners[rank].local_addr().unwrap());
     let ranks: Vec<Registration> = (0..2)
         .map(|rank| Registration {
-            rank,
-            world_size: 2,
-            host: "here".to_owned(),
-            pid: 1,
             address: addresses[rank],
-            connect_timeout: Duration::from_secs(30),
-            liveness: Duration::from_secs(30),
-            transport: TransportKind::Tcp,
-            boot: None,
-            local: None,
+            ..registration(rank, 2)
         })
         .collect();
     let meeting = |listener| Meeting {
@@ -318,12 +312,10 @@ fn a_rank_that_takes_nothing_is_named_in_time() {
         |group| group.broadcast(&mut vec![0_u8; 60_000_000], 0).unwrap_err(),
         move |streams| {
             let mut declared = streams[0].try_clone().unwrap();
-            let fingerprint = crate::fingerprint::CollectiveFingerprint::new(
-                crate::fingerprint::OpKind::Broadcast,
-                crate::fingerprint::CallSite::new("odd.rs", 1),
-            )
-            .with_data(u8::DTYPE, 60_000_000)
-            .with_root(0);
+            let fingerprint =
+                CollectiveFingerprint::new(OpKind::Broadcast, CallSite::new("odd.rs", 1))
+                    .with_data(u8::DTYPE, 60_000_000)
+                    .with_root(0);
             let (bytes, len) = fingerprint.encode();
             let head = Head::new(FrameKind::Header, 0, 0, &bytes[..len], &[]);
             declared.write_all(&head.encode()).unwrap();
@@ -339,7 +331,7 @@ fn a_rank_that_takes_nothing_is_named_in_time() {
 
 #[test]
 fn bytes_that_are_no_frame_are_told() {
-    let garbage: [(&[u8], &str); 3] = [
+    let garbage: [(&[u8], &str); 4] = [
         (&[b'x'; 100], "bytes that begin no frame"),
         (
             &Head::new(FrameKind::Header, 0, 0, &[], &[]).encode(),
@@ -352,6 +344,10 @@ fn bytes_that_are_no_frame_are_told() {
                 head
             },
             "a wrong checksum",
+        ),
+        (
+            &Head::new(FrameKind::Gather, 5, 3, &[], &[]).encode(),
+            "expected Tag",
         ),
     ];
     for (bytes, text) in garbage {
@@ -445,18 +441,6 @@ fn what_comes_before_an_error_is_done() {
     for later in [third, fourth] {
         assert_eq!(later.as_ref().unwrap_err().to_string(), error.to_string());
     }
-}
-
-#[test]
-fn frames_out_of_order_are_told() {
-    let (release, held) = mpsc::channel::<()>();
-    let errors = run(2, &long_timeouts(), reduce(10), move |mut streams| {
-        let head = Head::new(FrameKind::Gather, 5, 3, &[], &[]);
-        streams[0].write_all(&head.encode()).unwrap();
-        let _ = held.recv();
-    });
-    drop(release);
-    assert!(errors[0].is_protocol(), "{}", errors[0]);
 }
 
 /// Strangers that connect to a rank neither get in nor keep the others out.

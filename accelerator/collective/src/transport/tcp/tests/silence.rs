@@ -17,7 +17,8 @@ use crate::error::Result;
 use crate::fingerprint::{CallSite, CollectiveFingerprint, OpKind};
 use crate::group::ProcessGroup;
 use crate::liveness::suspect_after;
-use crate::transport::{CHUNK, ControlPlane, DataPlane, OpDeadline, OpPhase, OutgoingChunk, Tag};
+use crate::transport::tests::deadline;
+use crate::transport::{CHUNK, ControlPlane, DataPlane, OpPhase, OutgoingChunk, Tag};
 use crate::wire::{FrameKind, Head};
 
 /// The odd rank shows life once and then is silent. Every operation reports it in time, and names no live rank.
@@ -237,9 +238,7 @@ fn who_was_stopped_and_given_up_knows_it() {
     tcp.round(now, &mut { now }, liveness);
     thread::sleep(5 * liveness);
     drop(other);
-    let fingerprint = CollectiveFingerprint::new(OpKind::Barrier, CallSite::new("here.rs", 1));
-    let timeouts = long_timeouts().op_timeouts();
-    let mut deadline = OpDeadline::new(0, 4, fingerprint, timeouts);
+    let mut deadline = deadline(4, Duration::from_secs(50));
     let transport = tcp.into_transport();
     let inbox = transport.inbox();
     let error = inbox.take(1, 1..2, &transport, &mut deadline).unwrap_err();
@@ -258,9 +257,7 @@ fn who_cannot_send_says_whom_it_waits_for() {
     let (tcp, other) = pair();
     thread::scope(|scope| {
         let sender = scope.spawn(|| {
-            let fingerprint =
-                CollectiveFingerprint::new(OpKind::Barrier, CallSite::new("here.rs", 1));
-            let mut deadline = OpDeadline::new(0, 4, fingerprint, long_timeouts().op_timeouts());
+            let mut deadline = deadline(4, Duration::from_secs(50));
             let part = OutgoingChunk {
                 tag: Tag {
                     sequence: 4,

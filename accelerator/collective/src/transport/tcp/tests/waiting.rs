@@ -14,13 +14,14 @@ use rustix::{
 };
 
 use super::{pair, show_life};
-use crate::error::{Certainty, Error, Kind};
-use crate::fingerprint::{CallSite, CollectiveFingerprint, OpKind};
+use crate::error::{Certainty, Error};
+
+use crate::socket::await_ready;
 use crate::transport::tcp::Tcp;
-use crate::transport::tcp::link::{Link, await_ready};
+use crate::transport::tcp::link::Link;
+use crate::transport::tests::deadline;
 use crate::transport::{
-    Abort, CHUNK, ControlPlane, DataPlane, FinalMessage, LeaveKind, OpDeadline, OpPhase,
-    OpTimeouts, OutgoingChunk, Tag, TimeoutKind,
+    Abort, CHUNK, ControlPlane, DataPlane, FinalMessage, LeaveKind, OpPhase, OutgoingChunk, Tag,
 };
 use crate::wire::{FrameKind, Head};
 
@@ -53,7 +54,7 @@ fn who_only_sends_gets_on_with_every_piece() {
     const PIECES: usize = 12;
     let (tcp, mut other) = pair();
     narrow(&tcp, &other);
-    let mut deadline = deadline(Duration::from_secs(2));
+    let mut deadline = deadline(4, Duration::from_secs(2));
     // The peer takes nearly twice as long as the deadline allows.
     let slow = thread::spawn(move || {
         for _ in 0..PIECES {
@@ -70,7 +71,7 @@ fn who_only_sends_gets_on_with_every_piece() {
 #[test]
 fn who_only_sends_gets_on_with_every_frame() {
     let (tcp, _other) = pair();
-    let mut deadline = deadline(Duration::from_secs(50));
+    let mut deadline = deadline(4, Duration::from_secs(50));
     for index in 0..3 {
         let since = deadline.since();
         tcp.send(1, part(index, &[0; 8]), &mut deadline).unwrap();
@@ -100,7 +101,7 @@ fn who_cannot_write_reads() {
             other.read_exact(&mut frame).unwrap();
         }
     });
-    let mut deadline = deadline(LONG);
+    let mut deadline = deadline(4, LONG);
     for index in 0..PARTS {
         tcp.send(1, part(index, &[0; CHUNK]), &mut deadline)
             .unwrap();
@@ -153,7 +154,7 @@ fn a_panic_of_a_thread_that_reads_ends_the_group() {
     panicked.join().unwrap_err();
     // No operation waits, so the reading thread finds the panic.
     await_that(|| !tcp.inbox.has_no_failures());
-    let mut deadline = deadline(LONG);
+    let mut deadline = deadline(4, LONG);
     let transport = tcp.into_transport();
     let inbox = transport.inbox();
     let error = inbox.take(1, 1..2, &transport, &mut deadline).unwrap_err();
@@ -250,16 +251,6 @@ fn part(index: u32, payload: &[u8]) -> OutgoingChunk<'_> {
         fingerprint: None,
         payload,
     }
-}
-
-fn deadline(timeout: Duration) -> OpDeadline {
-    let fingerprint = CollectiveFingerprint::new(OpKind::Barrier, CallSite::new("here.rs", 1));
-    let timeouts = OpTimeouts {
-        timeout,
-        warn_after: timeout,
-        limit: TimeoutKind::Progress,
-    };
-    OpDeadline::new(0, 4, fingerprint, timeouts)
 }
 
 fn await_that(mut condition: impl FnMut() -> bool) {
