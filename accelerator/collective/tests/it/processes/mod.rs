@@ -48,7 +48,7 @@ fn a_rank() {
     };
     report(&group, &call);
     drop(group);
-    wait_for_the_end_of_the_pulse();
+    wait_for_the_end_of_the_heartbeats();
 }
 
 fn connect() -> ProcessGroup {
@@ -187,7 +187,7 @@ fn invoke(group: &ProcessGroup, call: &str) -> Result<(), Error> {
 }
 
 /// Waits until no thread of the dropped group is left.
-fn wait_for_the_end_of_the_pulse() {
+fn wait_for_the_end_of_the_heartbeats() {
     let names = || {
         let threads = std::fs::read_dir("/proc/self/task").into_iter().flatten();
         let names = threads
@@ -196,7 +196,7 @@ fn wait_for_the_end_of_the_pulse() {
         names.collect::<Vec<String>>()
     };
     let until = Instant::now() + Duration::from_secs(10);
-    while names().iter().any(|name| name.starts_with("pulse-")) {
+    while names().iter().any(|name| name.starts_with("heartbeat-")) {
         assert!(Instant::now() < until, "{:?}", names());
         thread::sleep(Duration::from_millis(1));
     }
