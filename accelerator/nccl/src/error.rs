@@ -31,3 +31,9 @@ accelerator_host::define_error! {
         Nccl,
     }
 }
+
+impl Error {
+    pub(crate) fn misuse(message: impl Into<String>) -> Self {
+        Self::new(Kind::Misuse, message)
+    }
+}

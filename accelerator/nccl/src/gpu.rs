@@ -7,7 +7,7 @@
 use std::sync::Arc;
 
 use crate::api::{self, Api, CallResult, Device, Progress, UniqueId};
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, Result};
 use crate::library::{Library, Version};
 
 /// A GPU that this process uses, by its primary context: the one that CUDA's runtime, and CubeCL with
@@ -27,10 +27,9 @@ impl Gpu {
         let api = Arc::clone(library.api());
         let count = api.gpu_count()?;
         let Some(number) = i32::try_from(ordinal).ok().filter(|_| ordinal < count) else {
-            let message = format!(
+            return Err(Error::misuse(format!(
                 "GPU {ordinal} is not there: this process sees {count}, counted from 0; see CUDA_VISIBLE_DEVICES"
-            );
-            return Err(Error::new(Kind::Misuse, message));
+            )));
         };
         let driver = api.driver_version()?;
         let device = api.device(number)?;
@@ -270,8 +269,9 @@ impl DeviceMemory {
     /// has no room.
     pub fn new(gpu: &Gpu, bytes: usize) -> Result<Self> {
         if bytes == 0 {
-            let message = "memory of 0 bytes has no place: ask for at least 1";
-            return Err(Error::new(Kind::Misuse, message));
+            return Err(Error::misuse(
+                "memory of 0 bytes has no place: ask for at least 1",
+            ));
         }
         // SAFETY: the context is current.
         let at = gpu.inside(|api| unsafe { api.allocate(bytes) })?;
@@ -330,8 +330,10 @@ impl DeviceMemory {
         if bytes <= self.bytes {
             return Ok(());
         }
-        let message = format!("{bytes} bytes do not fit: this memory holds {}", self.bytes);
-        Err(Error::new(Kind::Misuse, message))
+        Err(Error::misuse(format!(
+            "{bytes} bytes do not fit: this memory holds {}",
+            self.bytes
+        )))
     }
 }
 

@@ -83,18 +83,13 @@ impl fmt::Display for CallError {
 
 impl std::error::Error for CallError {}
 
-impl CallError {
-    pub(crate) fn kind(&self) -> Kind {
-        match self.of {
-            Foreign::Cuda => Kind::Cuda,
-            Foreign::Nccl => Kind::Nccl,
-        }
-    }
-}
-
 impl From<CallError> for Error {
     fn from(fault: CallError) -> Self {
-        Self::new(fault.kind(), fault.to_string())
+        let kind = match fault.of {
+            Foreign::Cuda => Kind::Cuda,
+            Foreign::Nccl => Kind::Nccl,
+        };
+        Self::new(kind, fault.to_string())
     }
 }
 
@@ -180,14 +175,16 @@ impl Operation {
     /// # Errors
     /// A misuse for what NCCL does not have.
     pub(crate) fn new(dtype: DType, op: ReduceOp) -> Result<Self> {
-        let Some(dtype_code) = dtype_code(dtype) else {
-            let known = DTYPES.map(DType::name).join(", ");
-            let message = format!("NCCL does not reduce {dtype}: expected one of {known}");
-            return Err(Error::new(Kind::Misuse, message));
+        let Some((_, dtype_code)) = DTYPES.into_iter().find(|(known, _)| *known == dtype) else {
+            let known = DTYPES.map(|(known, _)| known.name()).join(", ");
+            return Err(Error::misuse(format!(
+                "NCCL does not reduce {dtype}: expected one of {known}"
+            )));
         };
         let Some(op_code) = op_code(op) else {
-            let message = format!("NCCL has no reduction {op}: expected max, mean, min or sum");
-            return Err(Error::new(Kind::Misuse, message));
+            return Err(Error::misuse(format!(
+                "NCCL has no reduction {op}: expected max, mean, min or sum"
+            )));
         };
         Ok(Self {
             dtype,
@@ -205,35 +202,19 @@ impl fmt::Display for Operation {
     }
 }
 
-/// The types that NCCL reduces.
-pub(crate) const DTYPES: [DType; 10] = [
-    DType::BF16,
-    DType::F16,
-    DType::F32,
-    DType::F64,
-    DType::I8,
-    DType::I32,
-    DType::I64,
-    DType::U8,
-    DType::U32,
-    DType::U64,
+/// The types that NCCL reduces, with their `ncclDataType_t`.
+const DTYPES: [(DType, c_int); 10] = [
+    (DType::BF16, 9),
+    (DType::F16, 6),
+    (DType::F32, 7),
+    (DType::F64, 8),
+    (DType::I8, 0),
+    (DType::I32, 2),
+    (DType::I64, 4),
+    (DType::U8, 1),
+    (DType::U32, 3),
+    (DType::U64, 5),
 ];
-
-fn dtype_code(dtype: DType) -> Option<c_int> {
-    match dtype {
-        DType::I8 => Some(0),
-        DType::U8 => Some(1),
-        DType::I32 => Some(2),
-        DType::U32 => Some(3),
-        DType::I64 => Some(4),
-        DType::U64 => Some(5),
-        DType::F16 => Some(6),
-        DType::F32 => Some(7),
-        DType::F64 => Some(8),
-        DType::BF16 => Some(9),
-        _ => None,
-    }
-}
 
 fn op_code(op: ReduceOp) -> Option<c_int> {
     match op {
@@ -306,7 +287,6 @@ mod tests {
             (DType::U32, Type::ncclUint32),
             (DType::U64, Type::ncclUint64),
         ] {
-            assert!(DTYPES.contains(&dtype));
             let operation = Operation::new(dtype, ReduceOp::Sum).unwrap();
             assert_eq!(operation.dtype_code, code as c_int, "{dtype}");
         }

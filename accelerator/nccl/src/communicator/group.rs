@@ -65,9 +65,10 @@ impl Communicator {
 /// The id of rank 0; nothing of others.
 fn begin(gpu: &Gpu, group: &ProcessGroup, blocking: Option<&str>) -> Result<Vec<u8>> {
     if blocking.is_some_and(|value| value.trim().parse() == Ok(1)) {
-        let message = "NCCL_COMM_BLOCKING is 1: calls of NCCL's would wait for ranks that are gone, beyond any \
-                       deadline; unset it";
-        return Err(Error::new(Kind::Misuse, message));
+        return Err(Error::misuse(
+            "NCCL_COMM_BLOCKING is 1: calls of NCCL's would wait for ranks that are gone, beyond any \
+                       deadline; unset it",
+        ));
     }
     match group.rank() {
         0 => Ok(gpu.unique_id()?.to_bytes().to_vec()),

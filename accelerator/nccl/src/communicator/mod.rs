@@ -177,16 +177,16 @@ impl Communicator {
     ) -> Result<()> {
         if !memory.gpu().is(&self.inner.gpu) {
             let (theirs, ours) = (memory.gpu().bus_id(), self.inner.gpu.bus_id());
-            let message =
-                format!("memory of GPU {theirs} was given to a communicator of GPU {ours}");
-            return Err(Error::new(Kind::Misuse, message));
+            return Err(Error::misuse(format!(
+                "memory of GPU {theirs} was given to a communicator of GPU {ours}"
+            )));
         }
         let operation = Operation::new(dtype, op)?;
         let (bytes, element) = (memory.bytes(), dtype.size());
         if !bytes.is_multiple_of(element) {
-            let message =
-                format!("{bytes} bytes are no whole number of {dtype}, which takes {element}");
-            return Err(Error::new(Kind::Misuse, message));
+            return Err(Error::misuse(format!(
+                "{bytes} bytes are no whole number of {dtype}, which takes {element}"
+            )));
         }
         let (at, elements) = (memory.pointer(), bytes / element);
         let reduced = (0..times)
@@ -261,8 +261,9 @@ impl Communicator {
             i32::try_from(rank).ok().filter(|_| rank < world_size),
             i32::try_from(world_size).ok(),
         ) else {
-            let message = format!("rank {rank} is not in a world of {world_size} ranks");
-            return Err(Error::new(Kind::Misuse, message));
+            return Err(Error::misuse(format!(
+                "rank {rank} is not in a world of {world_size} ranks"
+            )));
         };
         let who = format!("rank {rank} of {world_size}");
         let inner = Arc::new(CommunicatorInner::new(gpu, detector, timeouts, who)?);
@@ -296,7 +297,7 @@ impl Communicator {
         inner.notify();
         let until = after(began, deadline);
         let connecting = |state: &state::CommState| matches!(state.phase, Phase::Connecting);
-        let state = inner.pause_until(inner.lock(), until, |state| !connecting(state));
+        let state = inner.pause_until(inner.lock(), until, connecting);
         let late = connecting(&state);
         drop(state);
         if late {
@@ -350,10 +351,10 @@ impl Drop for Communicator {
         state.owner = CallerHandle::Dropped;
         inner.notify();
         let timeouts = inner.timeouts.closing.saturating_add(ABORTING);
-        let state = inner.pause_until(state, after(Instant::now(), timeouts), |state| {
-            matches!(state.phase, Phase::Ended(_) | Phase::Closed)
-        });
-        let ended = matches!(state.phase, Phase::Ended(_) | Phase::Closed);
+        let runs =
+            |state: &state::CommState| !matches!(state.phase, Phase::Ended(_) | Phase::Closed);
+        let state = inner.pause_until(state, after(Instant::now(), timeouts), runs);
+        let ended = !runs(&state);
         drop(state);
         match self.watching.take() {
             // It ends right after it has said so, and cannot panic.

@@ -125,33 +125,16 @@ impl CommunicatorInner {
         self.changed.notify_all();
     }
 
-    fn pause<'a>(&self, state: MutexGuard<'a, CommState>) -> MutexGuard<'a, CommState> {
-        self.changed.wait(state)
-    }
-
-    fn pause_for<'a>(
-        &self,
-        state: MutexGuard<'a, CommState>,
-        time: Duration,
-    ) -> MutexGuard<'a, CommState> {
-        self.changed.wait_timeout(state, time)
-    }
-
-    /// Waits until that is so, at most until then.
+    /// Waits while the condition holds, at most until the deadline.
     pub(super) fn pause_until<'a>(
         &self,
-        mut state: MutexGuard<'a, CommState>,
+        state: MutexGuard<'a, CommState>,
         deadline: Instant,
-        is_so: impl Fn(&CommState) -> bool,
+        condition: impl Fn(&CommState) -> bool,
     ) -> MutexGuard<'a, CommState> {
-        while !is_so(&state) {
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                break;
-            }
-            state = self.pause_for(state, left);
-        }
-        state
+        let left = deadline.saturating_duration_since(Instant::now());
+        let condition = |state: &mut CommState| condition(state);
+        self.changed.wait_timeout_while(state, left, condition)
     }
 
     /// The state of a communicator that can be used.
@@ -165,14 +148,13 @@ impl CommunicatorInner {
         }
         let timeouts = Instant::now() + ABORTING;
         let state = self.pause_until(state, timeouts, |state| {
-            !matches!(state.phase, Phase::Ending(_))
+            matches!(state.phase, Phase::Ending(_))
         });
         match &state.phase {
             Phase::Ending(error) | Phase::Ended(error) => Err(error.clone()),
             Phase::Ready => Ok(state),
             Phase::Connecting | Phase::Closed => {
-                let message = format!("{} is not connected", self.who);
-                Err(Error::new(Kind::Misuse, message))
+                Err(Error::misuse(format!("{} is not connected", self.who)))
             }
         }
     }
@@ -269,12 +251,11 @@ fn run(inner: &CommunicatorInner) {
     let mut looked = Instant::now();
     loop {
         state = match next(&state) {
-            WatchdogStep::Rest => inner.pause(state),
+            WatchdogStep::Rest => inner.changed.wait(state),
             WatchdogStep::Look(interval) => {
-                state = inner.pause_until(state, looked + interval, |state| {
-                    !matches!(next(state), WatchdogStep::Look(_))
-                });
-                if !matches!(next(&state), WatchdogStep::Look(_)) {
+                let waits = |state: &CommState| matches!(next(state), WatchdogStep::Look(_));
+                state = inner.pause_until(state, looked + interval, waits);
+                if !waits(&state) {
                     continue;
                 }
                 drop(state);
