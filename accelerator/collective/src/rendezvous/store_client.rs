@@ -77,11 +77,10 @@ impl StoreClient {
         let waiting = |known: &mut ClientState| {
             known.end == ConnectionEnd::Open && !known.exit_notices.contains_key(&rank)
         };
-        let waited =
+        let known =
             connection
                 .changed
                 .wait_timeout_while(connection.known.lock(), timeout, waiting);
-        let known = waited;
         known.exit_notices.get(&rank).cloned()
     }
 

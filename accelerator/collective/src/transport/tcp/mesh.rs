@@ -57,8 +57,7 @@ fn assemble(rank: usize, meeting: &Meeting, deadline: Instant) -> Result<Vec<Opt
     let world_size = meeting.ranks.len();
     let mut streams: Vec<Option<TcpStream>> = (0..world_size).map(|_| None).collect();
     let (sender, events) = mpsc::channel();
-    let _door = Acceptor::open(rank, world_size, meeting, sender.clone())?;
-    let _caller = Connector::start(rank, meeting, deadline, sender.clone())?;
+    let _threads = MeshThreads::start(rank, meeting, deadline, &sender)?;
     if let Some(store) = &meeting.store {
         store.on_event(move || {
             // Nobody waits for it once the ranks are connected.
@@ -108,55 +107,70 @@ enum MeshEvent {
     Peer(usize, TcpStream),
 }
 
-/// The connecting side: a thread that calls the lower ranks; dropped, it gives up.
-struct Connector {
+/// A thread that accepts the higher ranks, and one that calls the lower ones; dropped, they give up.
+struct MeshThreads {
+    listener: TcpListener,
+    pending: Arc<PendingHandshakes>,
     closed: Arc<AtomicBool>,
 }
 
-impl Connector {
+impl MeshThreads {
     fn start(
         rank: usize,
         meeting: &Meeting,
         deadline: Instant,
-        sender: mpsc::Sender<MeshEvent>,
+        sender: &mpsc::Sender<MeshEvent>,
     ) -> Result<Self> {
-        let closed = Arc::new(AtomicBool::new(false));
-        if rank == 0 {
-            return Ok(Self { closed });
-        }
-        let call = OutboundConnect {
-            key: meeting.key.clone(),
-            rank,
-            deadline,
-            closed: Arc::clone(&closed),
+        let world_size = meeting.ranks.len();
+        let deaf = |error| Error::io("this rank cannot listen for the others", error);
+        let threads = Self {
+            listener: meeting.listener.try_clone().map_err(deaf)?,
+            pending: PendingHandshakes::logged(world_size + 64),
+            closed: Arc::default(),
         };
-        let lower = meeting.ranks[..rank].to_vec();
-        let spawned = thread::Builder::new()
-            .name("mesh-caller".to_owned())
-            .spawn(move || {
-                for peer in &lower {
-                    let event = match call.reach(peer) {
-                        Some(Ok(stream)) => MeshEvent::Peer(peer.rank, stream),
-                        Some(Err(error)) => MeshEvent::Failed(error),
-                        None => return,
-                    };
-                    let failed = matches!(event, MeshEvent::Failed(_));
-                    // The mesh may have been given up.
-                    if sender.send(event).is_err() || failed {
-                        return;
-                    }
-                }
-            });
-        match spawned {
-            Ok(_) => Ok(Self { closed }),
-            Err(error) => Err(Error::io("this rank cannot connect to the others", error)),
+        let spawn = |name: &str, body: Box<dyn FnOnce() + Send>| {
+            thread::Builder::new().name(name.to_owned()).spawn(body)
+        };
+        if rank + 1 < world_size {
+            let inbound = InboundHandshake {
+                key: meeting.key.clone(),
+                rank,
+                world_size,
+                sender: sender.clone(),
+            };
+            let listener = meeting.listener.try_clone().map_err(deaf)?;
+            let (pending, closed) = (Arc::clone(&threads.pending), Arc::clone(&threads.closed));
+            let body = move || inbound.accept(&listener, &pending, &closed);
+            spawn("mesh", Box::new(body)).map_err(deaf)?;
         }
+        if rank > 0 {
+            let outbound = OutboundConnect {
+                key: meeting.key.clone(),
+                rank,
+                deadline,
+                closed: Arc::clone(&threads.closed),
+            };
+            let (lower, sender) = (meeting.ranks[..rank].to_vec(), sender.clone());
+            let body = move || outbound.call(&lower, &sender);
+            spawn("mesh-caller", Box::new(body))
+                .map_err(|error| Error::io("this rank cannot connect to the others", error))?;
+        }
+        Ok(threads)
     }
 }
 
-impl Drop for Connector {
+impl Drop for MeshThreads {
     fn drop(&mut self) {
         self.closed.store(true, Ordering::Release);
+        self.pending.clear();
+        // A last connection wakes the thread that accepts. Should it not get through, the thread
+        // ends with the next one.
+        if let Ok(address) = self.listener.local_addr() {
+            drop(TcpStream::connect_timeout(
+                &reachable(address),
+                CANCEL_CHECK_INTERVAL,
+            ));
+        }
     }
 }
 
@@ -168,6 +182,22 @@ struct OutboundConnect {
 }
 
 impl OutboundConnect {
+    /// Connects to these peers, one after the other, until one cannot be reached.
+    fn call(&self, peers: &[Registration], sender: &mpsc::Sender<MeshEvent>) {
+        for peer in peers {
+            let event = match self.reach(peer) {
+                Some(Ok(stream)) => MeshEvent::Peer(peer.rank, stream),
+                Some(Err(error)) => MeshEvent::Failed(error),
+                None => return,
+            };
+            let failed = matches!(event, MeshEvent::Failed(_));
+            // The mesh may have been given up.
+            if sender.send(event).is_err() || failed {
+                return;
+            }
+        }
+    }
+
     /// Connects to a peer, again where another connection evicted its handshake; `None` where
     /// nobody waits for it any more.
     fn reach(&self, peer: &Registration) -> Option<Result<TcpStream>> {
@@ -252,60 +282,6 @@ impl OutboundConnect {
 
     fn is_closed(&self) -> bool {
         self.closed.load(Ordering::Acquire)
-    }
-}
-
-/// The listening side: a thread that accepts; dropped, it ends.
-struct Acceptor {
-    listener: TcpListener,
-    pending: Arc<PendingHandshakes>,
-    closed: Arc<AtomicBool>,
-}
-
-impl Acceptor {
-    fn open(
-        rank: usize,
-        world_size: usize,
-        meeting: &Meeting,
-        sender: mpsc::Sender<MeshEvent>,
-    ) -> Result<Self> {
-        let closed = Arc::new(AtomicBool::new(false));
-        let pending = PendingHandshakes::logged(world_size + 64);
-        let visit = InboundHandshake {
-            key: meeting.key.clone(),
-            rank,
-            world_size,
-            sender,
-        };
-        let failed = |error| Error::io("this rank cannot listen for the others", error);
-        let listener = meeting.listener.try_clone().map_err(failed)?;
-        let acceptor = Self {
-            listener: meeting.listener.try_clone().map_err(failed)?,
-            pending: Arc::clone(&pending),
-            closed: Arc::clone(&closed),
-        };
-        if rank + 1 < world_size {
-            thread::Builder::new()
-                .name("mesh".to_owned())
-                .spawn(move || visit.accept(&listener, &pending, &closed))
-                .map_err(failed)?;
-        }
-        Ok(acceptor)
-    }
-}
-
-impl Drop for Acceptor {
-    fn drop(&mut self) {
-        self.closed.store(true, Ordering::Release);
-        self.pending.clear();
-        // A last connection wakes the thread that accepts. Should it not get through, the thread
-        // ends with the next one.
-        if let Ok(address) = self.listener.local_addr() {
-            drop(TcpStream::connect_timeout(
-                &reachable(address),
-                CANCEL_CHECK_INTERVAL,
-            ));
-        }
     }
 }
 
