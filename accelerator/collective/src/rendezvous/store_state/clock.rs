@@ -13,9 +13,9 @@ use crate::{
 
 impl StoreState {
     /// The clock: who is lost, who has waited too long, who wants to hear something.
-    pub(super) fn on_tick(&mut self, now: Instant) -> Vec<StoreAction> {
+    pub(super) fn on_tick(&mut self, now: Instant) {
         if !self.is_meeting() {
-            return Vec::new();
+            return;
         }
         let lost = self.ranks.iter().filter_map(|(rank, participant)| {
             let at = self.loss_at(participant).filter(|at| *at <= now)?;
@@ -35,10 +35,12 @@ impl StoreState {
                     Seconds(now - participant.heard)
                 ),
             };
-            return self.lose(rank, &cause);
+            self.lose(rank, &cause);
+            return;
         }
         if !matches!(self.phase, Phase::Gathering) {
-            return self.heartbeats(now);
+            self.heartbeats(now);
+            return;
         }
         if self
             .ranks
@@ -46,42 +48,41 @@ impl StoreState {
             .any(|participant| participant.deadline <= now)
         {
             let error = self.overdue(now);
-            return self.fail(error);
+            self.fail(error);
+            return;
         }
         let missing = self.missing();
-        let mut actions = self.heartbeats(now);
+        self.heartbeats(now);
         for participant in self.ranks.values_mut() {
             if let Some(connection) = participant.connection
                 && participant.tell_at <= now
             {
                 participant.tell_at = now + TELL_AGAIN;
                 let missing = missing.clone();
-                actions.push(StoreAction::ReportMissing {
+                self.actions.push(StoreAction::ReportMissing {
                     connection,
                     missing,
                 });
             }
         }
-        actions
     }
 
-    pub(super) fn heartbeats(&mut self, now: Instant) -> Vec<StoreAction> {
+    fn heartbeats(&mut self, now: Instant) {
         if self.heartbeat_at > now {
-            return Vec::new();
+            return;
         }
         self.heartbeat_at = now + store_interval(self.liveness());
         let connections = self.connections(|x| x.stage == JoinStage::Waiting);
-        vec![StoreAction::Heartbeat { connections }]
+        self.actions.push(StoreAction::Heartbeat { connections });
     }
 
     /// The time passed without anybody watching: whoever is judged gets a fresh period.
-    pub(super) fn grant_fresh_period(&mut self, now: Instant) -> Vec<StoreAction> {
+    pub(super) fn grant_fresh_period(&mut self, now: Instant) {
         for participant in self.ranks.values_mut() {
             participant.heard = now;
             participant.gone = participant.gone.map(|_| now);
             participant.ended = participant.ended.take().map(|(text, _)| (text, now));
         }
-        Vec::new()
     }
 
     /// The time at which a rank counts as lost if nothing happens before.

@@ -50,6 +50,8 @@ pub(crate) struct StoreState {
     /// Set once the ranks have the table.
     complete: bool,
     phase: Phase,
+    /// What follows from the event that is handled.
+    actions: Vec<StoreAction>,
 }
 
 impl StoreState {
@@ -63,6 +65,7 @@ impl StoreState {
             next_places: BTreeMap::new(),
             complete: false,
             phase: Phase::Gathering,
+            actions: Vec::new(),
         }
     }
 
@@ -81,10 +84,11 @@ impl StoreState {
             StoreInput::ExitNotice { rank, text } => self.exit_notice(rank, text, now),
             StoreInput::NextPlace { rank, place } => {
                 self.next_places.insert(rank, place);
-                self.tell_next_place(rank)
+                self.tell_next_place(rank);
             }
             StoreInput::Tick => self.on_tick(now),
         }
+        std::mem::take(&mut self.actions)
     }
 
     /// The time at which the next [`StoreInput::Tick`] is due.
@@ -125,36 +129,38 @@ impl StoreState {
         ranks.any(|participant| participant.connection == Some(connection))
     }
 
-    fn registered(
-        &mut self,
-        connection: Connection,
-        registration: Registration,
-        now: Instant,
-    ) -> Vec<StoreAction> {
-        let refuse = |error| vec![StoreAction::Refuse { connection, error }];
-        match &self.phase {
+    fn registered(&mut self, connection: Connection, registration: Registration, now: Instant) {
+        let refusal = match &self.phase {
             Phase::Connecting | Phase::Together => {
                 let first = self.ranks.get(&registration.rank).map(|x| &x.registration);
-                if let Some(first) = first.filter(|first| is_one_process(first, &registration)) {
-                    return refuse(joined_already(first));
+                match first.filter(|first| is_one_process(first, &registration)) {
+                    Some(first) => Some(joined_already(first)),
+                    None => Some(Error::about(
+                        Kind::Rendezvous,
+                        vec![registration.rank],
+                        format!(
+                            "rank {} comes too late: all {} ranks of this job have met already; is an \
+                             old process still running, or another job using this port?",
+                            registration.rank, self.world_size
+                        ),
+                    )),
                 }
-                return refuse(Error::about(
-                    Kind::Rendezvous,
-                    vec![registration.rank],
-                    format!(
-                        "rank {} comes too late: all {} ranks of this job have met already; is an \
-                         old process still running, or another job using this port?",
-                        registration.rank, self.world_size
-                    ),
-                ));
             }
-            Phase::Failed(error) => return refuse(error.clone()),
-            Phase::Gathering => {}
+            Phase::Failed(error) => Some(error.clone()),
+            Phase::Gathering => None,
+        };
+        if let Some(error) = refusal {
+            self.actions.push(StoreAction::Refuse { connection, error });
+            return;
         }
         if let Err(error) = self.check(&registration) {
-            let mut actions = refuse(error.clone());
-            actions.extend(self.fail(error));
-            return actions;
+            let refused = error.clone();
+            self.actions.push(StoreAction::Refuse {
+                connection,
+                error: refused,
+            });
+            self.fail(error);
+            return;
         }
         if self.ranks.is_empty() {
             self.started.get_or_insert(now);
@@ -174,27 +180,22 @@ impl StoreState {
             registration,
         };
         self.ranks.insert(rank, participant);
-        let mut actions = vec![StoreAction::Report(Report::Joined { rank, host, pid })];
-        let present = self
-            .ranks
-            .values()
-            .filter(|participant| participant.is_present());
-        if present.count() == self.world_size {
-            let ranks = self.ranks.values();
-            let ranks: Vec<_> = ranks.map(|x| x.registration.clone()).collect();
-            if let Err(error) = local_places(&ranks) {
-                actions.extend(self.fail(error));
-                return actions;
-            }
-            self.phase = Phase::Connecting;
-            self.complete = true;
-            actions.push(StoreAction::Report(Report::Met));
-            actions.push(StoreAction::Welcome {
-                connections: self.connections(|_| true),
-                ranks,
-            });
+        self.report(Report::Joined { rank, host, pid });
+        if !self.missing().is_empty() {
+            return;
         }
-        actions
+        let ranks = self.ranks.values();
+        let ranks: Vec<_> = ranks.map(|x| x.registration.clone()).collect();
+        if let Err(error) = local_places(&ranks) {
+            self.fail(error);
+            return;
+        }
+        self.phase = Phase::Connecting;
+        self.complete = true;
+        self.report(Report::Met);
+        let connections = self.connections(|_| true);
+        self.actions
+            .push(StoreAction::Welcome { connections, ranks });
     }
 
     /// A registration that contradicts what is known can never become right: the rendezvous
@@ -251,9 +252,9 @@ impl StoreState {
         }
     }
 
-    fn on_message(&mut self, rank: usize, message: RankMessage, now: Instant) -> Vec<StoreAction> {
+    fn on_message(&mut self, rank: usize, message: RankMessage, now: Instant) {
         let Some(participant) = self.ranks.get_mut(&rank) else {
-            return Vec::new();
+            return;
         };
         participant.heard = now;
         match message {
@@ -261,27 +262,23 @@ impl StoreState {
                 let report = FailureReport::new(rank, &error);
                 let self_reported = report.is_self_reported();
                 let text = report.text.clone();
-                let mut actions = vec![StoreAction::Report(Report::Failed(report))];
+                self.report(Report::Failed(report));
                 match self.phase {
                     Phase::Connecting => {
-                        actions.extend(self.report_exit(rank, format!("it gave up: {text}")));
-                        actions.extend(self.fail_but(error, Some(rank)));
+                        self.report_loss(rank, format!("it gave up: {text}"));
+                        self.fail_but(error, Some(rank));
                     }
-                    Phase::Together if self_reported => actions.push(StoreAction::ReportExit {
-                        connections: self.connections(|x| x.registration.rank != rank),
-                        rank,
-                        text: format!("it said: {text}"),
-                        severity: Severity::ExitInfo,
-                    }),
+                    Phase::Together if self_reported => {
+                        self.report_exit(rank, format!("it said: {text}"), Severity::ExitInfo);
+                    }
                     _ => {}
                 }
-                actions
             }
             RankMessage::Connected => {
                 if !matches!(self.phase, Phase::Connecting)
                     || participant.stage != JoinStage::Waiting
                 {
-                    return Vec::new();
+                    return;
                 }
                 participant.stage = JoinStage::Connected;
                 let ended = participant.ended.take();
@@ -289,52 +286,43 @@ impl StoreState {
                 if ranks.all(|participant| participant.stage != JoinStage::Waiting) {
                     self.phase = Phase::Together;
                 }
-                let mut actions = self.tell_next_place(rank);
-                actions.extend(
-                    ended
-                        .map(|(text, _)| self.report_exit(rank, text))
-                        .into_iter()
-                        .flatten(),
-                );
-                actions
+                self.tell_next_place(rank);
+                if let Some((text, _)) = ended {
+                    self.report_loss(rank, text);
+                }
             }
             RankMessage::Leave => match (participant.stage, &self.phase) {
                 (JoinStage::Waiting, Phase::Connecting) => {
                     participant.stage = JoinStage::Closed;
-                    self.lose(rank, "it left")
+                    self.lose(rank, "it left");
                 }
                 // There is no group to leave.
-                (JoinStage::Waiting, _) => Vec::new(),
+                (JoinStage::Waiting, _) => {}
                 _ => {
                     participant.stage = JoinStage::Closed;
-                    vec![StoreAction::Report(Report::Closed { rank })]
+                    self.report(Report::Closed { rank });
                 }
             },
-            RankMessage::Heartbeat => Vec::new(),
+            RankMessage::Heartbeat => {}
         }
     }
 
     /// Tells a rank its place in the next group, where it is known, as soon as the rank is connected to the others: before
     /// that it expects the table.
-    fn tell_next_place(&mut self, rank: usize) -> Vec<StoreAction> {
-        let connected = self
-            .ranks
-            .get(&rank)
-            .filter(|participant| participant.stage != JoinStage::Waiting);
-        let Some(connection) = connected.and_then(|participant| participant.connection) else {
-            return Vec::new();
-        };
-        let place = self.next_places.remove(&rank);
-        place
-            .map(|place| StoreAction::TellNextPlace { connection, place })
-            .into_iter()
-            .collect()
+    fn tell_next_place(&mut self, rank: usize) {
+        if self.has_connected(rank)
+            && let Some(connection) = self.ranks[&rank].connection
+            && let Some(place) = self.next_places.remove(&rank)
+        {
+            self.actions
+                .push(StoreAction::TellNextPlace { connection, place });
+        }
     }
 
-    fn gone(&mut self, connection: Connection, now: Instant) -> Vec<StoreAction> {
+    fn gone(&mut self, connection: Connection, now: Instant) {
         let mut ranks = self.ranks.values_mut();
         let Some(participant) = ranks.find(|x| x.connection == Some(connection)) else {
-            return Vec::new();
+            return;
         };
         participant.connection = None;
         participant.gone = Some(now);
@@ -342,14 +330,13 @@ impl StoreState {
             let name = name(&participant.registration);
             self.note(format!("{name} came and went away again"));
         }
-        Vec::new()
     }
 
     /// Handles the exit notice of somebody who saw a rank end. The rank's own final message may be on its
     /// way, and blame another rank: it is heard first.
-    fn exit_notice(&mut self, rank: usize, text: String, now: Instant) -> Vec<StoreAction> {
+    fn exit_notice(&mut self, rank: usize, text: String, now: Instant) {
         if rank >= self.world_size {
-            return Vec::new();
+            return;
         }
         if let Some(participant) = self.ranks.get_mut(&rank)
             && matches!(self.phase, Phase::Connecting)
@@ -357,59 +344,52 @@ impl StoreState {
             && participant.connection.is_some()
         {
             participant.ended.get_or_insert((text, now));
-            return Vec::new();
+            return;
         }
         match self.phase {
             Phase::Gathering => self.lose(rank, &text),
             Phase::Connecting if !self.has_connected(rank) => self.lose(rank, &text),
             // An end after a leave is no loss.
-            _ if self.has_closed(rank) => vec![StoreAction::ReportExit {
-                connections: self.connections(|x| x.registration.rank != rank),
-                rank,
-                text,
-                severity: Severity::ExitInfo,
-            }],
-            _ => self.report_exit(rank, text),
+            _ if self.has_closed(rank) => self.report_exit(rank, text, Severity::ExitInfo),
+            _ => self.report_loss(rank, text),
         }
     }
 
-    fn rejected(&mut self, note: String) -> Vec<StoreAction> {
+    fn rejected(&mut self, note: String) {
         self.note(note.clone());
-        vec![StoreAction::Report(Report::Rejected { note })]
+        self.report(Report::Rejected { note });
     }
 
     /// The store closes, for the rank that hosts it or for the launcher.
-    fn closing(&mut self, host: Option<usize>) -> Vec<StoreAction> {
+    fn closing(&mut self, host: Option<usize>) {
         match (&self.phase, host) {
-            (Phase::Gathering, _) => {
-                let error = Error::about(
-                    Kind::Rendezvous,
-                    host.into_iter().collect(),
-                    format!(
-                        "the store was closed when {} of {} ranks had come; missing: {}",
-                        self.present(),
-                        self.world_size,
-                        list_ranks(&self.missing())
-                    ),
-                );
-                self.fail(error)
-            }
+            (Phase::Gathering, _) => self.fail(Error::about(
+                Kind::Rendezvous,
+                host.into_iter().collect(),
+                format!(
+                    "the store was closed when {} of {} ranks had come; missing: {}",
+                    self.present(),
+                    self.world_size,
+                    list_ranks(&self.missing())
+                ),
+            )),
             (Phase::Connecting, Some(rank)) if !self.has_connected(rank) => {
-                self.lose(rank, "it ended, and the store with it,")
+                self.lose(rank, "it ended, and the store with it,");
             }
             _ => {
                 let mut ranks = self.ranks.iter();
                 let ended = ranks.find_map(|(rank, x)| Some((*rank, x.ended.clone()?.0)));
-                let mut actions = match ended {
-                    Some((rank, text)) => self.lose(rank, &text),
-                    None => Vec::new(),
-                };
-                actions.push(StoreAction::CloseStore {
-                    connections: self.connections(|_| true),
-                });
-                actions
+                if let Some((rank, text)) = ended {
+                    self.lose(rank, &text);
+                }
+                let connections = self.connections(|_| true);
+                self.actions.push(StoreAction::CloseStore { connections });
             }
         }
+    }
+
+    fn report(&mut self, report: Report) {
+        self.actions.push(StoreAction::Report(report));
     }
 
     fn note(&mut self, note: String) {
@@ -485,14 +465,13 @@ const MAX_NOTES: usize = 8;
 
 impl StoreState {
     /// Handles the loss of a rank before the ranks are connected.
-    fn lose(&mut self, rank: usize, cause: &str) -> Vec<StoreAction> {
+    fn lose(&mut self, rank: usize, cause: &str) {
         let error = self.lost(rank, cause);
         if let Some(participant) = self.ranks.get_mut(&rank) {
             participant.ended = None;
         }
-        let mut actions = self.report_exit(rank, cause.to_owned());
-        actions.extend(self.fail(error));
-        actions
+        self.report_loss(rank, cause.to_owned());
+        self.fail(error);
     }
 
     fn lost(&self, rank: usize, cause: &str) -> Error {
@@ -526,29 +505,20 @@ impl StoreState {
 
     /// Tells the ranks that have the table that one is lost. Ranks that are still waiting as far as the
     /// store knows may be connected already, or become so.
-    fn report_exit(&self, rank: usize, text: String) -> Vec<StoreAction> {
-        if !self.complete {
-            return Vec::new();
+    fn report_loss(&mut self, rank: usize, text: String) {
+        if self.complete {
+            self.report_exit(rank, text, Severity::RankLost);
         }
+    }
+
+    fn report_exit(&mut self, rank: usize, text: String, severity: Severity) {
         let connections = self.connections(|x| x.registration.rank != rank);
-        vec![StoreAction::ReportExit {
+        self.actions.push(StoreAction::ReportExit {
             connections,
             rank,
             text,
-            severity: Severity::RankLost,
-        }]
-    }
-
-    /// Tells the ranks how others ended meanwhile, which no longer decides anything.
-    fn report_ends(&mut self) -> Vec<StoreAction> {
-        let ranks = self.ranks.iter_mut();
-        let ends =
-            ranks.filter_map(|(rank, participant)| Some((*rank, participant.ended.take()?.0)));
-        let ends: Vec<_> = ends.collect();
-        let actions = ends.into_iter();
-        actions
-            .flat_map(|(rank, text)| self.report_exit(rank, text))
-            .collect()
+            severity,
+        });
     }
 
     fn overdue(&self, now: Instant) -> Error {
@@ -569,13 +539,18 @@ impl StoreState {
         Error::about(Kind::Rendezvous, missing, message)
     }
 
-    fn fail(&mut self, error: Error) -> Vec<StoreAction> {
-        self.fail_but(error, None)
+    fn fail(&mut self, error: Error) {
+        self.fail_but(error, None);
     }
 
     /// Tells everyone who is not connected, but the one who told us.
-    fn fail_but(&mut self, error: Error, teller: Option<usize>) -> Vec<StoreAction> {
-        let mut actions = self.report_ends();
+    fn fail_but(&mut self, error: Error, teller: Option<usize>) {
+        // How others ended meanwhile no longer decides anything.
+        let ranks = self.ranks.iter_mut();
+        let ended = ranks.filter_map(|(rank, x)| Some((*rank, x.ended.take()?.0)));
+        for (rank, text) in ended.collect::<Vec<_>>() {
+            self.report_loss(rank, text);
+        }
         for (&rank, participant) in &self.ranks {
             if participant.stage != JoinStage::Waiting || Some(rank) == teller {
                 continue;
@@ -583,18 +558,19 @@ impl StoreState {
             let Some(connection) = participant.connection else {
                 continue;
             };
-            actions.push(StoreAction::Refuse {
+            let refusal = error.clone();
+            self.actions.push(StoreAction::Refuse {
                 connection,
-                error: error.clone(),
+                error: refusal,
             });
             // A rank that is told of its own loss has reported nothing itself.
             if !error.ranks().contains(&rank) {
                 let report = FailureReport::new(rank, &error);
-                actions.push(StoreAction::Report(Report::Failed(report)));
+                self.actions
+                    .push(StoreAction::Report(Report::Failed(report)));
             }
         }
         self.phase = Phase::Failed(error);
-        actions
     }
 }
 
