@@ -363,47 +363,6 @@ fn a_rank_that_reads_nothing_delays_nobody() {
 }
 
 #[test]
-fn leaving_in_good_order_is_reported() {
-    let (server, reports) = store(2);
-    let ranks = Ranks::start(&[0, 1], 2, &at(server.local_addr()));
-    let groups: Vec<_> = ranks.outcomes().into_iter().map(|x| x.unwrap()).collect();
-    let mut groups = groups.into_iter();
-    groups.next().unwrap().close().unwrap();
-    wait_for(&reports, |report| {
-        matches!(report, Report::Closed { rank: 0 })
-    });
-}
-
-#[test]
-fn a_witness_is_asked_about_a_connected_rank() {
-    let (server, _reports) = store(2);
-    let ranks = Ranks::start(&[0, 1], 2, &at(server.local_addr()));
-    let mut groups = ranks.outcomes().into_iter().map(|x| x.unwrap());
-    let (first, second) = (groups.next().unwrap(), groups.next().unwrap());
-    server.report_exit(1, "it was killed by SIGSEGV");
-    let error = first.barrier().unwrap_err();
-    assert!(error.is_peer_lost(), "{error}");
-    assert_eq!(error.ranks(), [1]);
-    assert!(error.to_string().contains("killed by SIGSEGV"), "{error}");
-    drop(second);
-}
-
-#[test]
-fn nobody_who_waits_long_is_taken_for_lost() {
-    let (server, reports) = store(3);
-    let ranks = Ranks::start(&[0, 1], 3, &at(server.local_addr()));
-    // The store judges for three times the liveness timeout.
-    let quiet = reports.iter().take(2).count();
-    assert_eq!(quiet, 2);
-    let failed = reports.recv_timeout(3 * LIVENESS);
-    assert!(failed.is_err(), "{failed:?}");
-    let last = Ranks::start(&[2], 3, &at(server.local_addr()));
-    for outcome in ranks.outcomes().into_iter().chain(last.outcomes()) {
-        outcome.unwrap();
-    }
-}
-
-#[test]
 fn idle_connections_keep_nobody_out_of_the_store() {
     let (server, _reports) = store(3);
     let idle: Vec<TcpStream> = (0..200)

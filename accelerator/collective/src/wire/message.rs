@@ -409,32 +409,27 @@ mod tests {
         assert!(!error.contains("gone"), "{error}");
     }
 
-    #[test]
-    fn failure_reports_are_bounded() {
-        let ranks = (1_000_000..1_100_000).collect();
-        let error = Error::about(Kind::PeerLost, ranks, "é".repeat(5000));
-        let report_failure = Message::ReportFailure(WireError::bounded(
-            &error,
-            MAX_TEXT_BYTES,
-            MAX_MESSAGE_RANKS,
-        ));
-        let bytes = exchange(&report_failure);
+    /// Returns an error as the store hears of it.
+    fn heard(error: &Error) -> Error {
+        let report = WireError::bounded(error, MAX_TEXT_BYTES, MAX_MESSAGE_RANKS);
+        let bytes = exchange(&Message::ReportFailure(report));
         assert!(bytes.len() <= MAX_SHORT_BYTES);
-        let Message::ReportFailure(back) = Message::read(&mut &bytes[..], MAX_SHORT_BYTES).unwrap()
-        else {
-            panic!("another message");
-        };
-        let back = back.into_error();
+        match Message::read(&mut &bytes[..], MAX_SHORT_BYTES).unwrap() {
+            Message::ReportFailure(back) => back.into_error(),
+            other => panic!("unexpected {other:?}"),
+        }
+    }
+
+    #[test]
+    fn failure_reports_are_bounded_and_name_the_culprit() {
+        let ranks = (1_000_000..1_100_000).collect();
+        let back = heard(&Error::about(Kind::PeerLost, ranks, "é".repeat(5000)));
         assert!(back.is_peer_lost());
         assert_eq!(back.ranks().len(), MAX_MESSAGE_RANKS);
         assert!(back.to_string().contains("é…é"));
         assert_eq!(shorten("short", 5), "short");
         assert_eq!(shorten("shorter", 5), "sho…er");
         assert_eq!(shorten("éééé", 5), "é…é");
-    }
-
-    #[test]
-    fn a_failure_report_names_the_culprit() {
         let culprit = Culprit {
             rank: 3,
             host: "h".repeat(5000),
@@ -442,18 +437,7 @@ mod tests {
             cause: "é".repeat(5000),
             certainty: Certainty::Guessed,
         };
-        let error = Error::blaming(Kind::PeerLost, culprit, "x".repeat(5000));
-        let bytes = exchange(&Message::ReportFailure(WireError::bounded(
-            &error,
-            MAX_TEXT_BYTES,
-            MAX_MESSAGE_RANKS,
-        )));
-        assert!(bytes.len() <= MAX_SHORT_BYTES);
-        let Message::ReportFailure(back) = Message::read(&mut &bytes[..], MAX_SHORT_BYTES).unwrap()
-        else {
-            panic!("another message");
-        };
-        let back = back.into_error();
+        let back = heard(&Error::blaming(Kind::PeerLost, culprit, "x".repeat(5000)));
         let culprit = back.culprit().unwrap();
         assert_eq!((culprit.rank(), culprit.pid()), (3, Some(17)));
         assert_eq!(culprit.certainty, Certainty::Guessed);

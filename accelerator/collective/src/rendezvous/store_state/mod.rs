@@ -50,7 +50,7 @@ pub(crate) struct StoreState {
     /// Set once the ranks have the table.
     complete: bool,
     phase: Phase,
-    /// What follows from the event that is handled.
+    /// The actions that follow from the event that is handled.
     actions: Vec<StoreAction>,
 }
 
