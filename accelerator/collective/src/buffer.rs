@@ -279,7 +279,6 @@ impl Storage {
 #[repr(C, align(64))]
 struct CacheLine([u8; LINE]);
 
-/// The bytes of a cache line.
 pub(crate) const LINE: usize = 64;
 
 /// Some bytes of one of several buffers; see

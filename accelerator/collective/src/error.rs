@@ -106,7 +106,6 @@ impl Error {
         self.0.details.culprit.as_ref()
     }
 
-    /// Makes an error about these ranks.
     pub(crate) fn about(kind: Kind, ranks: Vec<usize>, message: impl Into<String>) -> Self {
         let culprit = None;
         Self::new(kind, message).with_details(Details { ranks, culprit })

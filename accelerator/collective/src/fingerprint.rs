@@ -74,7 +74,6 @@ impl CollectiveFingerprint {
             && (self.len == other.len || !self.kind.fixes_len())
     }
 
-    /// The size of the data in bytes.
     pub(crate) fn bytes(&self) -> usize {
         self.len * self.dtype.map_or(1, DType::size)
     }
@@ -136,7 +135,6 @@ impl CollectiveFingerprint {
         })
     }
 
-    /// The most bytes that a fingerprint takes.
     pub(crate) const BOUND: usize = Self::FIXED + CallSite::BOUND + Purpose::BOUND;
 
     pub(crate) const FIXED: usize = 24;
@@ -382,7 +380,6 @@ impl Purpose {
         words.map(|word| u64::from_le_bytes(*word))
     }
 
-    /// The most bytes of a purpose.
     pub(crate) const BOUND: usize = 40;
 }
 

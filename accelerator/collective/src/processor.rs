@@ -62,7 +62,6 @@ impl TargetFeatures {
     }
 }
 
-/// Keeps the mark in the program.
 pub(crate) fn keep_mark() {
     black_box(&MARK);
 }

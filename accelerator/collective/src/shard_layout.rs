@@ -114,7 +114,6 @@ struct RankShard {
 }
 
 impl RankShard {
-    /// Adds a range behind the others.
     fn push(&mut self, range: Range<usize>) {
         let len = self.len() + range.len();
         match (self.ranges.last_mut(), self.ends.last_mut()) {

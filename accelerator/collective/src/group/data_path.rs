@@ -81,7 +81,6 @@ struct Unavailable {
 
 #[derive(Clone, Copy, Debug)]
 enum UnavailableKind {
-    /// There is nothing to share.
     NothingToShare,
     /// Ranks of one host could share, but for this.
     Failed,
@@ -98,7 +97,6 @@ impl fmt::Display for Unavailable {
 struct HostInfo {
     /// The machine on which it runs, since when.
     host: String,
-    /// The first rank of its host.
     first: usize,
     pid: u32,
     /// The arena that the others map, or the reason that there is none.
@@ -163,7 +161,6 @@ impl HostInfo {
     }
 }
 
-/// Gives every rank the values of all ranks.
 fn exchange<T>(rank_state: &RankState, began: Instant, value: &T) -> Result<Vec<T>>
 where
     T: Serialize + for<'a> Deserialize<'a>,

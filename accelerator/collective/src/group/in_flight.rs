@@ -41,7 +41,6 @@ impl Job {
     }
 }
 
-/// Runs jobs until there will be no more.
 pub(super) fn serve(rank_state: &RankState, jobs: &Receiver<Job>) {
     let max_in_flight = rank_state.transport.max_in_flight();
     if max_in_flight < 2 {

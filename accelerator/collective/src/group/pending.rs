@@ -118,7 +118,6 @@ impl Drop for Completion {
 pub(crate) struct SlotPool(Mutex<Vec<Arc<PendingSlot>>>);
 
 impl SlotPool {
-    /// The two ends of one operation.
     pub(crate) fn pair(&self) -> (Pending, Completion) {
         let mut slots = self.0.lock();
         let free = slots.iter().find(|slot| slot.occupy());
@@ -162,7 +161,6 @@ enum SlotState {
     /// Nobody wants the result.
     Abandoned,
     Done(Result<Buffer>),
-    /// No operation has the slot.
     Free,
     Running,
 }
@@ -173,7 +171,6 @@ fn interrupted() -> Error {
     )
 }
 
-/// The most slots that are kept.
 const MAX_FREE_SLOTS: usize = 256;
 
 /// The two ends of a queue. Once one end is gone, the queue is closed: nothing more can be sent,
@@ -316,7 +313,6 @@ impl TicketLock {
         state.serving == state.next
     }
 
-    /// The number that is served now, or next.
     pub(crate) fn serving(&self) -> u64 {
         self.state.lock().serving
     }

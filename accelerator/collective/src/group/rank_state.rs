@@ -42,7 +42,6 @@ pub(crate) struct RankState {
     failure: OnceLock<Error>,
     /// The ranks that had been silent for long when the group failed.
     suspects: OnceLock<Vec<usize>>,
-    /// Set when the final message is sent.
     left: AtomicBool,
     forbidden: Mutex<Vec<Arc<str>>>,
     store: Option<StoreClient>,
@@ -172,7 +171,6 @@ impl RankState {
         deliver(outcome)
     }
 
-    /// Starts to time an operation, if the program observes.
     pub(super) fn start_timer(&self, thread: ExecThread) -> Option<OpTimer<'_>> {
         OpTimer::begin(self.observer.get(), thread)
     }
@@ -232,7 +230,6 @@ impl RankState {
         }
     }
 
-    /// Fails for a reason of this rank's own.
     pub(crate) fn abort(&self, reason: &str) {
         if self.left.load(Ordering::Acquire) {
             return;

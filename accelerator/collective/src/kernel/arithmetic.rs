@@ -13,7 +13,6 @@ use crate::element::DType;
 pub(super) trait Kernel {
     type Value: Copy;
 
-    /// The type in which totals are kept.
     type Total: Copy;
 
     /// Pads the last block; the results of padding are discarded.

@@ -275,7 +275,6 @@ impl fmt::Display for AgentHead {
     }
 }
 
-/// An engine that starts agents.
 struct Engine {
     name: &'static str,
     /// Any of these variables shows that it was there.

@@ -29,7 +29,6 @@ impl Launch {
     }
 }
 
-/// A launch in the making.
 pub(super) struct LaunchBuilder<'a> {
     vars: LaunchReader<'a>,
     settings: Vec<Setting>,
@@ -196,7 +195,6 @@ impl<'a> LaunchBuilder<'a> {
             && self.vars.is_set("KUBERNETES_SERVICE_HOST")
     }
 
-    /// The port of the store, if a variable tells it.
     fn port(&mut self) -> Result<Option<u16>> {
         if let Some(port) = self.vars.port(env::PORT.name)? {
             self.note("store port", port, Origin::Variable(env::PORT.name));

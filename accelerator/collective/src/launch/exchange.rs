@@ -22,7 +22,6 @@ pub(super) struct Exchange {
     pub(super) wire: Wire,
     /// The job, its token if one is given, and the port if one is, else 0; the host is not known.
     pub(super) rendezvous: Rendezvous,
-    /// Set if all ranks are on this host.
     pub(super) is_on_one_host: bool,
 }
 
@@ -89,7 +88,6 @@ impl Exchange {
         )
     }
 
-    /// Listens for the ranks, and says where.
     fn listen(&self, listening: &mut Option<StorePlace>) -> Result<String> {
         let place = self.store_place(self.rendezvous.port)?;
         let token = match self.rendezvous.has_token() {
@@ -129,7 +127,6 @@ impl Wire {
         }
     }
 
-    /// Returns the protocol's name, for people.
     pub(super) fn name(&self) -> &'static str {
         match self {
             Self::PmiDescriptor(_) | Self::PmiPort { .. } => "PMI",

@@ -26,7 +26,6 @@ pub(super) enum LocalTold {
     Nothing,
     /// The local rank alone: the rest is found when the ranks meet, and has to agree.
     Rank(usize),
-    /// The local rank and the local world size.
     Place(usize, usize),
 }
 
@@ -58,7 +57,6 @@ pub(super) fn derived_port(number: u64) -> u16 {
 
 /// The variables by which a launcher tells each process its place.
 pub(super) struct PlaceVariables {
-    /// The launcher's name.
     pub(super) launcher: &'static str,
     /// Its rank among all processes of the job.
     pub(super) rank: &'static str,

@@ -72,7 +72,6 @@ pub(super) struct SlurmStep {
     pub(super) task: usize,
     pub(super) tasks: usize,
     pub(super) local_task: usize,
-    /// The index of its host.
     pub(super) node: usize,
     pub(super) hosts: Vec<String>,
     pub(super) tasks_per_node: Vec<usize>,
@@ -110,7 +109,6 @@ impl SlurmStep {
         Ok(Some(found))
     }
 
-    /// The host of rank 0.
     pub(super) fn head(&self) -> &str {
         match self.hosts.first() {
             Some(head) if self.hosts.len() > 1 => head,

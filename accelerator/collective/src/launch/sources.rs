@@ -21,7 +21,6 @@ pub(super) struct Found {
     pub(super) noticed: Vec<LaunchSource>,
 }
 
-/// A launcher that is asked.
 struct Source {
     launcher: &'static str,
     /// Any of these variables shows that it was there.
@@ -132,7 +131,6 @@ pub(super) fn check_alone(vars: LaunchReader<'_>) -> Result<()> {
     Ok(())
 }
 
-/// The place that `RANK` tells.
 fn direct(vars: LaunchReader<'_>) -> Result<Option<Place>> {
     let Some(mut place) = DIRECT.place(vars, |_| {
         Ok(MeetingTold::Nowhere(
@@ -261,7 +259,6 @@ const PMI: PlaceVariables = PlaceVariables {
     local_world_size: "MPI_LOCALNRANKS",
 };
 
-/// The place of a process of Open MPI's `mpirun`.
 fn open_mpi(vars: LaunchReader<'_>) -> Result<Option<Place>> {
     // Any of its other variables may be a setting of the user's.
     OPEN_MPI.place(vars, |place| {
@@ -284,7 +281,6 @@ fn open_mpi(vars: LaunchReader<'_>) -> Result<Option<Place>> {
     })
 }
 
-/// The place of a process of a launcher that speaks PMI.
 fn pmi(vars: LaunchReader<'_>) -> Result<Option<Place>> {
     if !vars.is_set(PMI.rank) && !vars.is_set(PMI.world_size) {
         // Hydra tells the local rank of every process; the rank, with a port, only to those who ask.

@@ -106,7 +106,6 @@ pub(super) fn any_like(other: SocketAddr) -> IpAddr {
 /// The addresses of this host in the network, all of one family: where the way out begins, and then the others. That
 /// of the loopback interface, where there is no other.
 pub(super) fn own_addresses() -> Vec<IpAddr> {
-    /// The most addresses that are worth a try.
     const MOST: usize = 8;
     let listed = all_addresses().unwrap_or_default();
     let listed = listed.into_iter().map(|address| address.ip);
@@ -228,7 +227,6 @@ fn shown(names: &str) -> String {
     format!("{} is {names:?}", accelerator_host::NETWORK_INTERFACE.name)
 }
 
-/// The names of all interfaces of this host.
 pub(super) fn all_names() -> Vec<String> {
     let table = fs::read_to_string("/proc/net/dev").unwrap_or_default();
     let names = table.lines().filter_map(|line| line.split_once(':'));

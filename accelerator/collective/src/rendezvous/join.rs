@@ -23,7 +23,6 @@ use crate::wire::message::{
 use crate::wire::{ReadError, from_bytes, to_bytes};
 use accelerator_host::machine::{boot_id, host_name};
 
-/// The attempt of one rank to join through the store.
 pub(super) struct JoinAttempt<'a> {
     pub(super) rendezvous: &'a Rendezvous,
     pub(super) topology: &'a Topology,
@@ -32,7 +31,6 @@ pub(super) struct JoinAttempt<'a> {
     pub(super) connect_timeout: Duration,
     /// The time without a heartbeat after which a rank or the store counts as lost.
     pub(super) liveness: Duration,
-    /// The transport that this rank was asked to use.
     pub(super) transport: TransportKind,
     /// The store's address as the other ranks see it.
     pub(super) outward: SocketAddr,
@@ -42,14 +40,11 @@ pub(super) struct JoinAttempt<'a> {
     pub(super) store_process: OnceCell<(String, u32)>,
 }
 
-/// The result of an attempt that succeeded.
 pub(super) struct Joined {
     pub(super) ranks: Vec<Registration>,
     /// The secret from which the key of the job is derived.
     pub(super) secret: Nonce,
-    /// The socket on which this rank listens for the others.
     pub(super) listener: TcpListener,
-    /// The connection to the store.
     pub(super) stream: TcpStream,
 }
 
@@ -226,7 +221,6 @@ impl JoinAttempt<'_> {
         stderr_fallback(&text);
     }
 
-    /// Warns that the store has not been reached yet.
     fn warn_of_absence(&self, waited: Duration, failure: &str) {
         let text = format!(
             "rank {} has not reached the store at {} in {}: {failure}; it gives up after {}",
@@ -470,9 +464,7 @@ impl JoinAttempt<'_> {
     }
 }
 
-/// The reason why an attempt ended without a table.
 enum JoinError {
-    /// Another try may succeed.
     Again(String),
     Final(Error),
     /// Somebody listens there, and nothing shows that it is the store. Another try may succeed.

@@ -23,7 +23,6 @@ use crate::wire::message::Registration;
 #[derive(Debug)]
 pub(crate) struct Meeting {
     pub(crate) ranks: Vec<Registration>,
-    /// The socket on which this rank listens for the others.
     pub(crate) listener: TcpListener,
     /// The key by which the ranks of this job recognize one another.
     pub(crate) key: Key,
@@ -211,7 +210,6 @@ impl Rendezvous {
     }
 }
 
-/// Returns true if all ranks are known to be on this host.
 fn is_on_one_host(topology: &Topology) -> bool {
     topology.is_local_known() && topology.local_world_size() == topology.world_size()
 }
@@ -298,7 +296,6 @@ impl StorePlace {
         self.addresses[0].port()
     }
 
-    /// The addresses at which the store is reached.
     pub(crate) fn ips(&self) -> impl Iterator<Item = IpAddr> {
         self.addresses.iter().map(SocketAddr::ip)
     }

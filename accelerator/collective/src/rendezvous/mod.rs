@@ -263,7 +263,6 @@ impl Security {
     }
 }
 
-/// Reads the value of a variable that is on or off.
 pub(crate) fn is_on(name: &str, value: &str) -> Result<bool> {
     accelerator_host::switch(value).ok_or_else(|| {
         let expected = accelerator_host::Grammar::Switch;

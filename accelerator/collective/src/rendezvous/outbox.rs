@@ -169,7 +169,6 @@ const MAX_QUEUED_BYTES: usize = 4 * MAX_TABLE_BYTES;
 pub(super) struct Registry {
     pub(super) state: StoreState,
     pub(super) connections: HashMap<Connection, RankConnection>,
-    /// The channel to the observer.
     pub(super) reports: Option<mpsc::Sender<Report>>,
     /// The time at which the clock is to look, if it is.
     pub(super) clock_due: Option<Instant>,

@@ -136,7 +136,6 @@ impl StoreClient {
         wake();
     }
 
-    /// Tells the store that this rank leaves in good order.
     pub(crate) fn leave(&self) {
         self.send(RankMessage::Leave, &Message::Leave);
     }
@@ -247,14 +246,12 @@ impl HeartbeatTimer {
         }
     }
 
-    /// The longest wait before the next look.
     pub(super) fn pause(&mut self) -> Duration {
         let now = Instant::now();
         self.expected = self.next();
         self.expected.saturating_duration_since(now)
     }
 
-    /// Notes that something has come from the other side.
     pub(super) fn on_received(&mut self) {
         self.heard = Instant::now();
     }
@@ -332,9 +329,7 @@ struct ClientState {
 
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 enum ConnectionEnd {
-    /// The store has closed in good order.
     StoreClosing,
-    /// The connection broke.
     Broken,
     #[default]
     Open,
@@ -444,7 +439,6 @@ impl ClientState {
     }
 }
 
-/// The longest time that the rest of a message may take.
 const REST_OF_MESSAGE: Duration = Duration::from_secs(10);
 
 #[cfg(test)]

@@ -251,7 +251,6 @@ impl fmt::Debug for Key {
     }
 }
 
-/// Thirty-two random bytes.
 pub(crate) fn random() -> Result<[u8; 32]> {
     let mut bytes = [0; 32];
     getrandom::fill(&mut bytes).map_err(|error| {

@@ -21,9 +21,7 @@ pub(crate) use seq_counter::Spin;
 #[derive(Debug)]
 pub(crate) struct Hosts {
     peers: ShmPeers,
-    /// The ranks of each host, which follow one another.
     ranks: Vec<Range<usize>>,
-    /// This rank's host.
     host: usize,
     lanes: usize,
 }
@@ -47,12 +45,10 @@ impl Hosts {
         &self.peers
     }
 
-    /// The number of hosts.
     pub(crate) fn len(&self) -> usize {
         self.ranks.len()
     }
 
-    /// The number of this rank's host.
     pub(crate) fn host(&self) -> usize {
         self.host
     }
@@ -101,12 +97,10 @@ impl ShmPeers {
         }
     }
 
-    /// This rank's place.
     pub(crate) fn rank(&self) -> usize {
         self.rank
     }
 
-    /// The number of ranks.
     pub(crate) fn size(&self) -> usize {
         self.arenas.len()
     }

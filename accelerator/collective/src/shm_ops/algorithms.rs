@@ -247,7 +247,6 @@ impl ShmOp<'_> {
 
 /// Gathers and barriers: each rank sends what it has.
 impl ShmOp<'_> {
-    /// Returns when every rank has called.
     pub(crate) fn barrier(mut self) -> Result<()> {
         self.publish_header(None, &[])
     }

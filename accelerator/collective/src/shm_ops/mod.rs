@@ -38,7 +38,6 @@ pub(crate) struct ShmOp<'a> {
     transport: &'a Transport,
     deadline: &'a mut OpDeadline,
     scratch: &'a mut ShmScratch,
-    /// The last step that this rank has taken.
     step: u32,
     header_step: u32,
 }
@@ -69,7 +68,6 @@ impl<'a> ShmOp<'a> {
         self.peers.size()
     }
 
-    /// This rank's arena.
     fn arena(&self) -> &'a Arc<Arena> {
         self.peers.own()
     }

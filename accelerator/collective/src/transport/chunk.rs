@@ -37,7 +37,6 @@ impl OutgoingChunk<'_> {
 /// The position of a part: its operation, phase and chunk.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct Tag {
-    /// The number of the operation.
     pub(crate) sequence: u64,
     pub(crate) phase: OpPhase,
     /// The number of the chunk within its phase.
@@ -47,7 +46,6 @@ pub(crate) struct Tag {
 /// The phases of an operation.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum OpPhase {
-    /// The fingerprint, with the first chunk.
     Header,
     /// A chunk for the rank that reduces it.
     Reduce,

@@ -15,7 +15,6 @@ use crate::{
 /// The timeouts of an operation.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct OpTimeouts {
-    /// The time after which the operation fails.
     pub(crate) timeout: Duration,
     /// The time after which the first warning is logged; later ones follow until the wait ends.
     pub(crate) warn_after: Duration,
@@ -86,7 +85,6 @@ impl OpDeadline {
         self.on_progress(Instant::now());
     }
 
-    /// The time at which the clock began.
     pub(crate) fn since(&self) -> Instant {
         self.since
     }
@@ -329,7 +327,6 @@ const MIN_SLEEP: Duration = Duration::from_millis(1);
 /// The least `warn_after` that takes effect.
 const MIN_WARN_AFTER: Duration = Duration::from_millis(10);
 
-/// The most missing ranks that a warning describes.
 const MAX_DESCRIBED: usize = 4;
 
 #[cfg(test)]

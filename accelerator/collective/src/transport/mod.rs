@@ -66,7 +66,6 @@ pub(crate) trait DataPlane: fmt::Debug + Send + Sync {
         1
     }
 
-    /// Corrupts the next chunk that is sent, as a fault.
     fn inject_corruption(&self) {}
 }
 
@@ -102,7 +101,6 @@ pub(crate) trait ControlPlane: fmt::Debug + Send + Sync {
         true
     }
 
-    /// Cuts all connections, as a fault.
     fn inject_disconnect(&self) {}
 }
 
@@ -156,7 +154,6 @@ impl Transport {
         }
     }
 
-    /// The identities of the ranks, in rank order.
     pub(crate) fn peers(&self) -> &[Peer] {
         &self.peers
     }
@@ -257,9 +254,7 @@ impl fmt::Debug for Transport {
 /// The final message of a rank.
 #[derive(Clone, Debug)]
 pub(crate) enum FinalMessage {
-    /// The rank failed, or saw another one fail.
     Abort(Abort),
-    /// The rank has finished.
     Goodbye(LeaveKind),
 }
 

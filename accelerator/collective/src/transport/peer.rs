@@ -28,7 +28,6 @@ pub(crate) enum PeerLocation {
 }
 
 impl Peer {
-    /// The peer as the one to blame.
     pub(crate) fn culprit(&self, cause: impl Into<String>, certainty: Certainty) -> Culprit {
         let (host, pid) = match &self.location {
             PeerLocation::Process { host, pid } => (host.clone(), Some(*pid)),
@@ -77,7 +76,6 @@ impl fmt::Display for LastOp {
 /// The way in which a rank leaves that has not failed.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum LeaveKind {
-    /// The rank left in good order.
     Closed,
     /// The last handle of the rank was dropped, and nobody said why.
     Dropped,
@@ -218,7 +216,6 @@ impl ActivityClock {
         state.busy -= 1;
     }
 
-    /// The time of this rank's last sign of work.
     pub(crate) fn last(&self) -> Option<Instant> {
         self.0.lock().seen(Instant::now())
     }

@@ -82,7 +82,6 @@ pub(crate) enum Message {
 }
 
 impl Message {
-    /// Sends the message, in one piece.
     pub(crate) fn send(&self, stream: &TcpStream) -> Result<(), ReadError> {
         self.send_within(stream, Duration::from_secs(5))
     }
@@ -100,7 +99,6 @@ impl Message {
             .map_err(ReadError::Io)
     }
 
-    /// The bytes that go over the connection.
     pub(crate) fn encode(&self) -> Vec<u8> {
         let body = to_bytes(self);
         let mut out = Vec::with_capacity(ENVELOPE_BYTES + body.len());
@@ -198,7 +196,6 @@ pub(crate) struct Registration {
     #[serde(deserialize_with = "read_printable")]
     pub(crate) host: String,
     pub(crate) pid: u32,
-    /// The address on which the rank listens for the others.
     pub(crate) address: SocketAddr,
     /// The time for which the rank will wait for the others.
     // Its name on the wire.
@@ -218,7 +215,6 @@ pub(crate) struct Registration {
 }
 
 impl Registration {
-    /// The rank as the one to blame.
     pub(crate) fn culprit(&self, cause: impl Into<String>) -> Culprit {
         Culprit {
             rank: self.rank,
@@ -271,7 +267,6 @@ pub(crate) const MAX_SHORT_BYTES: usize = 4 * 1024;
 /// The most bytes of a table: over a thousand ranks.
 pub(crate) const MAX_TABLE_BYTES: usize = 1024 * 1024;
 
-/// The most ranks that a message lists.
 pub(crate) const MAX_MESSAGE_RANKS: usize = 64;
 
 /// The most bytes of a text in a [`MAX_SHORT_BYTES`] message.

@@ -95,10 +95,8 @@ fn prefix(text: &str, bytes: usize) -> &str {
     &text[..end]
 }
 
-/// The most bytes of the name of a host.
 const MAX_HOST_BYTES: usize = 256;
 
-/// The most bytes of a cause.
 const MAX_CAUSE_BYTES: usize = 2048;
 
 /// The head of a frame.
@@ -126,7 +124,6 @@ pub(crate) struct Head {
 }
 
 impl Head {
-    /// The head of a frame with this body.
     pub(crate) fn new(
         kind: FrameKind,
         sequence: u64,
@@ -253,7 +250,6 @@ impl FrameKind {
 /// | 32..64 | the milliseconds since the sender showed that it works and one, or zero |
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct Heartbeat {
-    /// The rank for which the sender waits.
     pub(crate) awaited: Option<usize>,
     /// The time since the sender last showed that it works outside of operations.
     pub(crate) active: Option<Duration>,
@@ -319,7 +315,6 @@ pub(crate) struct Abort {
 }
 
 impl Abort {
-    /// The preamble of an abort frame.
     pub(crate) fn encode(&self) -> Vec<u8> {
         to_bytes(&WireError::bounded(
             &self.error,
@@ -351,7 +346,6 @@ pub(crate) const CHUNK: usize = 256 * 1024;
 /// The most bytes of a preamble: an abort that quotes a disagreement of many ranks.
 pub(crate) const MAX_PREAMBLE: usize = 16 * 1024;
 
-/// The most ranks that an abort lists.
 const MAX_ABORT_RANKS: usize = 256;
 
 const FRAME_MAGIC: [u8; 4] = *b"ACLF";
@@ -427,12 +421,10 @@ pub(crate) fn fill(from: &mut impl Read, buffer: &mut [u8]) -> Result<(), ReadEr
 pub(crate) enum ReadError {
     /// The connection ended between two frames.
     Closed,
-    /// The bytes are no frame.
     Frame(FrameError),
     Io(io::Error),
     /// The bytes are no message, or one that has no place here.
     Message(String),
-    /// The connection ended in the middle of a frame.
     Torn,
 }
 

@@ -11,7 +11,6 @@ use crate::{
 /// The part of a reduction that each rank keeps.
 #[derive(Clone, Debug)]
 pub(crate) enum Output {
-    /// Everything.
     Full,
     /// This rank's shard of the layout.
     Shard(Arc<ShardLayout>),
@@ -107,7 +106,6 @@ impl PackedRanges<'_> {
         packed
     }
 
-    /// Puts them back.
     pub(super) fn unpack(&self, packed: &[u8], bytes: &mut [u8]) {
         let mut at = 0;
         for piece in self.clone() {

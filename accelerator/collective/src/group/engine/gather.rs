@@ -38,7 +38,6 @@ impl OpContext<'_> {
         })
     }
 
-    /// Sends the root's `bytes` to every rank.
     pub(crate) fn broadcast(self, root: usize, bytes: &mut [u8]) -> Result<()> {
         let from_root = |from, _| from == root;
         if self.rank == root {
@@ -179,7 +178,6 @@ pub(crate) fn scatter_len(parts: &[Vec<u8>]) -> usize {
 struct ScatterReader {
     rank: usize,
     lens: Vec<u8>,
-    /// The bytes of the lengths.
     header: usize,
     /// The number of bytes of the parts that have gone by.
     passed: usize,

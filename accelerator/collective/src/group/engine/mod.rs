@@ -31,7 +31,6 @@ pub(crate) use reduce::Reduction;
 pub(crate) struct Scratch {
     /// The chunk that has arrived from each rank in the current round.
     received: Vec<Option<RecvChunk>>,
-    /// The operation that each rank has declared.
     headers: Vec<Option<CollectiveFingerprint>>,
     /// The memory of operations in shared memory.
     shared: shm_ops::ShmScratch,
@@ -135,7 +134,6 @@ impl<'a> OpContext<'a> {
         }
     }
 
-    /// Returns when every rank has called.
     pub(crate) fn barrier(mut self) -> Result<()> {
         if let Some(shm) = self.shm_op() {
             return shm.barrier();
@@ -270,7 +268,6 @@ impl<'a> OpContext<'a> {
         self.transport.send(to, part, self.deadline)
     }
 
-    /// Carries out the fault that is planned for a place.
     fn inject_fault(&self, point: Point) -> Result<()> {
         match fail_point(self.rank, point) {
             Some(Effect::DropConnection) if self.world_size > 1 => {

@@ -48,7 +48,6 @@ enum ReductionStep {
 }
 
 impl Reduction {
-    /// The reduction of a buffer of `len` bytes.
     pub(crate) fn new(
         dtype: DType,
         op: ReduceOp,

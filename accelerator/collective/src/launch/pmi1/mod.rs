@@ -25,10 +25,8 @@ use crate::{
 };
 use accelerator_host::sync::Mutex;
 
-/// A connection to a launcher.
 pub(super) struct PmiClient {
     stream: File,
-    /// The bytes that were read and not yet taken.
     unread: Vec<u8>,
     deadline: Instant,
 }
@@ -188,7 +186,6 @@ impl PmiClient {
         }
     }
 
-    /// Waits until there is something to read.
     fn wait(&self, command: &str) -> Result<()> {
         loop {
             let left = self.deadline.saturating_duration_since(Instant::now());

@@ -273,11 +273,9 @@ struct ServerState {
     registry: Mutex<Registry>,
     /// The deadline has changed, or the store stops.
     changed: Condvar,
-    /// The connections that have not registered yet.
     pending: Arc<PendingHandshakes>,
     /// The rejected connections whose rejection is still being sent.
     rejected_handshakes: Arc<PendingHandshakes>,
-    /// The number of connections that were rejected.
     rejected_count: AtomicUsize,
     stopped: AtomicBool,
 }

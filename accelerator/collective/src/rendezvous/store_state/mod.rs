@@ -41,7 +41,6 @@ pub(crate) struct StoreState {
     ranks: BTreeMap<usize, Participant>,
     /// The time at which the first rank came.
     started: Option<Instant>,
-    /// The time at which the next heartbeat to the ranks is due.
     heartbeat_at: Instant,
     /// Other events, which the error lists if the rendezvous fails.
     notes: Vec<String>,
@@ -91,7 +90,6 @@ impl StoreState {
         std::mem::take(&mut self.actions)
     }
 
-    /// The time at which the next [`StoreInput::Tick`] is due.
     pub(crate) fn due(&self) -> Option<Instant> {
         if !self.is_meeting() {
             return None;
@@ -460,7 +458,6 @@ const TELL_AFTER: Duration = Duration::from_secs(5);
 /// The time between later messages of that kind.
 const TELL_AGAIN: Duration = Duration::from_secs(30);
 
-/// The most notes that are kept.
 const MAX_NOTES: usize = 8;
 
 impl StoreState {
@@ -591,7 +588,6 @@ fn differing_transports(one: &Registration, two: &Registration) -> Error {
     Error::about(Kind::Rendezvous, vec![low.rank, high.rank], message)
 }
 
-/// Checks if both registrations came from one process.
 fn is_one_process(one: &Registration, two: &Registration) -> bool {
     (one.pid, &one.host, &one.boot) == (two.pid, &two.host, &two.boot)
 }

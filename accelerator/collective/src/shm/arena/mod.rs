@@ -183,7 +183,6 @@ impl Arena {
         written.max_by_key(|(sequence, _)| *sequence)
     }
 
-    /// The slot that belongs to a step.
     pub(crate) fn slot(&self, step: u32) -> MemoryRange {
         let offset = PAGE + step as usize % SLOTS * SLOT;
         match self.memory.at(offset, SLOT) {
@@ -349,12 +348,10 @@ impl Region {
         })
     }
 
-    /// Returns the offset at which it begins in its arena.
     pub(crate) fn offset(&self) -> usize {
         self.offset
     }
 
-    /// Returns `true` if it lies in this arena.
     pub(crate) fn is_in(&self, arena: &Arc<Arena>) -> bool {
         Arc::ptr_eq(&self.arena, arena)
     }
@@ -459,7 +456,6 @@ impl FreeList {
         Some(taken)
     }
 
-    /// Gives a range back.
     fn free(&mut self, range: Range<usize>) {
         if range.is_empty() {
             return;

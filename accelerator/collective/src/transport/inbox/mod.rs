@@ -26,7 +26,6 @@ pub(crate) struct Inbox {
     state: Mutex<InboxState>,
     /// Something happened that the engine may wait for.
     arrival: Condvar,
-    /// A queue has become shorter.
     room: Condvar,
     pool: Arc<Pool>,
     /// Wakes an engine that sleeps on connections.
@@ -35,7 +34,6 @@ pub(crate) struct Inbox {
     has_failures: AtomicBool,
     /// The rank for which this one waits, and one; zero while it waits for nobody.
     awaited: AtomicUsize,
-    /// The signs of this rank's work outside of operations.
     activity: Arc<ActivityClock>,
 }
 
@@ -94,7 +92,6 @@ impl Inbox {
         !state.is_full(from)
     }
 
-    /// Notes that a peer said goodbye.
     pub(crate) fn left(&self, rank: usize, kind: LeaveKind) {
         let mut state = self.state.lock();
         state.on_left(rank, kind);
@@ -116,14 +113,12 @@ impl Inbox {
         self.notify_failure(state);
     }
 
-    /// Notes that this rank cannot go on.
     pub(crate) fn failed(&self, why: &str) {
         let mut state = self.state.lock();
         state.on_own_failure(why);
         self.notify_failure(state);
     }
 
-    /// Notes that a peer has given up.
     pub(crate) fn aborted(&self, rank: usize, abort: Abort) {
         let mut state = self.state.lock();
         state.on_aborted(rank, abort);
@@ -136,12 +131,10 @@ impl Inbox {
         self.awaited.store(code, Ordering::Relaxed);
     }
 
-    /// The rank for which this one waits.
     pub(crate) fn awaited(&self) -> Option<usize> {
         self.awaited.load(Ordering::Relaxed).checked_sub(1)
     }
 
-    /// The signs of this rank's work outside of operations.
     pub(crate) fn activity(&self) -> &Arc<ActivityClock> {
         &self.activity
     }
@@ -152,7 +145,6 @@ impl Inbox {
         self.state.lock().on_activity(rank, at);
     }
 
-    /// The time at which a peer last showed that it works.
     pub(crate) fn active(&self, rank: usize) -> Option<Instant> {
         self.state.lock().active(rank)
     }
@@ -162,7 +154,6 @@ impl Inbox {
         self.state.lock().queues().get(rank)?.last
     }
 
-    /// Notes for which rank a peer waits.
     pub(crate) fn note_waiting(&self, rank: usize, awaited: Option<usize>) {
         self.state.lock().on_waiting(rank, awaited);
     }

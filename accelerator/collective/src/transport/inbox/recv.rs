@@ -47,7 +47,6 @@ impl Inbox {
         Ok(chunk)
     }
 
-    /// Counts what happened here.
     pub(crate) fn version(&self) -> u64 {
         self.state.lock().version()
     }
@@ -99,7 +98,6 @@ impl Inbox {
         self.notify(self.state.lock());
     }
 
-    /// Waits until something may have happened.
     fn pause<'a>(
         &'a self,
         state: MutexGuard<'a, InboxState>,

@@ -72,17 +72,14 @@ impl InboxState {
         self.closed
     }
 
-    /// The number of events so far.
     pub(super) fn version(&self) -> u64 {
         self.version
     }
 
-    /// Returns `true` if a thread waits for an event.
     pub(super) fn has_sleepers(&self) -> bool {
         self.sleepers > 0
     }
 
-    /// Returns `true` if a thread waits for room.
     pub(super) fn has_blocked(&self) -> bool {
         self.blocked > 0
     }
@@ -92,7 +89,6 @@ impl InboxState {
         !self.closed && self.queues[from].bytes >= QUEUE_BYTES
     }
 
-    /// Puts a chunk into the queue of its sender.
     pub(super) fn push(&mut self, from: usize, chunk: RecvChunk) {
         let queue = &mut self.queues[from];
         if let Some(fingerprint) = chunk.fingerprint {
@@ -156,7 +152,6 @@ impl InboxState {
         take(&mut self.polling)
     }
 
-    /// Records that a peer said goodbye.
     pub(super) fn on_left(&mut self, rank: usize, kind: LeaveKind) {
         self.queues[rank].state = match kind {
             LeaveKind::Closed => PeerState::Left,
@@ -187,18 +182,15 @@ impl InboxState {
         true
     }
 
-    /// A peer sent what the protocol does not allow.
     pub(super) fn on_broke_protocol(&mut self, rank: usize, what: String) {
         self.queues[rank].state = PeerState::Broken;
         self.record_failure(Some(0), FailureCause::BrokeProtocol(rank, what));
     }
 
-    /// Records that this rank cannot continue.
     pub(super) fn on_own_failure(&mut self, why: &str) {
         self.record_failure(Some(0), FailureCause::OwnFailure(why.to_owned()));
     }
 
-    /// Records that a peer has given up.
     pub(super) fn on_aborted(&mut self, rank: usize, abort: Abort) {
         let cause = match abort.error.culprit() {
             // It reports its own end; the receiver adds the operation.
@@ -218,7 +210,6 @@ impl InboxState {
         self.record_failure(Some(abort.sequence), cause);
     }
 
-    /// Records that a peer showed at this moment that it works.
     pub(super) fn on_activity(&mut self, rank: usize, at: Option<Instant>) {
         let active = &mut self.queues[rank].active;
         *active = at.max(*active);
@@ -268,7 +259,6 @@ impl InboxState {
     }
 }
 
-/// The most failures that are kept.
 const MAX_FAILURES: usize = 64;
 
 /// The time after this process ran again for which the end of a connection counts as the answer to
@@ -439,7 +429,6 @@ impl InboxState {
 
 #[derive(Debug)]
 pub(super) struct ObservedFailure {
-    /// The operation in which a peer gave up.
     pub(super) sequence: Option<u64>,
     pub(super) cause: FailureCause,
     pub(super) since: Instant,
@@ -454,11 +443,9 @@ impl ObservedFailure {
 
 #[derive(Debug)]
 pub(super) enum FailureCause {
-    /// This rank sends what is not allowed.
     BrokeProtocol(usize, String),
     /// This rank is gone, by its own word or without one.
     Lost(usize, String, Certainty),
-    /// This rank itself cannot continue.
     OwnFailure(String),
     /// This process did not run for so long, and then found that this rank was gone.
     Suspended(Duration, usize, String),

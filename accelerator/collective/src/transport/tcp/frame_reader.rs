@@ -24,7 +24,6 @@ pub(super) struct FrameReader<S> {
     from: usize,
     to: usize,
     preamble: Vec<u8>,
-    /// The frame whose payload is being read.
     body: Option<PartialFrame>,
     is_full: bool,
     /// The peer broke the protocol: what it sends is read, and not looked at.
@@ -41,7 +40,6 @@ pub(super) enum ReadOutcome {
     Nothing,
     /// The peer's queue in the inbox is full: nothing is read before there is room.
     Full,
-    /// Nothing will come any more.
     Ended,
 }
 
@@ -371,7 +369,6 @@ impl PeerLiveness {
         }
     }
 
-    /// Notes that bytes were read.
     fn on_bytes(&self) {
         self.refresh(Instant::now());
         self.spoken.store(true, Ordering::Relaxed);
@@ -384,7 +381,6 @@ impl PeerLiveness {
         self.refresh(heard.min(now));
     }
 
-    /// Starts the clock again.
     fn refresh(&self, now: Instant) {
         let heard = now.saturating_duration_since(self.since).as_millis();
         self.heard.fetch_max(heard as u64, Ordering::AcqRel);

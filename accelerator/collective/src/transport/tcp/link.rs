@@ -24,7 +24,6 @@ pub(super) struct Link {
     writer: Mutex<TcpStream>,
     /// The same connection, for what must not wait for the writer.
     control: TcpStream,
-    /// `true` if the peer is on this host.
     is_local: bool,
     /// The reader of the connection; a thread that reads holds the lock for a few frames.
     pub(super) reader: Arc<Mutex<FrameReader<TcpStream>>>,
@@ -162,7 +161,6 @@ impl Link {
         let _ = self.control.shutdown(Shutdown::Write);
     }
 
-    /// Ends both sides at once.
     pub(super) fn cut(&self) {
         let _ = self.control.shutdown(Shutdown::Both);
     }

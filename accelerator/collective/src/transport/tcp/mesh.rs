@@ -99,11 +99,9 @@ fn assemble(rank: usize, meeting: &Meeting, deadline: Instant) -> Result<Vec<Opt
 }
 
 enum MeshEvent {
-    /// A peer cannot be reached.
     Failed(Error),
     /// The store may have sent something.
     StoreEvent,
-    /// A peer is connected.
     Peer(usize, TcpStream),
 }
 

@@ -42,12 +42,10 @@ pub(crate) struct Tcp {
     connect_timeout: Duration,
     /// The time at which the next round is due; the first one is when the connections are made.
     round_due: Mutex<Instant>,
-    /// Set to corrupt the next chunk, as a fault.
     corrupt_next: AtomicBool,
 }
 
 impl Tcp {
-    /// Connects to all ranks of a meeting.
     pub(crate) fn connect(
         topology: &Topology,
         meeting: Meeting,
