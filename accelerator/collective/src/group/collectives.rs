@@ -4,7 +4,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::engine::{Output, scatter_len};
-use super::{Pending, ProcessGroup};
+use super::{GroupExt, Pending, ProcessGroup};
 use crate::buffer::Buffer;
 use crate::element::{DType, Element, ReduceOp};
 use crate::error::{Error, Kind, Result};
@@ -85,20 +85,9 @@ impl ProcessGroup {
     /// The same as for [`all_reduce`](Self::all_reduce), except that lengths may differ.
     #[track_caller]
     pub fn all_gather_varied<T: Element>(&self, values: &[T]) -> Result<Vec<Vec<T>>> {
-        let fingerprint = CollectiveFingerprint::new(OpKind::AllGatherVaried, self.site())
-            .with_data(T::DTYPE, values.len());
         let mut all = vec![Vec::new(); self.world_size()];
         all[self.rank()].extend_from_slice(values);
-        self.run(&fingerprint, |ctx| {
-            // A piece is a whole number of elements, aligned to a cache line.
-            ctx.gather(
-                bytemuck::cast_slice(values),
-                |_, _| true,
-                |rank, piece| {
-                    all[rank].extend_from_slice(bytemuck::cast_slice(piece));
-                },
-            )
-        })?;
+        self.all_gather_varied_with(values, |rank, piece| all[rank].extend_from_slice(piece))?;
         Ok(all)
     }
 
@@ -208,15 +197,7 @@ impl ProcessGroup {
         let own = write(value, site)?;
         let fingerprint = CollectiveFingerprint::new(OpKind::AllGatherObject, site)
             .with_data(DType::U8, own.len());
-        let mut all = vec![Vec::new(); self.world_size()];
-        self.run(&fingerprint, |ctx| {
-            ctx.gather(
-                &own,
-                |_, _| true,
-                |rank, piece| all[rank].extend_from_slice(piece),
-            )
-        })?;
-        all[self.rank()] = own;
+        let all = self.gather_bytes(&fingerprint, own, |_, _| true)?;
         read_all(&all, site)
     }
 
@@ -236,19 +217,11 @@ impl ProcessGroup {
         let fingerprint = CollectiveFingerprint::new(OpKind::GatherObject, site)
             .with_data(DType::U8, own.len())
             .with_root(root);
-        let mut all = vec![Vec::new(); self.world_size()];
-        self.run(&fingerprint, |ctx| {
-            ctx.gather(
-                &own,
-                |_, to| to == root,
-                |rank, piece| all[rank].extend_from_slice(piece),
-            )
-        })?;
-        if self.rank() != root {
-            return Ok(None);
+        let all = self.gather_bytes(&fingerprint, own, |_, to| to == root)?;
+        match self.rank() == root {
+            true => read_all(&all, site).map(Some),
+            false => Ok(None),
         }
-        all[root] = own;
-        read_all(&all, site).map(Some)
     }
 
     /// Gives every rank the root's value. The root passes `Some`, what others pass is ignored.
@@ -277,16 +250,8 @@ impl ProcessGroup {
         let fingerprint = CollectiveFingerprint::new(OpKind::BroadcastObject, site)
             .with_root(root)
             .with_data(DType::U8, own.len());
-        let mut received = Vec::new();
-        self.run(&fingerprint, |ctx| {
-            ctx.gather(
-                &own,
-                |from, _| from == root,
-                |_, piece| received.extend_from_slice(piece),
-            )
-        })?;
-        let bytes = if self.rank() == root { own } else { received };
-        read(&bytes, root, site)
+        let all = self.gather_bytes(&fingerprint, own, |from, _| from == root)?;
+        read(&all[root], root, site)
     }
 
     /// Gives each rank its value of those that the root has, one for each rank in rank order. The root
@@ -327,6 +292,23 @@ impl ProcessGroup {
             ctx.scatter(root, &parts, |piece| own.extend_from_slice(piece))
         })?;
         read(&own, root, site)
+    }
+}
+
+impl ProcessGroup {
+    /// Returns the bytes of each rank that `goes` lets through to this one, and its own.
+    fn gather_bytes(
+        &self,
+        fingerprint: &CollectiveFingerprint,
+        own: Vec<u8>,
+        goes: impl Fn(usize, usize) -> bool,
+    ) -> Result<Vec<Vec<u8>>> {
+        let mut all = vec![Vec::new(); self.world_size()];
+        self.run(fingerprint, |ctx| {
+            ctx.gather(&own, goes, |rank, piece| all[rank].extend_from_slice(piece))
+        })?;
+        all[self.rank()] = own;
+        Ok(all)
     }
 }
 

@@ -69,7 +69,7 @@ impl Inbox {
     /// [`close`](Self::close) it is dropped.
     pub(crate) fn push(&self, from: usize, chunk: RecvChunk) -> bool {
         let mut state = self.state.lock();
-        if state.is_closed() {
+        if state.closed {
             return true;
         }
         state.push(from, chunk);
@@ -84,11 +84,11 @@ impl Inbox {
         if pause.is_zero() || !state.is_full(from) {
             return !state.is_full(from);
         }
-        state.begin_block();
+        state.blocked += 1;
         let mut state = self
             .room
             .wait_timeout_while(state, pause, |state| state.is_full(from));
-        state.end_block();
+        state.blocked -= 1;
         !state.is_full(from)
     }
 
@@ -151,7 +151,7 @@ impl Inbox {
 
     /// Returns the latest operation that a peer has begun, as far as the parts that arrived show.
     pub(crate) fn last_op(&self, rank: usize) -> Option<LastOp> {
-        self.state.lock().queues().get(rank)?.last
+        self.state.lock().queues.get(rank)?.last
     }
 
     pub(crate) fn note_waiting(&self, rank: usize, awaited: Option<usize>) {
@@ -168,12 +168,12 @@ impl Inbox {
 
     /// Returns `true` if a peer has neither sent a final message nor been given up.
     pub(crate) fn is_present(&self, rank: usize) -> bool {
-        self.state.lock().queues()[rank].state == PeerState::Present
+        self.state.lock().queues[rank].state == PeerState::Present
     }
 
     /// Returns `true` if a peer runs, as far as this rank knows, and has not sent a final message.
     pub(crate) fn can_receive(&self, rank: usize) -> bool {
-        let state = self.state.lock().queues()[rank].state;
+        let state = self.state.lock().queues[rank].state;
         matches!(state, PeerState::Broken | PeerState::Present)
     }
 
@@ -183,7 +183,7 @@ impl Inbox {
         let until = Instant::now() + timeout;
         let mut state = self.state.lock();
         loop {
-            let queues = state.queues().iter().enumerate();
+            let queues = state.queues.iter().enumerate();
             let present: Vec<usize> = queues
                 .filter(|(rank, queue)| *rank != me && queue.state == PeerState::Present)
                 .map(|(rank, _)| rank)
@@ -204,14 +204,14 @@ impl Inbox {
             let is_settled = blame.since.elapsed() >= GRACE;
             return is_settled.then(|| state.describe(&blame.cause, peers, me));
         }
-        let (rank, since) = state.dropped()?;
+        let (rank, since) = state.dropped?;
         (since.elapsed() >= GRACE).then(|| format!("{} is lost: {DROPPED}", peers[rank]))
     }
 
     /// The ranks that are gone, by their own message or without one, or by the message of others.
     pub(crate) fn gone(&self) -> Vec<usize> {
         let state = self.state.lock();
-        let queues = state.queues().iter().enumerate();
+        let queues = state.queues.iter().enumerate();
         queues
             .filter(|(_, queue)| queue.is_gone())
             .map(|(rank, _)| rank)
@@ -229,7 +229,7 @@ impl Inbox {
         let mut state = self.state.lock();
         state.close();
         self.has_failures.store(true, Ordering::Release);
-        state.count_event();
+        state.version += 1;
         self.wake_poller(&mut state);
         drop(state);
         self.room.notify_all();
@@ -237,7 +237,7 @@ impl Inbox {
     }
 
     pub(crate) fn is_closed(&self) -> bool {
-        self.state.lock().is_closed()
+        self.state.lock().closed
     }
 
     fn notify_failure(&self, state: MutexGuard<'_, InboxState>) {
@@ -246,8 +246,8 @@ impl Inbox {
     }
 
     fn notify(&self, mut state: MutexGuard<'_, InboxState>) {
-        state.count_event();
-        let asleep = state.has_sleepers();
+        state.version += 1;
+        let asleep = state.sleepers > 0;
         self.wake_poller(&mut state);
         drop(state);
         if asleep {
@@ -270,9 +270,9 @@ impl Inbox {
         until: Instant,
     ) -> MutexGuard<'a, InboxState> {
         let pause = until.saturating_duration_since(Instant::now());
-        state.begin_sleep();
+        state.sleepers += 1;
         let mut state = self.arrival.wait_timeout(state, pause);
-        state.end_sleep();
+        state.sleepers -= 1;
         state
     }
 }

@@ -48,7 +48,7 @@ impl Inbox {
     }
 
     pub(crate) fn version(&self) -> u64 {
-        self.state.lock().version()
+        self.state.lock().version
     }
 
     /// Waits for an event after `version`, or until it is time to ask again. `awaited` as for [`take`](Self::take).
@@ -60,7 +60,7 @@ impl Inbox {
         deadline: &mut OpDeadline,
     ) -> Result<()> {
         let state = self.state.lock();
-        if state.version() == version {
+        if state.version == version {
             drop(self.pause(state, awaited, transport, deadline)?);
         }
         Ok(())
@@ -70,7 +70,7 @@ impl Inbox {
     #[cfg(feature = "fuzzing")]
     pub(crate) fn sleep(&self, version: u64, due: Instant) {
         let mut state = self.state.lock();
-        while state.version() == version && Instant::now() < due {
+        while state.version == version && Instant::now() < due {
             state = self.wait(state, due);
         }
     }
@@ -106,12 +106,11 @@ impl Inbox {
         deadline: &mut OpDeadline,
     ) -> Result<MutexGuard<'a, InboxState>> {
         let (rank, sequence) = (deadline.rank, deadline.sequence);
-        let missing =
-            awaited.filter(|peer| *peer != rank && !state.queues()[*peer].holds(sequence));
+        let missing = awaited.filter(|peer| *peer != rank && !state.queues[*peer].holds(sequence));
         self.await_rank(missing.clone().next());
         let roots = |deadline: &OpDeadline| state.roots(missing.clone().collect(), deadline);
         let active = |rank| state.active(rank);
-        let last = |rank: usize| state.queues().get(rank)?.last;
+        let last = |rank: usize| state.queues.get(rank)?.last;
         let due = deadline.tick(
             state.longest_pause(),
             roots,
@@ -119,14 +118,14 @@ impl Inbox {
             transport.peers(),
             last,
         )?;
-        let version = state.version();
+        let version = state.version;
         drop(state);
         transport.wait_for_arrival(version, due, deadline)?;
         Ok(self.state.lock())
     }
 
     fn taken(&self, state: MutexGuard<'_, InboxState>, deadline: &mut OpDeadline) {
-        let blocked = state.has_blocked();
+        let blocked = state.blocked > 0;
         drop(state);
         self.await_rank(None);
         // The system is asked only where somebody waits.

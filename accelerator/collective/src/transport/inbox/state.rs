@@ -15,19 +15,19 @@ use crate::{
 
 #[derive(Debug)]
 pub(super) struct InboxState {
-    queues: Vec<PeerQueue>,
+    pub(super) queues: Vec<PeerQueue>,
     /// The failures that became known, in that order: the later ones are mostly collateral of
     /// the first.
     failures: Vec<ObservedFailure>,
     /// The rank that first dropped its group without a word of why, and the time of it.
-    dropped: Option<(usize, Instant)>,
-    closed: bool,
+    pub(super) dropped: Option<(usize, Instant)>,
+    pub(super) closed: bool,
     /// Counts events: everything that happens.
-    version: u64,
+    pub(super) version: u64,
     /// The number of threads that wait for an event.
-    sleepers: usize,
+    pub(super) sleepers: usize,
     /// The number of threads that wait for room.
-    blocked: usize,
+    pub(super) blocked: usize,
     /// Set while the engine sleeps until its waker wakes it.
     polling: bool,
     /// The last time at which this process said that it runs, and the silence after which the others
@@ -51,37 +51,6 @@ impl InboxState {
             last_run: None,
             suspended: None,
         }
-    }
-
-    /// The queue of each rank, and what is known of the rank.
-    pub(super) fn queues(&self) -> &[PeerQueue] {
-        &self.queues
-    }
-
-    /// The failures that became known, the first one first.
-    pub(super) fn failures(&self) -> &[ObservedFailure] {
-        &self.failures
-    }
-
-    /// The rank that first dropped its group without a word of why, and the time of it.
-    pub(super) fn dropped(&self) -> Option<(usize, Instant)> {
-        self.dropped
-    }
-
-    pub(super) fn is_closed(&self) -> bool {
-        self.closed
-    }
-
-    pub(super) fn version(&self) -> u64 {
-        self.version
-    }
-
-    pub(super) fn has_sleepers(&self) -> bool {
-        self.sleepers > 0
-    }
-
-    pub(super) fn has_blocked(&self) -> bool {
-        self.blocked > 0
     }
 
     /// Checks if the queue of a sender is full; it never is after [`close`](Self::close).
@@ -116,28 +85,6 @@ impl InboxState {
             self.check(from, peers, deadline)?;
         }
         Ok(chunk)
-    }
-
-    pub(super) fn count_event(&mut self) {
-        self.version += 1;
-    }
-
-    /// Counts a thread that begins to wait for an event.
-    pub(super) fn begin_sleep(&mut self) {
-        self.sleepers += 1;
-    }
-
-    pub(super) fn end_sleep(&mut self) {
-        self.sleepers -= 1;
-    }
-
-    /// Counts a thread that begins to wait for room.
-    pub(super) fn begin_block(&mut self) {
-        self.blocked += 1;
-    }
-
-    pub(super) fn end_block(&mut self) {
-        self.blocked -= 1;
     }
 
     /// Notes that the engine is about to sleep until its waker wakes it, unless there was an event
@@ -268,18 +215,18 @@ const SUSPENSION_GRACE: Duration = Duration::from_secs(2);
 impl InboxState {
     /// See [`Inbox::active`](super::Inbox::active).
     pub(super) fn active(&self, rank: usize) -> Option<Instant> {
-        self.queues().get(rank)?.active
+        self.queues.get(rank)?.active
     }
 
     /// See [`Inbox::roots`](super::Inbox::roots). Ranks that wait in a circle, or for this one, are taken as they are.
     pub(super) fn roots(&self, missing: Vec<usize>, deadline: &OpDeadline) -> Vec<usize> {
         let awaited = |rank: usize| {
-            let (awaited, told) = self.queues().get(rank)?.awaited?;
+            let (awaited, told) = self.queues.get(rank)?.awaited?;
             (told >= deadline.since()).then_some(awaited)
         };
         let root = |rank: usize| {
             let mut last = rank;
-            for _ in self.queues() {
+            for _ in &self.queues {
                 match awaited(last) {
                     None => return last,
                     Some(next) if next == deadline.rank => return rank,
@@ -301,23 +248,20 @@ impl InboxState {
             FailureCause::Reported(_, error) => error.culprit().is_some_and(|x| x.rank() == me),
             _ => false,
         };
-        let failures = || self.failures().iter();
+        let failures = || self.failures.iter();
         let spoken = || failures().find(|blame| !blame.is_guessed());
         failures()
             .find(about_me)
             .or_else(spoken)
-            .or(self.failures().first())
+            .or(self.failures.first())
     }
 
     /// The cause of a rank's loss, from those who know best.
     pub(super) fn settled(&self, rank: usize) -> Option<&Culprit> {
-        let mut told = self
-            .failures()
-            .iter()
-            .filter_map(|blame| match &blame.cause {
-                FailureCause::Reported(_, error) => error.culprit(),
-                _ => None,
-            });
+        let mut told = self.failures.iter().filter_map(|blame| match &blame.cause {
+            FailureCause::Reported(_, error) => error.culprit(),
+            _ => None,
+        });
         told.find(|x| x.rank() == rank && x.certainty == Certainty::Settled)
     }
 
@@ -385,7 +329,7 @@ impl InboxState {
                 cause,
                 ..
             }) if *at <= deadline.sequence => Err(self.error(cause, peers, deadline)),
-            _ if self.is_closed() => Err(deadline.interrupted()),
+            _ if self.closed => Err(deadline.interrupted()),
             _ => Ok(()),
         }
     }
@@ -397,7 +341,7 @@ impl InboxState {
     /// since a rank that failed because of another may end before the other is heard.
     pub(super) fn check(&self, from: usize, peers: &[Peer], deadline: &OpDeadline) -> Result<()> {
         self.check_abort(peers, deadline)?;
-        let state = self.queues()[from].state;
+        let state = self.queues[from].state;
         match self.cause(deadline.rank) {
             Some(blame) => {
                 let suspected =
@@ -420,7 +364,7 @@ impl InboxState {
     /// The longest pause: a process that was stopped notices it by waking late, and where a moment
     /// of grace runs its end matters.
     pub(super) fn longest_pause(&self) -> Duration {
-        match self.failures().is_empty() {
+        match self.failures.is_empty() {
             false => GRACE / 4,
             true => SUSPEND_THRESHOLD,
         }
