@@ -303,12 +303,12 @@ impl GroupExt for ProcessGroup {
     }
 
     fn has_next_place(&self) -> bool {
-        let store = self.handle.rank_state.store();
+        let store = self.handle.rank_state.store.as_ref();
         store.is_some_and(|store| store.has_next_place())
     }
 
     fn next_place(&self, timeout: Duration) -> Result<NextPlace> {
-        let store = self.handle.rank_state.store();
+        let store = self.handle.rank_state.store.as_ref();
         let Some(told) = store.and_then(|store| store.next_place(timeout)) else {
             return Err(Error::rendezvous(format!(
                 "the launcher has told {} no place in a next group, within {}",

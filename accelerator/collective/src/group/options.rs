@@ -135,7 +135,7 @@ impl GroupOptions {
     /// The same options, with the launch's values for those that are not set.
     pub(crate) fn completed_by(&self, launch: &Launch) -> Self {
         Self {
-            liveness_timeout: self.liveness_timeout.or(launch.liveness_timeout()),
+            liveness_timeout: self.liveness_timeout.or(launch.liveness_timeout),
             ..self.clone()
         }
     }

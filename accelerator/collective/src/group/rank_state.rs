@@ -44,7 +44,7 @@ pub(crate) struct RankState {
     suspects: OnceLock<Vec<usize>>,
     left: AtomicBool,
     forbidden: Mutex<Vec<Arc<str>>>,
-    store: Option<StoreClient>,
+    pub(super) store: Option<StoreClient>,
     /// Exit notices of the store that the transport has not confirmed, with when they came.
     exit_notices: Mutex<Vec<(usize, String, Instant)>>,
     pub(super) heartbeat: Arc<HeartbeatThread>,
@@ -77,10 +77,6 @@ impl RankState {
             buffers: Meter::default(),
             observer: OnceLock::new(),
         }
-    }
-
-    pub(super) fn store(&self) -> Option<&StoreClient> {
-        self.store.as_ref()
     }
 
     /// Starts to detect failures: installs the panic hook, and starts heartbeats if the ranks are processes.

@@ -116,7 +116,8 @@ pub struct Launch {
     pub rendezvous: Option<Rendezvous>,
     /// The transport that the environment asks for.
     pub transport: TransportKind,
-    liveness_timeout: Option<Duration>,
+    /// The time without a heartbeat after which a rank counts as lost, if the environment sets it.
+    pub(crate) liveness_timeout: Option<Duration>,
     restart: u64,
     max_restarts: Option<u64>,
     settings: Vec<Setting>,
@@ -168,12 +169,6 @@ impl Launch {
             "PMI_SIZE" => Some(asked.world_size.to_string()),
             _ => read(name),
         })
-    }
-
-    /// Returns the time without a heartbeat after which a rank counts as lost, if the environment sets it
-    /// (`ACCEL_LIVENESS_TIMEOUT`, in seconds).
-    pub(crate) fn liveness_timeout(&self) -> Option<Duration> {
-        self.liveness_timeout
     }
 
     /// Returns the number of times that the launcher has restarted this job (`ACCEL_RESTART`); 0 the first time.

@@ -40,7 +40,7 @@ pub(crate) struct OpDeadline {
     /// The last progress, where the limit is that of progress; else the beginning.
     began: Instant,
     /// The same, or the last sign of work of those that are waited for, where that came later.
-    since: Instant,
+    pub(crate) since: Instant,
     /// The time at which this thread wants to look at the clock again.
     due: Instant,
     /// The number of warnings of this wait that were due.
@@ -83,10 +83,6 @@ impl OpDeadline {
     /// Notes progress at this moment, like [`on_progress`](Self::on_progress).
     pub(crate) fn restart(&mut self) {
         self.on_progress(Instant::now());
-    }
-
-    pub(crate) fn since(&self) -> Instant {
-        self.since
     }
 
     /// Waits no longer than the time until the warning from here on, whoever works.
@@ -422,7 +418,7 @@ mod tests {
         let mut deadline = late();
         let left = tick(&mut deadline, &[0], active).unwrap();
         assert!(left <= Duration::from_millis(500), "{left:?}");
-        assert_eq!(deadline.since(), sign);
+        assert_eq!(deadline.since, sign);
         let error = tick(&mut late(), &[0, 2], active).unwrap_err();
         assert_eq!(error.ranks(), [2], "{error}");
         // It showed that it works, and then no more.

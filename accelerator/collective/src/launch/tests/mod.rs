@@ -96,7 +96,7 @@ fn a_complete_launch_is_read_with_its_origins() {
 fn restarts_and_liveness_are_read() {
     let first = job(&[]).unwrap();
     assert_eq!((first.restart(), first.max_restarts()), (0, None));
-    assert_eq!(first.liveness_timeout(), None);
+    assert_eq!(first.liveness_timeout, None);
     let later = job(&[
         ("ACCEL_RESTART", "2"),
         ("ACCEL_MAX_RESTARTS", "3"),
@@ -104,7 +104,7 @@ fn restarts_and_liveness_are_read() {
     ]);
     let later = later.unwrap();
     assert_eq!((later.restart(), later.max_restarts()), (2, Some(3)));
-    assert_eq!(later.liveness_timeout(), Some(Duration::from_millis(250)));
+    assert_eq!(later.liveness_timeout, Some(Duration::from_millis(250)));
     let settings = later.settings();
     let origin = Origin::Variable("ACCEL_LIVENESS_TIMEOUT");
     assert!(

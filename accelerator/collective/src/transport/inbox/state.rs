@@ -222,7 +222,7 @@ impl InboxState {
     pub(super) fn roots(&self, missing: Vec<usize>, deadline: &OpDeadline) -> Vec<usize> {
         let awaited = |rank: usize| {
             let (awaited, told) = self.queues.get(rank)?.awaited?;
-            (told >= deadline.since()).then_some(awaited)
+            (told >= deadline.since).then_some(awaited)
         };
         let root = |rank: usize| {
             let mut last = rank;

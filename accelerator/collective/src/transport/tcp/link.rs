@@ -24,7 +24,8 @@ pub(super) struct Link {
     writer: Mutex<TcpStream>,
     /// The same connection, for what must not wait for the writer.
     control: TcpStream,
-    is_local: bool,
+    /// Set if the peer is on this host, so that everything sent to it has arrived.
+    pub(super) is_local: bool,
     /// The reader of the connection; a thread that reads holds the lock for a few frames.
     pub(super) reader: Arc<Mutex<FrameReader<TcpStream>>>,
     /// The record of when bytes came in.
@@ -71,11 +72,6 @@ impl Link {
     /// The connection, to wait for it.
     pub(super) fn stream(&self) -> &TcpStream {
         &self.control
-    }
-
-    /// Returns `true` if the peer is on this host, so that everything sent to it has arrived.
-    pub(super) fn is_local(&self) -> bool {
-        self.is_local
     }
 
     /// Another handle on the connection, for its reader.

@@ -273,7 +273,7 @@ impl ControlPlane for Tcp {
         receivers.sort_by_key(|(rank, _)| !self.inbox.is_present(*rank));
         let patience = match leave {
             // Who is not lost has to get all data, some of which a network may have lost.
-            FinalMessage::Goodbye(_) if receivers.iter().any(|(_, link)| !link.is_local()) => {
+            FinalMessage::Goodbye(_) if receivers.iter().any(|(_, link)| !link.is_local) => {
                 liveness::DEFAULT_TIMEOUT
             }
             _ => FINAL_MESSAGES_TIMEOUT,
