@@ -32,8 +32,7 @@ impl Pending {
             return Err(interrupted());
         };
         let running = |outcome: &mut SlotState| matches!(outcome, SlotState::Running);
-        let waited = slot.done.wait_while(slot.outcome.lock(), running);
-        let mut outcome = waited;
+        let mut outcome = slot.done.wait_while(slot.outcome.lock(), running);
         match mem::replace(&mut *outcome, SlotState::Free) {
             SlotState::Done(result) => result,
             // `wait_while` returned, so it is not running; the other two have no such end.
@@ -246,8 +245,6 @@ struct JobQueue<T> {
     arrival: Condvar,
 }
 
-impl<T> JobQueue<T> {}
-
 #[derive(Debug)]
 struct JobQueueState<T> {
     jobs: VecDeque<T>,
@@ -282,10 +279,8 @@ impl TicketLock {
         let mut state = self.state.lock();
         if state.serving != number {
             state.waiting += 1;
-            let waited = self
-                .changed
-                .wait_while(state, |state| state.serving != number);
-            state = waited;
+            let early = |state: &mut TicketState| state.serving != number;
+            state = self.changed.wait_while(state, early);
             state.waiting -= 1;
         }
         drop(state);
@@ -305,10 +300,8 @@ impl TicketLock {
     pub(crate) fn is_idle_within(&self, pause: Duration) -> bool {
         let mut state = self.state.lock();
         state.waiting += 1;
-        let waited = self
-            .changed
-            .wait_timeout_while(state, pause, |state| state.serving != state.next);
-        let mut state = waited;
+        let busy = |state: &mut TicketState| state.serving != state.next;
+        let mut state = self.changed.wait_timeout_while(state, pause, busy);
         state.waiting -= 1;
         state.serving == state.next
     }
