@@ -3,7 +3,8 @@
 //!
 //! Three loops follow it, and find by it that they were suspended: the heartbeats of the mesh
 //! (`transport/tcp/planes.rs`), a rank's connection to the store (`rendezvous/store_client.rs`), and the clock of
-//! the store (`rendezvous/store_state/clock.rs`).
+//! the store (`rendezvous/store_state/clock.rs`). The clock of an operation (`transport/deadline.rs`) finds it by
+//! [`SUSPEND_THRESHOLD`].
 
 use std::time::{Duration, Instant};
 
