@@ -63,7 +63,7 @@ const HALF: usize = 2 << 10;
 
 /// The last lines of a stream, bounded in number and width.
 #[derive(Debug, Default)]
-pub(crate) struct LastLines {
+pub(super) struct LastLines {
     lines: VecDeque<KeptLine>,
     current: KeptLine,
     /// The number of lines since the last panic began.
@@ -72,7 +72,7 @@ pub(crate) struct LastLines {
 
 impl LastLines {
     /// Takes in bytes of the stream.
-    pub(crate) fn feed(&mut self, chunk: &[u8]) {
+    pub(super) fn feed(&mut self, chunk: &[u8]) {
         for &byte in chunk {
             match byte {
                 b'\n' => self.end_line(),
@@ -82,7 +82,7 @@ impl LastLines {
     }
 
     /// The lines as text that can be shown anywhere.
-    pub(crate) fn text(&self) -> Vec<String> {
+    pub(super) fn text(&self) -> Vec<String> {
         let mut lines = self.lines.clone();
         if !self.current.bytes.is_empty() {
             self.make_room(&mut lines);
@@ -211,7 +211,7 @@ pub(crate) enum Source {
 
 /// The separator of a progress line (one that ends in a carriage return) from the next source's output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Separator {
+pub(super) enum Separator {
     /// Erase it: the target is a terminal, and its source draws it again.
     Erase,
     /// End it with a newline.
@@ -222,14 +222,14 @@ pub(crate) enum Separator {
 ///
 /// Two streams of one terminal share a writer.
 #[derive(Debug)]
-pub(crate) struct SharedWriter {
+pub(super) struct SharedWriter {
     separator: Separator,
     state: Mutex<State>,
 }
 
 impl SharedWriter {
     /// A writer to which nothing has been written.
-    pub(crate) fn new(separator: Separator) -> Self {
+    pub(super) fn new(separator: Separator) -> Self {
         Self {
             separator,
             state: Mutex::new(State {
@@ -246,7 +246,7 @@ impl SharedWriter {
     ///
     /// # Errors
     /// The errors of `target`.
-    pub(crate) fn write(
+    pub(super) fn write(
         &self,
         source: Source,
         prefix: &[u8],
@@ -289,7 +289,7 @@ impl SharedWriter {
     ///
     /// # Errors
     /// The errors of `target`.
-    pub(crate) fn finish(&self, target: &mut impl Write) -> io::Result<()> {
+    pub(super) fn finish(&self, target: &mut impl Write) -> io::Result<()> {
         let mut state = self.state.lock();
         match state.open {
             None | Some((Source::Raw, _)) => Ok(()),
@@ -342,7 +342,7 @@ fn lines(block: &[u8]) -> impl Iterator<Item = &[u8]> {
 }
 
 /// A writer that waits while a non-blocking target is full.
-pub(crate) struct BlockingWriter<W>(pub(crate) W);
+pub(super) struct BlockingWriter<W>(pub(crate) W);
 
 impl<W: Write + std::os::fd::AsFd> Write for BlockingWriter<W> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {

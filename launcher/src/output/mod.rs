@@ -15,12 +15,11 @@ use std::time::{Duration, Instant, SystemTime};
 use accelerator_host::sync::Mutex;
 use serde::{Deserialize, Serialize};
 
-use self::lines::{BlockingWriter, Separator, SharedWriter, Source};
 use crate::error::{Error, Result};
 use crate::event::{Channel, Event};
 use crate::text::utc;
-use lines::Lines;
-pub(crate) use lines::{LastLines, headline};
+pub(crate) use lines::headline;
+use lines::{BlockingWriter, LastLines, Lines, Separator, SharedWriter, Source};
 
 /// The number of bytes read at once.
 const CHUNK: usize = 64 << 10;

@@ -181,7 +181,7 @@ pub(crate) fn running_groups() -> Option<BTreeSet<i32>> {
 }
 
 /// The children of this process that have ended, orphans among them.
-pub(crate) fn ended_children() -> Vec<i32> {
+pub(super) fn ended_children() -> Vec<i32> {
     let me = std::process::id().cast_signed();
     let children = children().unwrap_or_else(|| {
         let all = table().unwrap_or_default().into_iter();

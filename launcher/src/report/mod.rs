@@ -17,7 +17,7 @@ use signal_hook::low_level::signal_name;
 
 use crate::error::START_AGAIN;
 use crate::process::End;
-use crate::supervisor::job::Cause;
+use crate::supervisor::group_machine::Cause;
 use crate::supervisor::run::FinishedAttempt;
 use crate::supervisor::store::FailureReport;
 use crate::text::{shell_line, utc};
@@ -103,7 +103,8 @@ pub(crate) enum JobOutcome {
     /// It is being started again.
     Restarting,
     /// It ended well. The report is written only if an attempt had failed.
-    Recovered,
+    #[serde(rename = "recovered")]
+    Succeeded,
     /// It failed, and before it had succeeded a signal ended the launcher.
     Interrupted,
     /// All ranks have saved because they were told to leave, and the job continues when it is started again. There may

@@ -1,4 +1,4 @@
-//! Runs a group of processes to its end: carries out the decisions of [`Job`].
+//! Runs a group of processes to its end: carries out the decisions of [`GroupMachine`].
 
 use std::fs::File;
 use std::process::{Command, Stdio};
@@ -12,7 +12,7 @@ use accelerator_host::sync::Mutex;
 use rustix::process::Signal;
 use signal_hook::consts::signal;
 
-use super::job::{Action, Cause, Job};
+use super::group_machine::{Action, Cause, GroupMachine};
 use super::leftovers::{KillScope, LeftBehind, Remains, Swept, end_group};
 use super::signals::{self, is_job_control, is_suspended};
 use super::store::StoreHandle;
@@ -25,7 +25,7 @@ use crate::text::list;
 
 /// The one that ended a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum EndedBy {
+pub(super) enum EndedBy {
     /// It ended before the launcher signalled it.
     Itself,
     /// The launcher signalled it first.
@@ -33,7 +33,7 @@ pub(crate) enum EndedBy {
 }
 
 /// Receives the events of a running group.
-pub(crate) trait Observer {
+pub(super) trait Observer {
     /// `rank`, whose process this is, has ended.
     fn ended(&mut self, rank: usize, process: &dyn RankProcess, end: End, ended_by: EndedBy) {
         let _ = (rank, process, end, ended_by);
@@ -50,7 +50,7 @@ pub(crate) trait Observer {
     }
 
     /// Returns `true` if another group takes over the running processes. Called after each event.
-    fn poll_regroup(&mut self, phase: JobPhase) -> bool {
+    fn poll_regroup(&mut self, phase: GroupPhase) -> bool {
         let _ = phase;
         false
     }
@@ -63,7 +63,7 @@ pub(crate) trait Observer {
 
 /// The phase of a group's run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum JobPhase {
+pub(super) enum GroupPhase {
     /// Nothing has failed, and some of its processes run.
     Running,
     /// Its processes have ended, or are about to.
@@ -79,7 +79,7 @@ impl Observer for NoopObserver {}
 /// The end of a group.
 #[derive(Clone, Debug)]
 pub(crate) struct GroupOutcome {
-    job: Job,
+    machine: GroupMachine,
     /// The number of output readers that finished meanwhile.
     pub(crate) drained: usize,
     /// Processes that were left when the members had ended; they were then ended.
@@ -93,32 +93,32 @@ pub(crate) struct GroupOutcome {
 impl GroupOutcome {
     /// Returns the cause for which the group was ended, if not every member succeeded by itself.
     pub(crate) fn cause(&self) -> Option<Cause> {
-        self.job.cause()
+        self.machine.cause()
     }
 
     /// Returns the end of `rank`; `None` if it did not end even on SIGKILL.
     pub(crate) fn end(&self, rank: usize) -> Option<End> {
-        self.job.end(rank)
+        self.machine.end(rank)
     }
 
     /// Returns `true` if `rank` ended before the launcher ended it.
     pub(crate) fn ended_by_itself(&self, rank: usize) -> bool {
-        self.job.ended_by_itself(rank)
+        self.machine.ended_by_itself(rank)
     }
 
     /// Returns `true` if a signal told the launcher itself that the job is to end.
     pub(crate) fn was_notified(&self) -> bool {
-        self.asked_to_end.is_some() || self.job.was_notified()
+        self.asked_to_end.is_some() || self.machine.was_notified()
     }
 
     /// The exit code of the whole.
     pub(crate) fn exit_code(&self) -> u8 {
-        self.job.exit_code()
+        self.machine.exit_code()
     }
 
     /// The first signal to processes that the members have left behind.
     pub(crate) fn first_signal(&self) -> Signal {
-        match self.job.was_killed() {
+        match self.machine.was_killed() {
             true => Signal::KILL,
             false => Signal::TERM,
         }
@@ -136,19 +136,19 @@ impl GroupOutcome {
 /// `scope` covers.
 ///
 /// Their ends, which are [watched](watch), and signals arrive on `channel`.
-pub(crate) fn supervise(
+pub(super) fn supervise(
     group: &mut [Box<dyn RankProcess>],
     grace: Duration,
     scope: KillScope<'_>,
     channel: &Channel,
     observer: &mut impl Observer,
 ) -> GroupOutcome {
-    let mut job = Job::new(group.len(), grace);
+    let mut machine = GroupMachine::new(group.len(), grace);
     let mut drained = 0;
     let mut is_taken_over = false;
     stop_if_suspended(group);
-    while !job.is_over() && !is_taken_over {
-        let deadlines = job.deadline().into_iter().chain(observer.deadline());
+    while !machine.is_over() && !is_taken_over {
+        let deadlines = machine.deadline().into_iter().chain(observer.deadline());
         let event = channel.next(deadlines.min());
         let mut ended = None;
         match event {
@@ -165,9 +165,9 @@ pub(crate) fn supervise(
             }
             _ => {}
         }
-        let actions = job.step(event, Instant::now());
+        let actions = machine.step(event, Instant::now());
         if let Some((rank, end)) = ended {
-            let ended_by = match job.ended_by_itself(rank) {
+            let ended_by = match machine.ended_by_itself(rank) {
                 true => EndedBy::Itself,
                 false => EndedBy::Launcher,
             };
@@ -186,17 +186,17 @@ pub(crate) fn supervise(
                 Action::Waiting(ranks) => observer.waiting(&ranks),
             }
         }
-        is_taken_over = observer.poll_regroup(match job.is_running() {
-            true => JobPhase::Running,
-            false => JobPhase::Ending,
+        is_taken_over = observer.poll_regroup(match machine.is_running() {
+            true => GroupPhase::Running,
+            false => GroupPhase::Ending,
         });
     }
     let mut outcome = GroupOutcome {
         left_behind: LeftBehind::default(),
-        asked_to_end: job.asked_to_end(),
+        asked_to_end: machine.asked_to_end(),
         is_taken_over,
         drained,
-        job,
+        machine,
     };
     if is_taken_over {
         return outcome;
@@ -247,13 +247,13 @@ struct WatchTarget {
 
 impl Watch {
     /// Also wakes this channel, until it is redirected.
-    pub(crate) fn waking(self, wake: Sender<Event>) -> Self {
+    pub(super) fn waking(self, wake: Sender<Event>) -> Self {
         self.0.lock().wake = Some(wake);
         self
     }
 
     /// Tells the end as that of `rank` to `events` from now on.
-    pub(crate) fn redirect(&self, rank: usize, events: Sender<Event>) {
+    pub(super) fn redirect(&self, rank: usize, events: Sender<Event>) {
         *self.0.lock() = WatchTarget {
             rank,
             events,
@@ -299,19 +299,19 @@ pub(crate) fn watch(rank: usize, process: &dyn RankProcess, events: &Sender<Even
 /// The shortest interval between two looks at the ranks.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
-/// A watch over the ranks of this host; it ends when this is dropped.
+/// Watches for ranks of this host that are all stopped, until it is dropped.
 #[derive(Debug)]
-pub(crate) struct StopWatch {
+pub(super) struct StoppedRanksMonitor {
     _running: Sender<()>,
 }
 
-impl StopWatch {
+impl StoppedRanksMonitor {
     /// Reports to `output` once which ranks of `group` are stopped, after none of this host has run for `limit`. If they
     /// were stopped through the launcher, as by Ctrl-Z, the user knows it, and `store` does not take their silence for a
     /// failure.
     ///
     /// The job continues: whoever has stopped them may continue them.
-    pub(crate) fn over(
+    pub(super) fn over(
         group: &[Box<dyn RankProcess>],
         limit: Duration,
         output: &Output,

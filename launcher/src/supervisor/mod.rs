@@ -2,7 +2,7 @@
 
 pub(crate) mod attempt;
 pub(crate) mod group;
-pub(crate) mod job;
+pub(crate) mod group_machine;
 pub(crate) mod leftovers;
 pub(crate) mod regroup;
 pub(crate) mod root_cause;

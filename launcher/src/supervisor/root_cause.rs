@@ -17,25 +17,25 @@ const ERROR_EXIT: i32 = 1;
 
 /// The evidence of failures before the launcher signalled any rank.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Evidence {
+pub(super) struct Evidence {
     ranks: BTreeMap<usize, RankEvidence>,
     next_order: usize,
 }
 
 /// The rank that failed first, and why it is taken for that.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct RootCause {
+pub(super) struct RootCause {
     /// The rank.
-    pub(crate) rank: usize,
+    pub(super) rank: usize,
     /// The class of its failure.
-    pub(crate) class: FailureClass,
+    pub(super) class: FailureClass,
     end: Option<End>,
     is_blamed: bool,
 }
 
 /// Classes of failures; the strongest evidence first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum FailureClass {
+pub(super) enum FailureClass {
     /// Its host was lost, and it with it.
     HostLost,
     /// A signal killed it, and it had blamed no rank before.
@@ -60,13 +60,13 @@ pub(crate) enum FailureClass {
 
 impl Evidence {
     /// A rank ended.
-    pub(crate) fn ended(&mut self, rank: usize, end: End) {
+    pub(super) fn ended(&mut self, rank: usize, end: End) {
         self.known(rank).end = Some(end);
     }
 
     /// `rank` reported a failure and blames `blamed`: itself after a panic, no rank if it does not know. Only its
     /// first report counts.
-    pub(crate) fn blamed(&mut self, rank: usize, blamed: &[usize]) {
+    pub(super) fn blamed(&mut self, rank: usize, blamed: &[usize]) {
         let known = self.known(rank);
         if known.blames.is_some() {
             return;
@@ -78,18 +78,18 @@ impl Evidence {
     }
 
     /// Records whether others wait for `rank`, which ended with code 0 and never joined.
-    pub(crate) fn awaited(&mut self, rank: usize, is_awaited: bool) {
+    pub(super) fn awaited(&mut self, rank: usize, is_awaited: bool) {
         self.known(rank).is_awaited = is_awaited;
     }
 
     /// Records whether `rank` joined and ended with code 0 without closing its group. That alone is no failure, but if
     /// another rank fails, it is the cause.
-    pub(crate) fn left_unclosed(&mut self, rank: usize, left_unclosed: bool) {
+    pub(super) fn left_unclosed(&mut self, rank: usize, left_unclosed: bool) {
         self.known(rank).left_unclosed = left_unclosed;
     }
 
     /// The rank that failed first, as far as is known; `None` where none has failed.
-    pub(crate) fn root_cause(&self) -> Option<RootCause> {
+    pub(super) fn root_cause(&self) -> Option<RootCause> {
         let mut candidates: Vec<_> = self
             .ranks
             .iter()
@@ -126,7 +126,7 @@ impl Evidence {
 impl RootCause {
     /// Returns the time to wait, from the first evidence on, for more that could change the result: a rank that panics
     /// reports it a while before its process ends.
-    pub(crate) fn max_wait(&self) -> Duration {
+    pub(super) fn max_wait(&self) -> Duration {
         Duration::from_millis(match (self.class, self.end) {
             (FailureClass::HostLost, _) => 0,
             // A program that lost a rank may abort; its report can arrive just after its end.

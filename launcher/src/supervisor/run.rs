@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use rustix::process::Signal;
 
 use super::attempt::{Attempt, last_lines, start, wait_until};
-use super::group::{EndedBy, GroupOutcome, JobPhase, Observer, StopWatch, supervise};
-use super::job::Cause;
+use super::group::{EndedBy, GroupOutcome, GroupPhase, Observer, StoppedRanksMonitor, supervise};
+use super::group_machine::Cause;
 use super::leftovers::{KillScope, Swept};
 use super::regroup::Regrouping;
 use super::spawner::Spawner;
@@ -105,7 +105,8 @@ impl Attempt {
         let mut group = std::mem::take(&mut carried.processes);
         let events = channel.sender.clone();
         let store_handle = (group.len() > 1).then(|| store.handle());
-        let _watch = StopWatch::over(&group, variables::liveness(), &output, store_handle.clone());
+        let _monitor =
+            StoppedRanksMonitor::over(&group, variables::liveness(), &output, store_handle.clone());
         let mut observer = ExitReporter {
             output: output.clone(),
             rank_reports: rank_reports.clone(),
@@ -210,10 +211,10 @@ impl Observer for ExitReporter<'_> {
         self.regrouping.deadline()
     }
 
-    fn poll_regroup(&mut self, phase: JobPhase) -> bool {
+    fn poll_regroup(&mut self, phase: GroupPhase) -> bool {
         match phase {
-            JobPhase::Running => self.regrouping.step(),
-            JobPhase::Ending => {
+            GroupPhase::Running => self.regrouping.step(),
+            GroupPhase::Ending => {
                 self.regrouping.give_up(None);
                 false
             }

@@ -18,9 +18,9 @@ use rustix::pipe::{PipeFlags, pipe_with};
 use rustix::process::{Pid, Signal, WaitOptions, WaitStatus};
 use signal_hook::consts::signal;
 
+use super::signals::{self, Relay, Route};
 use crate::process::descendants::{self, Excluded};
 use crate::process::{self, End};
-use crate::supervisor::signals::{self, Relay, Route};
 
 /// The process name of the launcher proper; `pkill accel-launch` does not match it.
 const NAME: &str = "accel-job";

@@ -36,7 +36,7 @@ pub(crate) fn is_job_control(signal: i32) -> bool {
 
 /// Checks if the user has stopped the job and not yet continued it. This is known before the signal is forwarded, and
 /// also while no attempt is under way.
-pub(crate) fn is_suspended() -> bool {
+pub(super) fn is_suspended() -> bool {
     IS_SUSPENDED.load(Ordering::Acquire)
 }
 
@@ -240,7 +240,7 @@ impl Requests {
 }
 
 /// Checks if `signal` has come to this process, and no handler has run for it yet.
-pub(crate) fn is_pending(signal: i32) -> bool {
+pub(super) fn is_pending(signal: i32) -> bool {
     is_in_mask("ShdPnd:", signal)
 }
 

@@ -30,7 +30,7 @@ const PORT_RELEASE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A running store; it stops when dropped.
 #[derive(Debug)]
-pub(crate) struct Store {
+pub(super) struct Store {
     server: Arc<StoreServer>,
     credentials: Credentials,
 }
@@ -55,7 +55,7 @@ impl Store {
     /// # Errors
     /// When the port is taken, the host is no address of this machine, the token cannot be read or
     /// made, or `ACCEL_INSECURE` is neither 1 nor 0.
-    pub(crate) fn open(
+    pub(super) fn open(
         settings: &Settings,
         observer: impl Fn(Report) + Send + Sync + 'static,
     ) -> Result<Self> {
@@ -78,7 +78,7 @@ impl Store {
     ///
     /// # Errors
     /// As [`open`](Self::open).
-    pub(crate) fn open_next(
+    pub(super) fn open_next(
         &self,
         settings: &Settings,
         observer: impl Fn(Report) + Send + Sync + 'static,
@@ -133,18 +133,18 @@ impl Store {
     }
 
     /// Returns the file of its token, if ranks do not know it.
-    pub(crate) fn token_file(&self) -> Option<&Path> {
+    pub(super) fn token_file(&self) -> Option<&Path> {
         let own = self.credentials.own.as_ref();
         own.map(|token| token.path()).or(self.credentials.given)
     }
 
     /// The address it listens on.
-    pub(crate) fn address(&self) -> SocketAddr {
+    pub(super) fn address(&self) -> SocketAddr {
         self.server.local_addr()
     }
 
     /// A handle that does not keep the store open.
-    pub(crate) fn handle(&self) -> StoreHandle {
+    pub(super) fn handle(&self) -> StoreHandle {
         StoreHandle(Arc::downgrade(&self.server))
     }
 }
@@ -159,25 +159,25 @@ fn given_security() -> Result<Security> {
 
 /// A weak handle to the store.
 #[derive(Clone, Debug)]
-pub(crate) struct StoreHandle(Weak<StoreServer>);
+pub(super) struct StoreHandle(Weak<StoreServer>);
 
 impl StoreHandle {
     /// Reports the end of `rank` to all ranks, unless the store is gone.
-    pub(crate) fn report_exit(&self, rank: usize, text: String) {
+    pub(super) fn report_exit(&self, rank: usize, text: String) {
         if let Some(server) = self.0.upgrade() {
             server.report_exit(rank, text);
         }
     }
 
     /// Forgives the silence of ranks so far.
-    pub(crate) fn forgive_silence(&self) {
+    pub(super) fn forgive_silence(&self) {
         if let Some(server) = self.0.upgrade() {
             server.forgive_silence();
         }
     }
 
     /// Tells a rank its place in the next group, by variables; none if it has no place there.
-    pub(crate) fn tell_next_place(&self, rank: usize, variables: Vec<(String, String)>) {
+    pub(super) fn tell_next_place(&self, rank: usize, variables: Vec<(String, String)>) {
         if let Some(server) = self.0.upgrade() {
             server.tell_next_place(rank, variables);
         }
@@ -377,7 +377,7 @@ impl MemoryFile {
 /// The file of a token for one attempt, which only this user can read; it is removed when this is dropped. The
 /// file of a launcher that was killed is removed by the next one.
 #[derive(Debug)]
-pub(crate) struct OwnToken {
+struct OwnToken {
     path: PathBuf,
     _folder: StagedFolder,
 }
@@ -387,7 +387,7 @@ impl OwnToken {
     ///
     /// # Errors
     /// When the folder for temporary files cannot be written.
-    pub(crate) fn make() -> Result<(Token, Self)> {
+    fn make() -> Result<(Token, Self)> {
         let unwritable = |error: &dyn std::error::Error| {
             Error::system(format!(
                 "no token can be made for this job in {}; name another folder in TMPDIR, or a token in \
@@ -418,7 +418,7 @@ impl OwnToken {
     }
 
     /// Its path for ranks.
-    pub(crate) fn path(&self) -> &Path {
+    fn path(&self) -> &Path {
         &self.path
     }
 }

@@ -13,7 +13,7 @@ use crate::report::{self, FailureRecord, JobOutcome, ReportFile};
 use crate::settings::options::Options;
 use crate::settings::{Settings, variable};
 use crate::supervisor::attempt::Attempt;
-use crate::supervisor::job::Cause;
+use crate::supervisor::group_machine::Cause;
 use crate::supervisor::leftovers::LeftBehind;
 use crate::supervisor::run::{AttemptOutcome, FinishedAttempt};
 use crate::supervisor::signals::Relay;
@@ -21,19 +21,19 @@ use crate::supervisor::spawner::Spawner;
 use crate::text::list;
 
 /// A job: the parts that all of its attempts have in common.
-pub(crate) struct JobLoop<'a> {
+pub(super) struct JobLoop<'a> {
     /// The user's options.
-    pub(crate) options: &'a Options,
+    pub(super) options: &'a Options,
     /// The settings of the first attempt.
-    pub(crate) settings: Settings,
+    pub(super) settings: Settings,
     /// Starts the ranks.
-    pub(crate) spawner: &'a dyn Spawner,
+    pub(super) spawner: &'a dyn Spawner,
     /// The folder of the program's package, if cargo built it.
-    pub(crate) package_dir: Option<&'a Path>,
+    pub(super) package_dir: Option<&'a Path>,
     /// The launcher's own command line.
-    pub(crate) command: &'a [OsString],
+    pub(super) command: &'a [OsString],
     /// The source of signals.
-    pub(crate) relay: Relay,
+    pub(super) relay: Relay,
 }
 
 /// The history of a job so far.
@@ -380,7 +380,7 @@ impl JobLoop<'_> {
                         restarts => format!("succeeded after {restarts} restarts"),
                     });
                 }
-                JobOutcome::Recovered
+                JobOutcome::Succeeded
             }
         }
     }

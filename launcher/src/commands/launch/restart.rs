@@ -1,6 +1,6 @@
 //! The decision about a failed job: if it is started again, when, and with which number of ranks.
 //!
-//! A pure state machine, as `supervisor::job`; `supervisor/README.md` has the rules.
+//! A pure state machine, as `supervisor::group_machine`; `supervisor/README.md` has the rules.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -17,7 +17,7 @@ const SAME_NOTICE_WITHIN: Duration = Duration::from_secs(600);
 /// A slot is a place for one rank. Ranks are numbered without gaps, so when a slot is given up, the
 /// ranks behind it move up.
 #[derive(Clone, Debug)]
-pub(crate) struct Restarts {
+pub(super) struct Restarts {
     most: u64,
     done: u64,
     /// Restarts that do not count, since ranks were preempted.
@@ -39,7 +39,7 @@ pub(crate) struct Restarts {
 
 /// The decision after a failed attempt.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Decision {
+pub(super) enum Decision {
     /// Restart the job.
     Restart {
         /// The number of this restart.
@@ -57,7 +57,7 @@ pub(crate) enum Decision {
 
 /// The failure of an attempt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum AttemptFailure {
+pub(super) enum AttemptFailure {
     /// This rank failed first.
     Rank(usize),
     /// The process of this rank could not be started.
@@ -71,7 +71,7 @@ pub(crate) enum AttemptFailure {
 impl Restarts {
     /// A job of `ranks` ranks, and no fewer than `least`, that is started again `most` times, after
     /// `delay` the first time and twice as long each time.
-    pub(crate) fn new(ranks: usize, least: usize, most: u64, delay: Duration) -> Self {
+    pub(super) fn new(ranks: usize, least: usize, most: u64, delay: Duration) -> Self {
         Self {
             most,
             done: 0,
@@ -88,17 +88,17 @@ impl Restarts {
     }
 
     /// Returns the number of times that slots have been given up: the job waits longer before it tries them again.
-    pub(crate) fn drops(&self) -> u32 {
+    pub(super) fn drops(&self) -> u32 {
         self.drops
     }
 
     /// Returns the largest number of restarts, including those that do not count.
-    pub(crate) fn most(&self) -> u64 {
+    pub(super) fn most(&self) -> u64 {
         self.most + self.uncounted
     }
 
     /// Returns the number of ranks.
-    pub(crate) fn ranks(&self) -> usize {
+    pub(super) fn ranks(&self) -> usize {
         self.slots.len()
     }
 
@@ -106,7 +106,7 @@ impl Restarts {
     ///
     /// A slot is dropped for good when its process cannot be started, or when its rank was the first
     /// to fail in two attempts in a row.
-    pub(crate) fn failed(&mut self, failure: AttemptFailure) -> Decision {
+    pub(super) fn failed(&mut self, failure: AttemptFailure) -> Decision {
         let rank = match failure {
             AttemptFailure::Rank(rank) | AttemptFailure::NotStarted(rank) => Some(rank),
             AttemptFailure::Newcomer | AttemptFailure::Unknown => None,
@@ -165,7 +165,7 @@ impl Restarts {
     }
 
     /// The running job has so many ranks on this host now.
-    pub(crate) fn regrown(&mut self, ranks: usize) {
+    pub(super) fn regrown(&mut self, ranks: usize) {
         let free = (0..).filter(|slot| !self.slots.contains(slot));
         let regained: Vec<usize> = free.take(ranks.saturating_sub(self.slots.len())).collect();
         if !regained.is_empty() {
@@ -177,7 +177,7 @@ impl Restarts {
     /// Decides after an attempt whose ranks have saved to continue in another number, of which `ranks` on this host.
     ///
     /// The restart is immediate, and none of the failed job's. It takes restarts that were asked for at all.
-    pub(crate) fn resized(&mut self, ranks: usize) -> Decision {
+    pub(super) fn resized(&mut self, ranks: usize) -> Decision {
         if self.most == 0 {
             return Decision::NoRestarts;
         }
@@ -190,7 +190,7 @@ impl Restarts {
     ///
     /// The restart is immediate, and none of the failed job's. It takes restarts that were asked for at all, and a
     /// notice that is not the one before.
-    pub(crate) fn preempted(&mut self, lasted: Duration) -> Decision {
+    pub(super) fn preempted(&mut self, lasted: Duration) -> Decision {
         if self.most == 0 {
             return Decision::NoRestarts;
         }

@@ -7,10 +7,10 @@ use std::time::{Duration, Instant};
 
 use signal_hook::consts::signal;
 
+use super::root_cause::{Evidence, FailureClass, RootCause};
+use super::signals::is_job_control;
 use crate::event::Event;
 use crate::process::End;
-use crate::supervisor::root_cause::{Evidence, FailureClass, RootCause};
-use crate::supervisor::signals::is_job_control;
 
 /// The time to wait, when a rank fails, for notices that others have joined the job: ranks that have not are ended at
 /// once, ranks that have get the grace period.
@@ -24,7 +24,7 @@ const ABANDON_AFTER: Duration = Duration::from_secs(10);
 
 /// An action for the caller.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Action {
+pub(super) enum Action {
     /// Send this signal to the process groups of these members.
     Signal {
         /// Its number.
@@ -51,7 +51,7 @@ pub(crate) enum Cause {
 
 /// A group of processes from its start to the end of its last member.
 #[derive(Clone, Debug)]
-pub(crate) struct Job {
+pub(super) struct GroupMachine {
     members: Vec<Member>,
     evidence: Evidence,
     phase: Phase,
@@ -66,10 +66,10 @@ pub(crate) struct Job {
     class: Option<FailureClass>,
 }
 
-impl Job {
+impl GroupMachine {
     /// A group of `size` running processes; `grace` lies between SIGTERM and SIGKILL, and is what
     /// the survivors of a failure have to end by themselves.
-    pub(crate) fn new(size: usize, grace: Duration) -> Self {
+    pub(super) fn new(size: usize, grace: Duration) -> Self {
         Self {
             members: vec![Member::default(); size],
             evidence: Evidence::default(),
@@ -83,7 +83,7 @@ impl Job {
     }
 
     /// Handles one event; returns the actions that follow.
-    pub(crate) fn step(&mut self, event: Event, now: Instant) -> Vec<Action> {
+    pub(super) fn step(&mut self, event: Event, now: Instant) -> Vec<Action> {
         let mut actions = Vec::new();
         match event {
             Event::Ended { rank, end } => self.record_end(rank, end),
@@ -125,13 +125,13 @@ impl Job {
     }
 
     /// Returns `true` if nothing has failed or asks the group to end, and some process runs.
-    pub(crate) fn is_running(&self) -> bool {
+    pub(super) fn is_running(&self) -> bool {
         matches!(self.phase, Phase::Running)
             && self.members.iter().any(|member| member.end.is_none())
     }
 
-    /// Returns the time of the next call of [`Job::step`], if nothing happens before.
-    pub(crate) fn deadline(&self) -> Option<Instant> {
+    /// Returns the time of the next call of [`GroupMachine::step`], if nothing happens before.
+    pub(super) fn deadline(&self) -> Option<Instant> {
         match &self.phase {
             Phase::Running | Phase::Abandoned { .. } => None,
             Phase::Diagnosing { until, .. } => Some(*until),
@@ -151,7 +151,7 @@ impl Job {
     }
 
     /// Returns `true` if every process has ended or been abandoned, and late failure reports need not be awaited.
-    pub(crate) fn is_over(&self) -> bool {
+    pub(super) fn is_over(&self) -> bool {
         let has_ended = self.members.iter().all(|member| member.end.is_some());
         let may_hear = self.members.len() > 1
             && self.members.iter().any(|member| member.has_joined)
@@ -163,7 +163,7 @@ impl Job {
     /// Returns the cause for which the group ended, if not every rank succeeded by itself.
     ///
     /// Returns `None` if every rank succeeded after all, whatever they reported about each other.
-    pub(crate) fn cause(&self) -> Option<Cause> {
+    pub(super) fn cause(&self) -> Option<Cause> {
         let has_succeeded =
             |member: &Member| member.by_itself && member.end.is_some_and(End::is_success);
         if self.members.iter().all(has_succeeded) {
@@ -184,30 +184,30 @@ impl Job {
     }
 
     /// The first signal that asked the launcher to end, whatever the group ended of.
-    pub(crate) fn asked_to_end(&self) -> Option<i32> {
+    pub(super) fn asked_to_end(&self) -> Option<i32> {
         self.asked
     }
 
     /// Returns `true` if the launcher itself was notified that the job is to end: by a signal that asked it to, or by
     /// one that it forwarded.
-    pub(crate) fn was_notified(&self) -> bool {
+    pub(super) fn was_notified(&self) -> bool {
         self.asked.is_some() || self.has_forwarded
     }
 
     /// Returns the end of `rank`, if it has ended.
-    pub(crate) fn end(&self, rank: usize) -> Option<End> {
+    pub(super) fn end(&self, rank: usize) -> Option<End> {
         self.members.get(rank)?.end
     }
 
     /// Returns `true` if `rank` ended before the launcher signalled it.
-    pub(crate) fn ended_by_itself(&self, rank: usize) -> bool {
+    pub(super) fn ended_by_itself(&self, rank: usize) -> bool {
         self.members
             .get(rank)
             .is_some_and(|member| member.end.is_some() && member.by_itself)
     }
 
     /// Returns `true` if SIGKILL has been sent to the group.
-    pub(crate) fn was_killed(&self) -> bool {
+    pub(super) fn was_killed(&self) -> bool {
         matches!(
             self.phase,
             Phase::Terminating { kill_at: None, .. } | Phase::Abandoned { .. }
@@ -218,7 +218,7 @@ impl Job {
     ///
     /// If only the launcher ended that rank, or it ended with code 0, it has no failing code: then
     /// it is that of the first rank that failed because of it.
-    pub(crate) fn exit_code(&self) -> u8 {
+    pub(super) fn exit_code(&self) -> u8 {
         match self.cause() {
             None => 0,
             Some(Cause::Failure(failed_rank)) => {
