@@ -102,7 +102,7 @@ fn introduction(way: Way) -> &'static str {
              namespaces, each with its own `accel-launch --node-rank`. Host 1, or host 0 where a fault ends with `-0`, \
              suffers while rank 1 pauses for a second in the operation: its launcher is killed (`kill-agent`), all of its \
              processes at once (`kill-all`), its link is down for good (`cut`) or for 3 s (`cut-3s`), a tenth of the packets \
-             to it is lost (`loss`), its link has 2 Mbit/s, so packets wait (`delay`). All timeouts that find the dead are \
+             to it is lost (`loss`), its link has 50 Mbit/s, so packets wait (`delay`). All timeouts that find the dead are \
              the defaults; the silence for which a host is lost is 5 s.\n\n\
              A time is from the fault until the last of these has been shown: the ranks of the other hosts name the host, a \
              rank of it, the cause and the operation; the launchers of the other hosts name it with its ranks, and \
