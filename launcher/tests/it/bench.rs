@@ -10,12 +10,7 @@ use crate::support::{Ended, Folder, Run};
 const TRANSPORTS: [&str; 3] = ["shm", "tcp", "threads"];
 
 fn bench(line: &str) -> Ended {
-    let words = "bench all-reduce --iterations 3 ".to_owned() + line;
-    Folder::new().launch(words.split_whitespace())
-}
-
-fn json(ended: &Ended) -> Value {
-    serde_json::from_str(&ended.text()).unwrap_or_else(|error| panic!("{error}: {ended:?}"))
+    Folder::new().launch(&format!("bench all-reduce --iterations 3 {line}"))
 }
 
 #[track_caller]
@@ -53,7 +48,7 @@ fn every_transport_is_measured_on_two_ranks_and_three() {
                 "-n {ranks} --transport {transport} --sizes 4B,4KiB,100KB,1MiB --json"
             ))
             .expect(0);
-            let report = json(&ended);
+            let report = ended.json();
             assert_eq!(report["num_processes"], ranks, "{report}");
             assert_eq!(report["transport"], transport, "{report}");
             let results = report["results"].as_array().unwrap();
@@ -68,18 +63,10 @@ fn every_transport_is_measured_on_two_ranks_and_three() {
 }
 
 #[test]
-fn the_transport_that_was_chosen_is_told() {
-    let report = json(&bench("--sizes 4KiB --json").expect(0));
-    // Ranks fall back if the kernel gives no memory to share.
-    let chosen = report["transport"].as_str().unwrap();
-    assert!(["shm", "tcp"].contains(&chosen), "{report}");
-}
-
-#[test]
 fn every_type_is_measured() {
     let types = "bf16,f16,f32,f64";
     let ended = bench(&format!("--dtype {types} --sizes 48KB --json")).expect(0);
-    let report = json(&ended);
+    let report = ended.json();
     let results = report["results"].as_array().unwrap();
     let found: Vec<_> = results
         .iter()
@@ -124,11 +111,11 @@ fn nonsense_is_refused() {
         assert!(ended.stdout.is_empty(), "{ended:?}");
         ended.says(says);
     }
-    Folder::new().launch(["bench"]).expect(2);
-    Folder::new().launch(["bench", "all-gather"]).expect(2);
+    Folder::new().launch("bench").expect(2);
+    Folder::new().launch("bench all-gather").expect(2);
     for count in ["0", "-1", "99999999999999999999999"] {
         let line = format!("bench all-reduce --iterations={count}");
-        Folder::new().launch(line.split(' ')).expect(2);
+        Folder::new().launch(&line).expect(2);
     }
 }
 
@@ -162,7 +149,7 @@ fn without_a_gpu_every_rank_says_what_is_missing() {
 fn gpus_are_measured() {
     let types = "bf16,f16,f32,f64";
     let line = format!("-n 1 --device cuda --sizes 64B,1MiB --dtype {types} --json");
-    let report = json(&bench(&line).expect(0));
+    let report = bench(&line).expect(0).json();
     assert_eq!(
         report["gpus"]["bus_ids"].as_array().unwrap().len(),
         1,
@@ -184,11 +171,9 @@ fn output_that_cannot_be_written_is_an_error() {
     for transport in TRANSPORTS {
         for form in ["--json", "--dtype=f64"] {
             let folder = Folder::new();
-            let mut command = folder.launcher();
-            let line = format!(
+            let command = folder.command(&format!(
                 "bench all-reduce --sizes 4KiB --iterations 2 --transport {transport} {form}"
-            );
-            command.args(line.split(' '));
+            ));
             let full = File::options().write(true).open("/dev/full").unwrap();
             let ended = Run::start_into(command, full.into()).end();
             ended
@@ -199,8 +184,15 @@ fn output_that_cannot_be_written_is_an_error() {
 }
 
 #[test]
-fn every_field_of_the_json_is_in_the_table() {
-    let report = json(&bench("--sizes 4KiB --json").expect(0));
+fn by_default_two_ranks_choose_a_transport_and_the_table_has_every_field() {
+    // A launch that it runs in is not joined.
+    let launch = [("RANK", "7"), ("WORLD_SIZE", "9"), ("LOCAL_RANK", "7")];
+    let line = "bench all-reduce --iterations 2 --sizes 4KiB --json";
+    let report = Folder::new().launch_with(line, launch).expect(0).json();
+    assert_eq!(report["num_processes"], 2);
+    // Ranks fall back if the kernel gives no memory to share.
+    let chosen = report["transport"].as_str().unwrap();
+    assert!(["shm", "tcp"].contains(&chosen), "{report}");
     let table = include_str!("../../src/commands/bench/README.md");
     let table: Vec<&str> = table.lines().filter(|line| line.starts_with('|')).collect();
     for object in [&report, &report["results"][0]] {
@@ -218,7 +210,7 @@ fn every_field_of_the_json_is_in_the_table() {
 #[test]
 fn help_says_what_is_timed_and_what_the_bound_is() {
     let text = Folder::new()
-        .launch(["bench", "all-reduce", "--help"])
+        .launch("bench all-reduce --help")
         .expect(0)
         .text();
     for words in [
@@ -231,17 +223,6 @@ fn help_says_what_is_timed_and_what_the_bound_is() {
     ] {
         assert!(text.contains(words), "{words} is not in {text}");
     }
-    let text = Folder::new().launch(["bench", "--help"]).expect(0).text();
+    let text = Folder::new().launch("bench --help").expect(0).text();
     assert!(text.contains("all-reduce"), "{text}");
-}
-
-#[test]
-fn a_launch_that_it_runs_in_is_not_joined() {
-    let folder = Folder::new();
-    let mut command = folder.launcher();
-    command
-        .args("bench all-reduce --iterations 2 --sizes 4KiB --json".split(' '))
-        .envs([("RANK", "7"), ("WORLD_SIZE", "9"), ("LOCAL_RANK", "7")]);
-    let report = json(&Run::start(command).end().expect(0));
-    assert_eq!(report["num_processes"], 2);
 }

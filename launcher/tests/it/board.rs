@@ -16,8 +16,8 @@ fn the_board_prints_its_address_and_shows_runs_until_it_is_ended() {
     let run = run.start().unwrap();
     run.log("train", [("loss", 0.5)], 1, None);
     run.finish().unwrap();
-    let mut command = folder.launcher();
-    command.args(["runs", "board"]).stdout(Stdio::piped());
+    let mut command = folder.command("runs board");
+    command.stdout(Stdio::piped());
     command.stderr(Stdio::piped());
     let mut board = command.spawn().unwrap();
     let mut line = String::new();
@@ -62,8 +62,6 @@ fn the_board_prints_its_address_and_shows_runs_until_it_is_ended() {
 #[test]
 fn a_folder_that_is_not_there_is_named() {
     let folder = Folder::new();
-    let ended = folder
-        .launch(["runs", "board", "--runs", "nowhere"])
-        .expect(2);
+    let ended = folder.launch("runs board --runs nowhere").expect(2);
     ended.says("there is no folder nowhere");
 }

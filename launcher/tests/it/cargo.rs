@@ -36,12 +36,9 @@ fn workspace() -> Folder {
     folder
 }
 
-fn launch_in(folder: &Folder, place: &str, arguments: &[&str]) -> Ended {
-    let mut command = folder.launcher();
-    command
-        .current_dir(folder.path().join(place))
-        .args(["--quiet", "-n", "1"])
-        .args(arguments);
+fn launch_in(folder: &Folder, place: &str, line: &str) -> Ended {
+    let mut command = folder.command(&format!("--quiet -n 1 {line}"));
+    command.current_dir(folder.path().join(place));
     offline(&mut command, folder);
     Run::start(command).end()
 }
@@ -59,57 +56,53 @@ fn offline(command: &mut Command, folder: &Folder) {
 #[test]
 fn a_program_that_was_built_before_is_started_without_a_build() {
     let folder = workspace();
-    let tool = ["--bin", "alpha-tool", "x"];
-    let first = launch_in(&folder, "alpha", &tool).expect(0).text();
+    let first = launch_in(&folder, "alpha", "--bin alpha-tool x");
+    let first = first.expect(0).text();
     assert!(first.contains("alpha loud=false"), "{first}");
     folder.write("alpha/src/bin/alpha-tool.rs", "this does not compile");
     let program = folder.path().join("target/release/alpha-tool");
-    let again = ["--prebuilt", program.to_str().unwrap(), "-F", "loud"];
-    let again = launch_in(&folder, "alpha", &[&again[..], &tool].concat());
-    let text = again.expect(0).text();
+    let program = program.display();
+    let again = format!("--prebuilt {program} -F loud --bin alpha-tool x");
+    let text = launch_in(&folder, "alpha", &again).expect(0).text();
     assert!(
         text.contains("alpha loud=false debug=false [\"x\"]"),
         "{text}"
     );
-    launch_in(
-        &folder,
-        "alpha",
-        &["--prebuilt", "no/such", "--bin", "alpha-tool"],
-    )
-    .expect(2)
-    .says("no/such cannot be found");
+    launch_in(&folder, "alpha", "--prebuilt no/such --bin alpha-tool")
+        .expect(2)
+        .says("no/such cannot be found");
 }
 
 #[test]
 fn builds_by_name_and_by_source_file() {
     let folder = workspace();
     let release = "alpha loud=false debug=false [\"--epochs\", \"1\"] alpha\n";
-    let ended = launch_in(&folder, ".", &["--bin", "alpha-tool", "--epochs", "1"]).expect(0);
+    let ended = launch_in(&folder, ".", "--bin alpha-tool --epochs 1").expect(0);
     assert_eq!(ended.text(), release);
     assert!(folder.path().join("target/release/alpha-tool").exists());
     // A relative path works from any folder, and a separator is dropped.
     let ended = launch_in(
         &folder,
         "beta/src",
-        &["../../alpha/src/bin/alpha-tool.rs", "--", "--epochs", "1"],
+        "../../alpha/src/bin/alpha-tool.rs -- --epochs 1",
     )
     .expect(0);
     assert_eq!(ended.text(), release);
     // Plain `cargo build` would leave this package out here.
     assert!(
-        launch_in(&folder, ".", &["--bin", "beta-tool"])
+        launch_in(&folder, ".", "--bin beta-tool")
             .expect(0)
             .text()
             .starts_with("beta loud=false")
     );
     assert_eq!(
-        launch_in(&folder, ".", &["--example", "demo-beta"])
+        launch_in(&folder, ".", "--example demo-beta")
             .expect(4)
             .text(),
         "demo\n"
     );
     assert_eq!(
-        launch_in(&folder, ".", &["beta/examples/demo-beta.rs"])
+        launch_in(&folder, ".", "beta/examples/demo-beta.rs")
             .expect(4)
             .text(),
         "demo\n"
@@ -118,16 +111,7 @@ fn builds_by_name_and_by_source_file() {
     let ended = launch_in(
         &folder,
         ".",
-        &[
-            "--profile",
-            "dev",
-            "--package",
-            "beta",
-            "--features",
-            "loud",
-            "--bin",
-            "beta-tool",
-        ],
+        "--profile dev --package beta --features loud --bin beta-tool",
     );
     assert_eq!(
         ended.expect(0).text(),
@@ -176,26 +160,22 @@ fn builds_from_outside_of_the_workspace() {
     let folder = workspace();
     let elsewhere = tempfile::tempdir().unwrap();
     let script = folder.path().join("alpha/src/bin/alpha-tool.rs");
-    let ended = launch_in(
-        &folder,
-        elsewhere.path().to_str().unwrap(),
-        &[script.to_str().unwrap()],
-    )
-    .expect(0);
+    let place = elsewhere.path().to_str().unwrap();
+    let ended = launch_in(&folder, place, script.to_str().unwrap()).expect(0);
     assert!(ended.text().starts_with("alpha "), "{ended:?}");
 }
 
 #[test]
 fn a_source_file_that_is_no_target_lists_those_near_it() {
     let folder = workspace();
-    let ended = launch_in(&folder, "alpha", &["notes.rs"])
+    let ended = launch_in(&folder, "alpha", "notes.rs")
         .expect(2)
         .says("is not the source file of a binary or an example");
     ended.says("examples/demo-alpha.rs (--example demo-alpha, package alpha)");
-    launch_in(&folder, ".", &["--example", "demo-alpa"])
+    launch_in(&folder, ".", "--example demo-alpa")
         .expect(2)
         .says("near it are:\n  alpha/examples/demo-alpha.rs");
-    launch_in(&folder, ".", &["--package", "alpha", "--bin", "beta-tool"])
+    launch_in(&folder, ".", "--package alpha --bin beta-tool")
         .expect(2)
         .says("package alpha");
 }
@@ -203,34 +183,34 @@ fn a_source_file_that_is_no_target_lists_those_near_it() {
 #[test]
 fn a_name_is_a_file_here_or_a_target_or_a_program_of_the_path() {
     let folder = workspace();
-    let ended = launch_in(&folder, ".", &["alpha-tool", "x"]).expect(0);
+    let ended = launch_in(&folder, ".", "alpha-tool x").expect(0);
     assert_eq!(ended.text(), "alpha loud=false debug=false [\"x\"] alpha\n");
     folder.write("x.sh", "echo $RANK \"$1\"");
-    let ended = launch_in(&folder, ".", &["sh", "x.sh", "two words"]).expect(0);
-    assert_eq!(ended.text(), "0 two words\n");
+    let ended = launch_in(&folder, ".", "sh x.sh word").expect(0);
+    assert_eq!(ended.text(), "0 word\n");
     folder.script("alpha-tool", "echo a file");
-    let ended = launch_in(&folder, ".", &["alpha-tool"]).expect(0);
+    let ended = launch_in(&folder, ".", "alpha-tool").expect(0);
     assert_eq!(ended.text(), "a file\n");
 
-    launch_in(&folder, ".", &["no-such-tool"])
+    launch_in(&folder, ".", "no-such-tool")
         .expect(2)
         .says("no example or binary of a cargo package here, and no program of the PATH");
-    launch_in(&folder, ".", &["--features", "loud", "sh"])
+    launch_in(&folder, ".", "--features loud sh")
         .expect(2)
         .says("--features is for a target that cargo builds");
     folder.write("alpha/src/bin/demo-alpha.rs", "fn main() {}\n");
-    launch_in(&folder, ".", &["demo-alpha"])
+    launch_in(&folder, ".", "demo-alpha")
         .expect(2)
         .says("demo-alpha can mean several targets; say which: --package alpha --");
     folder.write("Cargo.toml", "not a manifest");
-    let ended = launch_in(&folder, ".", &["sh", "x.sh"]).expect(0);
+    let ended = launch_in(&folder, ".", "sh x.sh").expect(0);
     assert_eq!(ended.text(), "0 \n");
 }
 
 #[test]
 fn a_failing_build_starts_nothing() {
     let folder = workspace();
-    let ended = launch_in(&folder, ".", &["--example", "broken"]).expect(101);
+    let ended = launch_in(&folder, ".", "--example broken").expect(101);
     assert!(ended.stdout.is_empty());
     ended
         .says("error: cargo could not build example `broken` (exit code 101); nothing was started");
@@ -239,14 +219,12 @@ fn a_failing_build_starts_nothing() {
 #[test]
 fn variables_of_cargo_are_removed() {
     let folder = workspace();
-    let mut command = folder.launcher();
-    command
-        .args(["--quiet", "-n", "1", "--bin", "alpha-tool"])
-        .envs([
-            ("CARGO_MANIFEST_DIR", "/no/such/launcher"),
-            ("CARGO_PKG_NAME", "accel-launch"),
-            ("OUT_DIR", "/no/such/out"),
-        ]);
+    let mut command = folder.command("--quiet -n 1 --bin alpha-tool");
+    command.envs([
+        ("CARGO_MANIFEST_DIR", "/no/such/launcher"),
+        ("CARGO_PKG_NAME", "accel-launch"),
+        ("OUT_DIR", "/no/such/out"),
+    ]);
     offline(&mut command, &folder);
     assert!(
         Run::start(command)
@@ -257,9 +235,8 @@ fn variables_of_cargo_are_removed() {
     );
 
     folder.script("show.sh", "echo ${CARGO_MANIFEST_DIR-none}");
-    let mut command = folder.launcher();
+    let mut command = folder.command("-n 1 show.sh");
     command
-        .args(["-n", "1", "show.sh"])
         .env("CARGO_MANIFEST_DIR", "/no/such/launcher")
         .env("CARGO_PKG_NAME", "accel-launch");
     assert_eq!(Run::start(command).end().expect(0).text(), "none\n");
@@ -268,7 +245,7 @@ fn variables_of_cargo_are_removed() {
 #[test]
 fn a_dry_run_shows_the_build() {
     let folder = workspace();
-    let text = launch_in(&folder, ".", &["--dry-run", "--example", "demo-beta", "x"])
+    let text = launch_in(&folder, ".", "--dry-run --example demo-beta x")
         .expect(0)
         .text();
     assert!(
@@ -287,10 +264,8 @@ fn a_signal_during_the_build_ends_cargo() {
         "fn main() {\n    std::fs::write(std::env::var(\"PID_FILE\").unwrap(), format!(\"{}\\n\", std::process::id())).unwrap();\n    \
          std::thread::sleep(std::time::Duration::from_secs(300));\n}\n",
     );
-    let mut command = folder.launcher();
-    command
-        .args(["--quiet", "-n", "1", "--bin", "alpha-tool"])
-        .env("PID_FILE", folder.path().join("pid"));
+    let mut command = folder.command("--quiet -n 1 --bin alpha-tool");
+    command.env("PID_FILE", folder.path().join("pid"));
     offline(&mut command, &folder);
     let run = Run::start(command);
     let pid = folder.wait_for_lines("pid", 1);

@@ -47,13 +47,6 @@ fn runs(folder: &Folder) -> Vec<Checkpoint> {
     (1..=3).map(save).collect()
 }
 
-/// Returns the lines of a text with single blanks between words.
-fn lines(text: &str) -> Vec<String> {
-    text.lines()
-        .map(|line| line.split_whitespace().collect::<Vec<_>>().join(" "))
-        .collect()
-}
-
 fn spoil(checkpoint: &Checkpoint) {
     let path = checkpoint.path().join("model.safetensors");
     let mut bytes = fs::read(&path).unwrap();
@@ -72,25 +65,22 @@ fn list_shows_what_is_there_and_what_is_cut_off() {
         "",
     );
 
-    let text = folder
-        .launch(["checkpoint", "list", "checkpoints/a"])
-        .expect(0)
-        .text();
-    let shown = lines(&text);
+    let shown = folder.launch("checkpoint list checkpoints/a").expect(0);
+    let shown = shown.lines();
     assert_eq!(shown[0], "number step epoch ranks size age kind state");
     assert!(
         shown[1].starts_with("1 - - - - - - broken: manifest.json is missing"),
-        "{text}"
+        "{shown:?}"
     );
     assert!(
         shown[2].starts_with("2 200 2 2 2.9 KiB ")
             && shown[2].contains(" full broken: model.safetensors is cut off"),
-        "{text}"
+        "{shown:?}"
     );
     assert!(
         shown[3].starts_with("3 300 3 2 2.9 KiB ")
             && shown[3].ends_with("emergency latest, sizes ok"),
-        "{text}"
+        "{shown:?}"
     );
     let draft = draft
         .parent()
@@ -101,14 +91,11 @@ fn list_shows_what_is_there_and_what_is_cut_off() {
         .unwrap();
     assert!(
         shown[4].starts_with("unfinished: ") && shown[4].ends_with(draft),
-        "{text}"
+        "{shown:?}"
     );
 
-    let text = folder
-        .launch(["checkpoint", "list", "checkpoints/a", "--json"])
-        .expect(0)
-        .text();
-    let list: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let list = folder.launch("checkpoint list checkpoints/a --json");
+    let list = list.expect(0).json();
     assert_eq!(list["latest"], 3);
     assert_eq!(list["checkpoints"][2]["kind"], "emergency");
     assert_eq!(list["checkpoints"][2]["bytes"], 3002);
@@ -119,66 +106,48 @@ fn list_shows_what_is_there_and_what_is_cut_off() {
     assert_eq!(list["unfinished"].as_array().unwrap().len(), 1);
 
     // A single checkpoint is listed as well.
-    let one = folder
-        .launch(["checkpoint", "list", "checkpoints/a/checkpoint-000003"])
-        .expect(0)
-        .text();
-    assert_eq!(lines(&one).len(), 2);
+    let one = folder.launch("checkpoint list checkpoints/a/checkpoint-000003");
+    assert_eq!(one.expect(0).lines().len(), 2);
 }
 
 #[test]
 fn show_tells_what_a_checkpoint_says() {
     let folder = Folder::new();
     let saved = runs(&folder);
-    for (arguments, step) in [
-        (&["checkpoints/a"][..], 300),
-        (&["checkpoints/a", "latest"], 300),
-        (&["checkpoints/a", "2"], 200),
-        (&["checkpoints/a", "checkpoint-000002"], 200),
-        (&["checkpoints/a/checkpoint-000001"], 100),
+    for (place, step) in [
+        ("checkpoints/a", 300),
+        ("checkpoints/a latest", 300),
+        ("checkpoints/a 2", 200),
+        ("checkpoints/a checkpoint-000002", 200),
+        ("checkpoints/a/checkpoint-000001", 100),
     ] {
-        let line = [&["checkpoint", "show"], arguments].concat();
-        let text = folder.launch(line.clone()).expect(0).text();
-        let shown = lines(&text);
-        assert!(shown.contains(&format!("step {step}")), "{text}");
-        assert!(
-            shown.contains(&"ranks 2".to_owned()) && shown.contains(&"seed 42".to_owned()),
-            "{text}"
-        );
-        assert!(
-            text.contains("64 of 1000 samples in 2 batches of 32, shuffled, tail exact"),
-            "{text}"
-        );
-        assert!(
-            shown
-                .iter()
-                .any(|x| x.starts_with("model.safetensors 2.9 KiB model ")),
-            "{text}"
-        );
+        let line = format!("checkpoint show {place}");
+        let ended = folder.launch(&line).expect(0);
+        let ended = ended
+            .shows(&format!("step {step}"))
+            .shows("ranks 2")
+            .shows("seed 42")
+            .prints("64 of 1000 samples in 2 batches of 32, shuffled, tail exact");
+        let is_file = |line: &String| line.starts_with("model.safetensors 2.9 KiB model ");
+        assert!(ended.lines().iter().any(is_file), "{ended:?}");
 
-        let text = folder
-            .launch([&line[..], &["--json"]].concat())
-            .expect(0)
-            .text();
-        let manifest: serde_json::Value = serde_json::from_str(&text).unwrap();
+        let manifest = folder.launch(&format!("{line} --json"));
+        let manifest = manifest.expect(0).json();
         assert_eq!(manifest["step"], step);
         assert_eq!(manifest["files"]["ranks/00000.json"]["bytes"], 2);
     }
 
     // `show` picks the newest complete checkpoint, and shows what it can of a broken one.
     fs::write(saved[2].path().join("model.safetensors"), "short").unwrap();
-    let text = folder
-        .launch(["checkpoint", "show", "checkpoints/a"])
-        .expect(0)
-        .text();
-    assert!(lines(&text).contains(&"number 2".to_owned()), "{text}");
+    let shown = folder.launch("checkpoint show checkpoints/a");
+    shown.expect(0).shows("number 2");
     fs::write(saved[2].path().join("manifest.json"), "{}").unwrap();
     folder
-        .launch(["checkpoint", "show", "checkpoints/a", "3"])
+        .launch("checkpoint show checkpoints/a 3")
         .expect(1)
         .says("seal");
     folder
-        .launch(["checkpoint", "show", "checkpoints/a", "9"])
+        .launch("checkpoint show checkpoints/a 9")
         .expect(2)
         .says("no checkpoint 9");
 }
@@ -188,7 +157,7 @@ fn verify_names_every_defect() {
     let folder = Folder::new();
     let saved = runs(&folder);
     let text = folder
-        .launch(["checkpoint", "verify", "checkpoints/a"])
+        .launch("checkpoint verify checkpoints/a")
         .expect(0)
         .text();
     assert_eq!(
@@ -201,36 +170,21 @@ fn verify_names_every_defect() {
     fs::remove_dir_all(saved[1].path().join("ranks")).unwrap();
     fs::write(saved[0].path().join("notes"), "").unwrap();
     // `list` cannot see this damage.
-    let listed = folder
-        .launch(["checkpoint", "list", "checkpoints/a/checkpoint-000003"])
+    folder
+        .launch("checkpoint list checkpoints/a/checkpoint-000003")
         .expect(0)
-        .text();
-    assert!(listed.contains("sizes ok"), "{listed}");
+        .prints("sizes ok");
 
-    let text = folder
-        .launch(["checkpoint", "verify", "checkpoints/a"])
-        .expect(1)
-        .text();
-    assert_eq!(text.matches(": good").count(), 2, "{text}");
-    assert!(text.contains("checkpoint-000002: BROKEN"), "{text}");
-    assert!(
-        text.contains("  model.safetensors has changed since"),
-        "{text}"
-    );
-    assert!(
-        text.contains("  ranks/00000.json: ranks is missing"),
-        "{text}"
-    );
-    assert!(
-        text.contains("  notes: not in the manifest (is not read)"),
-        "{text}"
-    );
+    let ended = folder.launch("checkpoint verify checkpoints/a").expect(1);
+    assert_eq!(ended.text().matches(": good").count(), 2, "{ended:?}");
+    ended
+        .prints("checkpoint-000002: BROKEN")
+        .prints("  model.safetensors has changed since")
+        .prints("  ranks/00000.json: ranks is missing")
+        .prints("  notes: not in the manifest (is not read)");
 
-    let text = folder
-        .launch(["checkpoint", "verify", "checkpoints/a", "--json"])
-        .expect(1)
-        .text();
-    let report: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let report = folder.launch("checkpoint verify checkpoints/a --json");
+    let report = report.expect(1).json();
     assert_eq!(report["good"], false);
     assert_eq!(
         report["checkpoints"][1]["defects"][0]["file"],
@@ -239,10 +193,10 @@ fn verify_names_every_defect() {
     assert_eq!(report["checkpoints"][2]["good"], true);
 
     folder
-        .launch(["checkpoint", "verify", "checkpoints/a/checkpoint-000003"])
+        .launch("checkpoint verify checkpoints/a/checkpoint-000003")
         .expect(0);
     folder
-        .launch(["checkpoint", "verify", "checkpoints/a/checkpoint-000002"])
+        .launch("checkpoint verify checkpoints/a/checkpoint-000002")
         .expect(1);
 }
 
@@ -256,21 +210,19 @@ fn what_cannot_be_read_is_not_called_broken() {
     let newest = saved[2].path().join("model.safetensors");
     fs::set_permissions(&newest, fs::Permissions::from_mode(0o000)).unwrap();
     without_privileges(|| {
-        let run = |action| folder.launch(["checkpoint", action, "checkpoints/a"]);
-        let text = run("list").expect(0).text();
-        assert!(
-            text.contains("unreadable: cannot read") && text.contains("Permission denied"),
-            "{text}"
-        );
-        let text = run("verify").expect(1).text();
-        assert!(text.contains("checkpoint-000003: UNREADABLE"), "{text}");
-        assert!(text.contains("Permission denied"), "{text}");
-        assert_eq!(text.matches(": good").count(), 2, "{text}");
+        let run = |action| folder.launch(&format!("checkpoint {action} checkpoints/a"));
+        run("list")
+            .expect(0)
+            .prints("unreadable: cannot read")
+            .prints("Permission denied");
+        let ended = run("verify")
+            .expect(1)
+            .prints("checkpoint-000003: UNREADABLE")
+            .prints("Permission denied");
+        assert_eq!(ended.text().matches(": good").count(), 2, "{ended:?}");
         // The checkpoint before it is not the newest complete one.
         run("show").expect(1).says("Permission denied");
-        folder
-            .launch(["checkpoint", "show", "checkpoints/a", "3"])
-            .expect(0);
+        folder.launch("checkpoint show checkpoints/a 3").expect(0);
     });
 }
 
@@ -301,16 +253,12 @@ fn a_checkpoint_in_a_checkpoint_is_not_taken_for_it() {
     }
     spoil(&saved[2]);
     let place = "checkpoints/a/checkpoint-000003";
-    let text = folder
-        .launch(["checkpoint", "verify", place])
+    folder
+        .launch(&format!("checkpoint verify {place}"))
         .expect(1)
-        .text();
-    assert!(text.contains("checkpoint-000003: BROKEN"), "{text}");
-    let text = folder
-        .launch(["checkpoint", "show", place])
-        .expect(0)
-        .text();
-    assert!(lines(&text).contains(&"step 300".to_owned()), "{text}");
+        .prints("checkpoint-000003: BROKEN");
+    let shown = folder.launch(&format!("checkpoint show {place}"));
+    shown.expect(0).shows("step 300");
 }
 
 #[test]
@@ -321,20 +269,20 @@ fn wrong_places_are_told() {
     for action in ["list", "show", "verify"] {
         for place in ["missing", "file"] {
             folder
-                .launch(["checkpoint", action, place])
+                .launch(&format!("checkpoint {action} {place}"))
                 .expect(2)
                 .says("expected a folder of checkpoints")
                 .says(place);
         }
     }
     folder
-        .launch(["checkpoint", "show", "empty"])
+        .launch("checkpoint show empty")
         .expect(2)
         .says("no checkpoints");
     // The manifest belongs to no checkpoint, and the folder's name merely looks like a checkpoint's.
     folder.write("odd/manifest.json", "{}");
     folder
-        .launch(["checkpoint", "verify", "odd"])
+        .launch("checkpoint verify odd")
         .expect(2)
         .says("seal");
     runs(&folder);
@@ -344,20 +292,17 @@ fn wrong_places_are_told() {
     )
     .unwrap();
     let text = folder
-        .launch(["checkpoint", "list", "checkpoint-000009"])
+        .launch("checkpoint list checkpoint-000009")
         .expect(0)
         .text();
     assert_eq!(text.matches("sizes ok").count(), 3, "{text}");
     // No checkpoint is not success, since a script that asks must not continue.
-    folder.launch(["checkpoint", "verify", "empty"]).expect(1);
-    assert!(
-        folder
-            .launch(["checkpoint", "list", "empty"])
-            .expect(0)
-            .text()
-            .contains("no checkpoints")
-    );
-    folder.launch(["checkpoint"]).expect(2);
+    folder.launch("checkpoint verify empty").expect(1);
+    folder
+        .launch("checkpoint list empty")
+        .expect(0)
+        .prints("no checkpoints");
+    folder.launch("checkpoint").expect(2);
 }
 
 #[test]
@@ -365,7 +310,7 @@ fn a_program_called_checkpoint_can_be_run() {
     let folder = Folder::new();
     folder.script("checkpoint", "echo \"ran $1\"");
     let text = folder
-        .launch(["--no-prefix", "./checkpoint", "list"])
+        .launch("--no-prefix ./checkpoint list")
         .expect(0)
         .text();
     assert_eq!(text, "ran list\n");

@@ -8,7 +8,9 @@ use accelerator_collective::{GroupOptions, Launch, ProcessGroup, ReduceOp};
 use rustix::process::Signal;
 
 use crate::hosts::Hosts;
-use crate::support::{Folder, LONG_SLEEP, Run, wait_until, wait_until_dead};
+use crate::support::{
+    Folder, LONG_SLEEP, Run, signal, test_as_program, wait_until, wait_until_dead,
+};
 
 /// Runs as a rank that takes steps until the file `stop` exists. For each group that it joins, it writes process, rank,
 /// number of ranks and step to `groups`. If `$WAY` is `save`, it ends for another start instead of regrouping.
@@ -81,14 +83,8 @@ fn append(path: &str, line: &str) {
 }
 
 /// Returns the command line of a rank.
-fn program() -> Vec<String> {
-    let tests = std::env::current_exe().unwrap();
-    let arguments = ["--exact", "elastic::rank", "--ignored", "--nocapture"];
-    let arguments = arguments.into_iter().map(str::to_owned);
-    [tests.to_str().unwrap().to_owned()]
-        .into_iter()
-        .chain(arguments)
-        .collect()
+fn program() -> String {
+    test_as_program("elastic::rank")
 }
 
 /// Waits until the last group of this size in `folder` has all its ranks. Returns its process ids by rank, and the
@@ -116,23 +112,21 @@ fn elastic_hosts(least: usize, most: usize) -> Hosts {
     hosts
 }
 
-const ONE: [&str; 2] = ["--nproc-per-node", "1"];
+const ONE: &str = "--nproc-per-node 1";
 
-fn start(hosts: &Hosts, host: usize, options: &[&str]) -> Run {
-    let program = program();
-    let program: Vec<&str> = program.iter().map(String::as_str).collect();
-    hosts.start(host, options, &program)
+fn start(hosts: &Hosts, host: usize, options: &str) -> Run {
+    hosts.start(host, &format!("{options} {}", program()))
 }
 
 #[test]
 fn hosts_come_and_leave_while_ranks_run() {
     let hosts = elastic_hosts(2, 4);
     let folder = &hosts.folder;
-    let head = start(&hosts, 0, &ONE);
-    let second = start(&hosts, 1, &ONE);
+    let head = start(&hosts, 0, ONE);
+    let second = start(&hosts, 1, ONE);
     let (two, _) = group_of(folder, 2, 0.0);
-    let third = start(&hosts, 2, &ONE);
-    let fourth = start(&hosts, 3, &ONE);
+    let third = start(&hosts, 2, ONE);
+    let fourth = start(&hosts, 3, ONE);
     let (four, step) = group_of(folder, 4, 1.0);
     assert_eq!(four[..2], two[..], "the same processes run on");
     second.signal(Signal::TERM);
@@ -143,7 +137,7 @@ fn hosts_come_and_leave_while_ranks_run() {
         .expect(75)
         .says("this host has left the job, which goes on without it");
     // The host comes back.
-    let again = start(&hosts, 1, &ONE);
+    let again = start(&hosts, 1, ONE);
     let (last, _) = group_of(folder, 4, step + 2.0);
     assert_eq!(last[..3], three[..]);
     folder.write("stop", "");
@@ -165,14 +159,14 @@ fn hosts_come_and_leave_while_ranks_run() {
 fn a_job_goes_on_without_a_lost_host_and_takes_it_in_again() {
     let hosts = elastic_hosts(1, 2);
     let folder = &hosts.folder;
-    let options = [&ONE[..], &["--restart-delay", "0"]].concat();
-    let head = start(&hosts, 0, &options);
-    let second = start(&hosts, 1, &options);
+    let options = "--nproc-per-node 1 --restart-delay 0";
+    let head = start(&hosts, 0, options);
+    let second = start(&hosts, 1, options);
     let (two, _) = group_of(folder, 2, 0.0);
     second.signal(Signal::KILL);
     let (one, _) = group_of(folder, 1, 0.0);
     assert_ne!(one[0], two[0], "what fails is started again");
-    let again = start(&hosts, 1, &options);
+    let again = start(&hosts, 1, options);
     let (both, _) = group_of(folder, 2, 1.0);
     assert_eq!(both[0], one[0]);
     folder.write("stop", "");
@@ -183,8 +177,8 @@ fn a_job_goes_on_without_a_lost_host_and_takes_it_in_again() {
 #[test]
 fn a_host_that_the_job_needs_ends_it() {
     let hosts = elastic_hosts(2, 3);
-    let head = start(&hosts, 0, &ONE);
-    let second = start(&hosts, 1, &ONE);
+    let head = start(&hosts, 0, ONE);
+    let second = start(&hosts, 1, ONE);
     group_of(&hosts.folder, 2, 0.0);
     second.signal(Signal::TERM);
     let code = 128 + 15;
@@ -196,12 +190,8 @@ fn a_host_that_the_job_needs_ends_it() {
 fn a_dropped_slot_is_tried_again() {
     let folder = Folder::new();
     folder.write("broken", "");
-    let program = program();
-    let mut command = folder.launcher();
-    command
-        .args(["-n", "2:3", "--restart-delay", "0", "--regrow-after", "0.5"])
-        .args(&program);
-    let run = Run::start(command);
+    let options = "-n 2:3 --restart-delay 0 --regrow-after 0.5";
+    let run = folder.start(&format!("{options} {}", program()));
     let (two, _) = group_of(&folder, 2, 0.0);
     // The rank is tried while it is still broken.
     run.wait_until_it_says("rank 2 was to join, and it ended with exit code 7");
@@ -211,7 +201,7 @@ fn a_dropped_slot_is_tried_again() {
     folder.write("stop", "");
     let ended = run.end().expect(0);
     for text in [
-        "slot 2 is taken as gone for good",
+        "restart 2 of 3, with 2 of 3 processes: slot 2 is taken as gone for good",
         "rank 2 was to join, and it ended with exit code 7; the job goes on as it is",
         "the job goes on with 3 ranks",
     ] {
@@ -223,10 +213,8 @@ fn a_dropped_slot_is_tried_again() {
 fn ranks_that_save_and_end_are_started_again_in_the_new_number() {
     let hosts = elastic_hosts(1, 2);
     let folder = &hosts.folder;
-    let program = program();
     let start = |host| {
-        let program: Vec<&str> = program.iter().map(String::as_str).collect();
-        let mut command = hosts.command(host, &ONE, &program);
+        let mut command = hosts.command(host, &format!("{ONE} {}", program()));
         command.env("WAY", "save");
         Run::start(command)
     };
@@ -246,12 +234,12 @@ fn ranks_that_save_and_end_are_started_again_in_the_new_number() {
 fn a_host_leaves_while_another_one_does_not_join() {
     let hosts = elastic_hosts(1, 3);
     let folder = &hosts.folder;
-    let head = start(&hosts, 0, &ONE);
-    let second = start(&hosts, 1, &ONE);
+    let head = start(&hosts, 0, ONE);
+    let second = start(&hosts, 1, ONE);
     let (two, _) = group_of(folder, 2, 0.0);
     // The ranks of this host never meet the others.
     folder.script("idle.sh", &format!("echo $RANK >> idle; exec {LONG_SLEEP}"));
-    let third = hosts.start(2, &ONE, &["idle.sh"]);
+    let third = hosts.start(2, "--nproc-per-node 1 idle.sh");
     folder.wait_for_lines("idle", 1);
     second.signal(Signal::TERM);
     let (one, _) = group_of(folder, 1, 1.0);
@@ -267,20 +255,16 @@ fn a_host_leaves_while_another_one_does_not_join() {
 fn a_host_that_fails_to_join_keeps_no_other_one_out() {
     let hosts = elastic_hosts(1, 3);
     let folder = &hosts.folder;
-    let options = [&ONE[..], &["--restart-delay", "0"]].concat();
-    let head = start(&hosts, 0, &options);
+    let options = "--nproc-per-node 1 --restart-delay 0";
+    let head = start(&hosts, 0, options);
     group_of(folder, 1, 0.0);
     folder.script("broken.sh", "echo no disk >&2; exit 3");
-    let broken = hosts.start(1, &options, &["broken.sh"]);
+    let broken = hosts.start(1, &format!("{options} broken.sh"));
     head.wait_until_it_says("rank 1 was to join, and it ended with exit code 3");
-    let good = start(&hosts, 2, &options);
+    let good = start(&hosts, 2, options);
     let (two, step) = group_of(folder, 2, 1.0);
     // A restart does without it, too.
-    rustix::process::kill_process(
-        rustix::process::Pid::from_raw(two[0].parse().unwrap()).unwrap(),
-        Signal::KILL,
-    )
-    .unwrap();
+    signal(&two[0], Signal::KILL);
     wait_until("a group that was started again", || {
         let (again, _) = group_of(folder, 2, 0.0);
         (again[0] != two[0] && step > 0.0).then_some(())
@@ -302,20 +286,8 @@ fn a_host_that_fails_to_join_keeps_no_other_one_out() {
 fn a_slot_that_fails_again_costs_the_job_no_restarts() {
     let folder = Folder::new();
     folder.write("crash", "");
-    let mut command = folder.launcher();
-    command
-        .args([
-            "-n",
-            "2:3",
-            "--max-restarts",
-            "2",
-            "--restart-delay",
-            "0",
-            "--regrow-after",
-            "0.2",
-        ])
-        .args(program());
-    let run = Run::start(command);
+    let options = "-n 2:3 --max-restarts 2 --restart-delay 0 --regrow-after 0.2";
+    let run = folder.start(&format!("{options} {}", program()));
     // The slot is dropped twice.
     let crashes = || folder.read("groups").matches(" 2 3 ").count();
     wait_until("four crashes", || (crashes() >= 4).then_some(()));
@@ -336,9 +308,9 @@ fn a_job_that_ends_does_not_wait_for_who_was_to_join() {
         "job.sh",
         "echo $$ $RANK >> pids; while [ ! -e stop ]; do sleep 0.05; done",
     );
-    let head = hosts.start(0, &ONE, &["job.sh"]);
+    let head = hosts.start(0, "--nproc-per-node 1 job.sh");
     hosts.folder.wait_for_lines("pids", 1);
-    let second = hosts.start(1, &ONE, &["job.sh"]);
+    let second = hosts.start(1, "--nproc-per-node 1 job.sh");
     hosts.folder.wait_for_lines("pids", 2);
     hosts.folder.write("stop", "");
     second.end().expect(0);

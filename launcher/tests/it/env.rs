@@ -1,12 +1,11 @@
 //! `accel-launch env`.
 
-use crate::support::{Folder, Run};
+use crate::support::Folder;
 
 #[test]
 fn json_tells_what_is_there() {
     let folder = Folder::new();
-    let text = folder.launch(["env", "--json"]).expect(0).text();
-    let report: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let report = folder.launch("env --json").expect(0).json();
     let cores = std::thread::available_parallelism().unwrap().get();
     assert_eq!(report["cores"], cores);
     assert_eq!(report["threads"][0]["threads_per_rank"], cores);
@@ -31,11 +30,6 @@ fn json_tells_what_is_there() {
 #[test]
 fn the_launcher_that_tells_the_place_is_shown_with_the_others() {
     let folder = Folder::new();
-    let run = |more: &[&str], variables: &[(&str, &str)]| {
-        let mut command = folder.launcher();
-        command.arg("env").args(more).envs(variables.to_vec());
-        Run::start(command).end()
-    };
     let mpi = [
         ("OMPI_COMM_WORLD_RANK", "1"),
         ("OMPI_COMM_WORLD_SIZE", "2"),
@@ -44,72 +38,56 @@ fn the_launcher_that_tells_the_place_is_shown_with_the_others() {
         ("PMIX_NAMESPACE", "1"),
         ("SLURM_PROCID", "0"),
     ];
-    let text = run(&["--json"], &mpi).expect(0).text();
-    let report: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let report = folder.launch_with("env --json", mpi).expect(0).json();
     assert_eq!(report["launcher"]["name"], "Open MPI");
     assert_eq!(report["launchers_noticed"][0]["variable"], "SLURM_PROCID");
     assert_eq!(report["topology"], "rank 1 of 2 (local 1 of 2)");
-    let shown = |line: &str| line.split_whitespace().collect::<Vec<_>>().join(" ");
-    let text = run(&[], &mpi).expect(0).text();
-    let lines: Vec<String> = text.lines().map(shown).collect();
-    assert!(lines.contains(&"launcher Open MPI OMPI_COMM_WORLD_RANK".to_owned()));
-    assert!(lines.contains(&"launcher Slurm, not used SLURM_PROCID".to_owned()));
+    folder
+        .launch_with("env", mpi)
+        .expect(0)
+        .shows("launcher Open MPI OMPI_COMM_WORLD_RANK")
+        .shows("launcher Slurm, not used SLURM_PROCID");
 
     let pod = [("JOB_COMPLETION_INDEX", "1")];
-    let text = run(&["--json"], &pod).expect(0).text();
-    let report: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let report = folder.launch_with("env --json", pod).expect(0).json();
     assert_eq!(report["launcher"], serde_json::json!(null));
     assert_eq!(report["agent"]["node"], 1);
     assert_eq!(report["agent"]["engine"]["name"], "an Indexed Job");
     // The rank comes over a connection, which no program serves here.
     let asked = [("PMI_PORT", "127.0.0.1:1"), ("PMI_ID", "0")];
-    let text = run(&[], &asked).expect(1).text();
+    let text = folder.launch_with("env", asked).expect(1).text();
     assert!(text.contains("error: PMI_PORT=127.0.0.1:1"), "{text}");
 }
 
 #[test]
 fn settings_have_origins() {
     let folder = Folder::new();
-    let mut command = folder.launcher();
-    command.arg("env").envs([
+    let variables = [
         ("RANK", "1"),
         ("WORLD_SIZE", "2"),
         ("MASTER_ADDR", "127.0.0.1"),
         ("MASTER_PORT", "29500"),
         ("OMP_NUM_THREADS", "3"),
-    ]);
-    let text = Run::start(command).end().expect(0).text();
-    let lines: Vec<String> = text
-        .lines()
-        .map(|line| line.split_whitespace().collect::<Vec<_>>().join(" "))
-        .collect();
-    for expected in [
-        "rank 1 RANK",
-        "world size 2 WORLD_SIZE",
-        "store port 29500 MASTER_PORT",
-        "OMP_NUM_THREADS 3 environment",
-    ] {
-        assert!(
-            lines.iter().any(|line| line == expected),
-            "{expected:?} is not in {text}"
-        );
-    }
+    ];
+    folder
+        .launch_with("env", variables)
+        .expect(0)
+        .shows("rank 1 RANK")
+        .shows("world size 2 WORLD_SIZE")
+        .shows("store port 29500 MASTER_PORT")
+        .shows("OMP_NUM_THREADS 3 environment");
 }
 
 #[test]
 fn errors_in_the_environment_are_shown() {
     let folder = Folder::new();
-    for arguments in [&["env"][..], &["env", "--json"]] {
-        let mut command = folder.launcher();
-        command
-            .args(arguments)
-            .env("RANK", "banana")
-            .env("WORLD_SIZE", "2");
-        let ended = Run::start(command).end().expect(1);
+    for line in ["env", "env --json"] {
+        let variables = [("RANK", "banana"), ("WORLD_SIZE", "2")];
+        let ended = folder.launch_with(line, variables).expect(1);
         let text = ended.text();
         assert!(text.contains("RANK") && text.contains("banana"), "{text}");
-        if arguments.len() == 2 {
-            let report: serde_json::Value = serde_json::from_str(&text).unwrap();
+        if line == "env --json" {
+            let report = ended.json();
             assert_eq!(report["errors"].as_array().unwrap().len(), 1);
             assert!(report["topology"].is_null());
         }
@@ -141,15 +119,13 @@ fn wrong_variables_are_errors_in_every_command() {
                 2,
             ),
         ] {
-            let mut command = folder.launcher();
-            command.args(line.split(' ')).env(name, value);
-            let ended = Run::start(command).end().expect(code);
+            let ended = folder.launch_with(line, [(name, value)]).expect(code);
             if code == 2 {
                 assert!(ended.stdout.is_empty(), "{line}: {ended:?}");
                 assert_eq!(ended.stderr.lines().count(), 1, "{line}: {ended:?}");
                 ended.says(name).says("; expected ");
             } else {
-                let report: serde_json::Value = serde_json::from_str(&ended.text()).unwrap();
+                let report = ended.json();
                 let errors = report["errors"].as_array().unwrap();
                 assert_eq!(errors.len(), 1, "{report}");
                 assert!(errors[0].as_str().unwrap().contains(name), "{report}");
@@ -161,8 +137,7 @@ fn wrong_variables_are_errors_in_every_command() {
 
 #[test]
 fn variables_that_are_not_set_are_listed_with_their_defaults() {
-    let text = Folder::new().launch(["env", "--json"]).expect(0).text();
-    let report: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let report = Folder::new().launch("env --json").expect(0).json();
     let settings = report["settings"].as_array().unwrap();
     for (name, default) in [("ACCEL_OVERLAP", "auto"), ("ACCEL_COMPRESSION", "none")] {
         let entry = settings.iter().find(|entry| entry["name"] == name).unwrap();
@@ -177,16 +152,10 @@ fn variables_that_are_not_set_are_listed_with_their_defaults() {
 fn a_dry_run_lists_what_ranks_get_by_default() {
     let folder = Folder::new();
     folder.script("run.sh", "true");
-    let mut command = folder.launcher();
-    command
-        .args(["--dry-run", "-n", "2", "run.sh"])
-        .env("MALLOC_TOP_PAD_", "7")
-        .env("ACCEL_OVERLAP", "off");
-    let text = Run::start(command).end().expect(0).text();
-    let row = |name: &str| {
-        let row = text.lines().find(|line| line.starts_with(name)).unwrap();
-        row.split_whitespace().collect::<Vec<_>>().join(" ")
-    };
+    let variables = [("MALLOC_TOP_PAD_", "7"), ("ACCEL_OVERLAP", "off")];
+    let ended = folder.launch_with("--dry-run -n 2 run.sh", variables);
+    let rows = ended.expect(0).lines();
+    let row = |name: &str| rows.iter().find(|row| row.starts_with(name)).unwrap();
     assert_eq!(row("MALLOC_TOP_PAD_"), "MALLOC_TOP_PAD_ 7 environment");
     assert_eq!(row("ACCEL_OVERLAP"), "ACCEL_OVERLAP off environment");
     assert!(row("GLIBC_TUNABLES").contains("glibc.malloc.hugetlb=1 default"));
@@ -211,13 +180,8 @@ fn an_empty_variable_is_not_set() {
         "RANK",
         "WORLD_SIZE",
     ];
-    let run = |args: &[&str], values: &[(&str, &str)]| {
-        let mut command = folder.launcher();
-        command.args(args).envs(values.iter().copied());
-        Run::start(command).end().expect(0).text()
-    };
     let empty = empty.map(|name| (name, ""));
-    assert_eq!(run(&["env"], &empty), run(&["env"], &[]));
-    let text = run(&["-n", "1", "--no-prefix", "rank.sh"], &empty);
-    assert_eq!(text, "rank 0\n");
+    let run = |line: &str| folder.launch_with(line, empty).expect(0).text();
+    assert_eq!(run("env"), folder.launch("env").expect(0).text());
+    assert_eq!(run("-n 1 --no-prefix rank.sh"), "rank 0\n");
 }

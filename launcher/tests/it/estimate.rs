@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use crate::support::Folder;
+use crate::support::{Ended, Folder};
 use serde_json::{Value, json};
 
 /// Writes a file with these tensors: name, type, shape and bytes. The data after the header is a hole, which takes no
@@ -33,11 +33,8 @@ fn resize(path: &Path, bytes: u64) {
     file.set_len(bytes).unwrap();
 }
 
-fn estimate(path: &Path, more: &[&str]) -> (i32, String, String) {
-    let mut args = vec!["estimate-memory", path.to_str().unwrap()];
-    args.extend(more);
-    let ended = Folder::new().launch(args);
-    (ended.code(), ended.text(), ended.stderr)
+fn estimate(path: &Path, more: &str) -> Ended {
+    Folder::new().launch(&format!("estimate-memory {} {more}", path.display()))
 }
 
 #[test]
@@ -53,9 +50,7 @@ fn parameters_gradients_and_optimizers_are_added_up() {
             ("steps", "I64", &[], 8),
         ],
     );
-    let (code, stdout, stderr) = estimate(&path, &["--json"]);
-    assert_eq!(code, 0, "{stderr}");
-    let report: Value = serde_json::from_str(&stdout).unwrap();
+    let report = estimate(&path, "--json").expect(0).json();
     assert_eq!(report["tensors"], 3);
     assert_eq!(report["elements"], 1_500_001);
     assert_eq!(report["parameters"], 5_000_008);
@@ -69,16 +64,12 @@ fn parameters_gradients_and_optimizers_are_added_up() {
     assert_eq!(report["dtypes"][2]["trained"], false);
     assert_eq!(report["left_out"], json!(["activations"]));
 
-    let (code, stdout, _) = estimate(&path, &[]);
-    assert_eq!(code, 0);
-    for part in [
-        "BF16",
-        "I64 (not trained)",
-        "24.8 MiB",
-        "Left out: activations",
-    ] {
-        assert!(stdout.contains(part), "{part} is not in:\n{stdout}");
-    }
+    estimate(&path, "")
+        .expect(0)
+        .prints("BF16")
+        .prints("I64 (not trained)")
+        .prints("24.8 MiB")
+        .prints("Left out: activations");
 }
 
 #[test]
@@ -99,9 +90,7 @@ fn an_index_is_the_sum_of_its_shards() {
         let text = json!({"metadata": {"total_size": 44}, "weight_map": map}).to_string();
         folder.write("m.safetensors.index.json", &text)
     };
-    let (code, stdout, stderr) = estimate(&index(&map), &["--json"]);
-    assert_eq!(code, 0, "{stderr}");
-    let report: Value = serde_json::from_str(&stdout).unwrap();
+    let report = estimate(&index(&map), "--json").expect(0).json();
     assert_eq!(
         (&report["elements"], &report["parameters"]),
         (&json!(13), &json!(44))
@@ -120,9 +109,7 @@ fn an_index_is_the_sum_of_its_shards() {
             "is no safetensors file",
         ),
     ] {
-        let (code, _, stderr) = estimate(&index(&map), &[]);
-        assert_eq!(code, 2, "{stderr}");
-        assert!(stderr.contains(part), "{part} is not in: {stderr}");
+        estimate(&index(&map), "").expect(2).says(part);
     }
 }
 
@@ -132,27 +119,23 @@ fn a_file_of_another_length_than_its_header_says_is_refused() {
     let tensors: &[(&str, &str, &[u64], u64)] = &[("a", "F32", &[10], 40), ("b", "I8", &[2], 2)];
     let path = model(folder.path(), "model.safetensors", tensors);
     let whole = fs::metadata(&path).unwrap().len();
-    assert_eq!(estimate(&path, &[]).0, 0);
+    estimate(&path, "").expect(0);
     // All data is missing, one byte is missing, or there is one byte too many.
     for (bytes, is_cut) in [(whole - 42, true), (whole - 1, true), (whole + 1, false)] {
         resize(&path, bytes);
-        let (code, _, stderr) = estimate(&path, &[]);
-        assert_eq!(code, 2, "{stderr}");
-        let part = format!("a file of {whole} bytes (42 of them data), and it has {bytes}");
-        assert!(stderr.contains(&part), "{part} is not in: {stderr}");
-        assert_eq!(stderr.contains("cut off"), is_cut, "{stderr}");
+        let ended = estimate(&path, "").expect(2).says(&format!(
+            "a file of {whole} bytes (42 of them data), and it has {bytes}"
+        ));
+        assert_eq!(ended.stderr.contains("cut off"), is_cut, "{ended:?}");
     }
     // The same holds if an index names the file.
     resize(&path, whole - 1);
     let map = json!({"weight_map": {"a": "model.safetensors"}});
     let index = folder.write("m.safetensors.index.json", &map.to_string());
-    let (code, _, stderr) = estimate(&index, &[]);
-    assert_eq!(code, 2, "{stderr}");
-    assert!(
-        stderr.contains("model.safetensors is no safetensors file"),
-        "{stderr}"
-    );
-    assert!(stderr.contains("cut off"), "{stderr}");
+    estimate(&index, "")
+        .expect(2)
+        .says("model.safetensors is no safetensors file")
+        .says("cut off");
 }
 
 #[test]
@@ -163,29 +146,22 @@ fn control_characters_in_a_file_are_escaped() {
         "x.safetensors",
         &[("a", "F\u{1b}[31mX", &[2], 8), ("b\u{7}", "I8", &[2], 2)],
     );
-    let (code, stdout, stderr) = estimate(&path, &[]);
-    assert_eq!(code, 0, "{stderr}");
-    assert!(stdout.contains("F\\u{1b}[31mX"), "{stdout}");
+    estimate(&path, "").expect(0).prints("F\\u{1b}[31mX");
     let path = model(
         folder.path(),
         "y.safetensors",
         &[("\u{1b}c", "I8", &[2], 3)],
     );
-    let (code, _, stderr) = estimate(&path, &[]);
-    assert_eq!(code, 2);
-    assert!(
-        stderr.contains("`\\u{1b}c` of I8 has the shape [2], and 3 bytes"),
-        "{stderr}"
-    );
+    estimate(&path, "")
+        .expect(2)
+        .says("`\\u{1b}c` of I8 has the shape [2], and 3 bytes");
     let path = folder.path().join("z.safetensors.index.json");
     for map in [json!({"a": "\u{1b}c"}), json!({"\u{1b}c": "x.safetensors"})] {
         fs::write(&path, json!({"weight_map": map}).to_string()).unwrap();
-        let (code, _, stderr) = estimate(&path, &[]);
-        assert_eq!(code, 2, "{stderr}");
-        assert!(stderr.contains("`\\u{1b}c`"), "{stderr}");
+        estimate(&path, "").expect(2).says("`\\u{1b}c`");
     }
-    let (_, stdout, stderr) = estimate(&path, &[]);
-    assert!(!(stdout + &stderr).contains('\u{1b}'));
+    let ended = estimate(&path, "");
+    assert!(!(ended.text() + &ended.stderr).contains('\u{1b}'));
 }
 
 #[test]
@@ -194,9 +170,7 @@ fn an_index_that_is_too_long_is_not_read() {
     let path = folder.path().join("m.safetensors.index.json");
     // The file takes no space on the disk.
     fs::File::create(&path).unwrap().set_len(1 << 40).unwrap();
-    let (code, _, stderr) = estimate(&path, &[]);
-    assert_eq!(code, 2, "{stderr}");
-    assert!(stderr.contains("at most 100000000"), "{stderr}");
+    estimate(&path, "").expect(2).says("at most 100000000");
 }
 
 #[test]
@@ -225,18 +199,14 @@ fn files_other_than_safetensors_are_refused() {
     ] {
         let path = folder.path().join("x.safetensors");
         fs::write(&path, bytes).unwrap();
-        let (code, _, stderr) = estimate(&path, &[]);
-        assert_eq!(code, 2, "{stderr}");
-        assert!(stderr.contains(part), "{part} is not in: {stderr}");
+        estimate(&path, "").expect(2).says(part);
     }
     for (path, part) in [
         (folder.path(), "is a folder"),
         (Path::new("/nowhere"), "cannot read"),
         (Path::new("/dev/tty"), "is no regular file"),
     ] {
-        let (code, _, stderr) = estimate(path, &[]);
-        assert_eq!(code, 2, "{stderr}");
-        assert!(stderr.contains(part), "{stderr}");
+        estimate(path, "").expect(2).says(part);
     }
 }
 
@@ -248,10 +218,7 @@ fn a_folder_of_checkpoints_tells_which_file_may_be_meant() {
         fs::create_dir(&checkpoint).unwrap();
         model(&checkpoint, "model.safetensors", &[("a", "F32", &[2], 8)]);
     }
-    let (code, _, stderr) = estimate(folder.path(), &[]);
-    assert_eq!(code, 2, "{stderr}");
-    assert!(
-        stderr.contains("checkpoint-000002/model.safetensors"),
-        "{stderr}"
-    );
+    estimate(folder.path(), "")
+        .expect(2)
+        .says("checkpoint-000002/model.safetensors");
 }

@@ -1,22 +1,6 @@
 //! The GPUs that ranks get, and the GPUs of a machine. The tests need none.
 
-use crate::support::{Ended, Folder, Run};
-
-/// Runs the launcher in `folder` with these arguments and variables.
-fn run(folder: &Folder, line: &str, variables: &[(&str, &str)]) -> Run {
-    let mut command = folder.launcher();
-    command
-        .args(line.split(' '))
-        .envs(variables.iter().copied());
-    Run::start(command)
-}
-
-/// Returns the lines of an output with single blanks between words.
-fn lines(ended: &Ended) -> Vec<String> {
-    let text = ended.text();
-    let words = |line: &str| line.split_whitespace().collect::<Vec<_>>().join(" ");
-    text.lines().map(words).collect()
-}
+use crate::support::Folder;
 
 #[test]
 fn every_rank_sees_the_list() {
@@ -25,27 +9,20 @@ fn every_rank_sees_the_list() {
         "rank.sh",
         "echo \"$LOCAL_RANK of $CUDA_VISIBLE_DEVICES, $CUDA_DEVICE_ORDER, $ACCEL_OVERSUBSCRIBE_GPUS\"",
     );
-    for (line, variables, expected) in [
-        ("-n 2 --gpu-ids 0,2", &[][..], "0,2, PCI_BUS_ID, "),
-        (
-            "-n 2 --gpu_ids 0,2",
-            &[("CUDA_VISIBLE_DEVICES", "4,5,GPU-5a")],
-            "4,GPU-5a, , ",
-        ),
+    for (line, visible, expected) in [
+        ("-n 2 --gpu-ids 0,2", None, "0,2, PCI_BUS_ID, "),
+        ("-n 2 --gpu_ids 0,2", Some("4,5,GPU-5a"), "4,GPU-5a, , "),
         (
             "-n 3 --gpu-ids 1,0 --oversubscribe-gpus",
-            &[],
+            None,
             "1,0, PCI_BUS_ID, 1",
         ),
-        (
-            "-n 2 --gpu-ids all",
-            &[("CUDA_VISIBLE_DEVICES", "7")],
-            "7, , ",
-        ),
-        ("-n 2", &[("CUDA_VISIBLE_DEVICES", "7")], "7, , "),
+        ("-n 2 --gpu-ids all", Some("7"), "7, , "),
+        ("-n 2", Some("7"), "7, , "),
     ] {
         let line = format!("{line} --no-prefix rank.sh");
-        let ended = run(&folder, &line, variables).end().expect(0);
+        let variables = visible.map(|value| ("CUDA_VISIBLE_DEVICES", value));
+        let ended = folder.launch_with(&line, variables).expect(0);
         let said = ended.sorted();
         let all: Vec<_> = (0..said.len())
             .map(|rank| format!("{rank} of {expected}"))
@@ -68,13 +45,10 @@ fn impossible_options_are_refused_before_a_rank_runs() {
         ("-n 1 --gpu-ids first", None, &["\"first\" is no GPU"]),
         ("-n 1 --gpu-ids=", None, &["--gpu-ids"]),
     ] {
-        let variables: Vec<_> = visible
-            .map(|value| ("CUDA_VISIBLE_DEVICES", value))
-            .into_iter()
-            .collect();
+        let variables = visible.map(|value| ("CUDA_VISIBLE_DEVICES", value));
         for extra in ["", " --dry-run"] {
             let line = format!("{line}{extra} rank.sh");
-            let mut ended = run(&folder, &line, &variables).end().expect(2);
+            let mut ended = folder.launch_with(&line, variables).expect(2);
             for part in parts {
                 ended = ended.says(part);
             }
@@ -88,35 +62,21 @@ fn a_dry_run_shows_who_takes_which() {
     let folder = Folder::new();
     folder.script("rank.sh", "true");
     let line = "--dry-run -n 3 --gpu-ids 0,2 --oversubscribe-gpus rank.sh";
-    let ended = run(&folder, line, &[]).end().expect(0);
-    let said = lines(&ended);
-    for expected in [
-        "rank local rank world size local world size GPU",
-        "1 1 3 3 2",
-        "2 2 3 3 0",
-        "GPUs 0,2 --gpu-ids",
-        "GPU sharing allowed --oversubscribe-gpus",
-    ] {
-        assert!(
-            said.iter().any(|line| line == expected),
-            "{expected}: {said:?}"
-        );
-    }
+    folder
+        .launch(line)
+        .expect(0)
+        .shows("rank local rank world size local world size GPU")
+        .shows("1 1 3 3 2")
+        .shows("2 2 3 3 0")
+        .shows("GPUs 0,2 --gpu-ids")
+        .shows("GPU sharing allowed --oversubscribe-gpus");
     let variables = [("ACCEL_OVERSUBSCRIBE_GPUS", "1")];
-    let ended = run(&folder, "--dry-run -n 2 rank.sh", &variables)
-        .end()
-        .expect(0);
-    let said = lines(&ended);
-    for expected in [
-        "1 1 2 2",
-        "GPUs all default",
-        "GPU sharing allowed ACCEL_OVERSUBSCRIBE_GPUS",
-    ] {
-        assert!(
-            said.iter().any(|line| line == expected),
-            "{expected}: {said:?}"
-        );
-    }
+    let ended = folder.launch_with("--dry-run -n 2 rank.sh", variables);
+    ended
+        .expect(0)
+        .shows("1 1 2 2")
+        .shows("GPUs all default")
+        .shows("GPU sharing allowed ACCEL_OVERSUBSCRIBE_GPUS");
 }
 
 #[test]
@@ -130,8 +90,7 @@ fn env_lists_the_gpus_and_which_are_visible() {
     let path = std::env::var("PATH").unwrap();
     let path = format!("{}:{path}", folder.path().display());
     let variables = [("PATH", path.as_str()), ("CUDA_VISIBLE_DEVICES", "1")];
-    let ended = run(&folder, "env --json", &variables).end().expect(0);
-    let report: serde_json::Value = serde_json::from_str(&ended.text()).unwrap();
+    let report = folder.launch_with("env --json", variables).expect(0).json();
     let gpus = report["gpus"].as_array().unwrap();
     let find = |uuid: &str| gpus.iter().find(|gpu| gpu["uuid"] == uuid).unwrap();
     let expected = serde_json::json!({
@@ -146,12 +105,13 @@ fn env_lists_the_gpus_and_which_are_visible() {
     assert_eq!(*find("GPU-test-1"), expected);
     assert_eq!(find("GPU-test-0")["visible"], false);
 
-    let ended = run(&folder, "env", &variables).end().expect(0);
-    let said = lines(&ended);
     let details = "GPU 0 NVIDIA T, 16.0 GiB driver 550.54.15, PCI 0000:f8:00.0, GPU-test-0, hidden by \
                    CUDA_VISIBLE_DEVICES";
-    assert!(said.iter().any(|line| line == details), "{said:?}");
-    let ended = run(&folder, "env", &variables[..1]).end().expect(0);
+    folder
+        .launch_with("env", variables)
+        .expect(0)
+        .shows(details);
     let details = "GPU 0 NVIDIA T, 16.0 GiB driver 550.54.15, PCI 0000:f8:00.0, GPU-test-0";
-    assert!(lines(&ended).iter().any(|line| line == details));
+    let ended = folder.launch_with("env", [variables[0]]);
+    ended.expect(0).shows(details);
 }

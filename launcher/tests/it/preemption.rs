@@ -1,14 +1,9 @@
 //! Ranks that were told to leave, have saved, and request another start with exit code 75.
 
-use crate::support::{Folder, LONG_SLEEP, Run};
+use crate::support::{Folder, LONG_SLEEP};
 use rustix::process::Signal;
-use serde_json::Value;
 
 const NOTE: &str = "[ $RANK = 0 ] && echo $ACCEL_RESTART $ACCEL_MAX_RESTARTS >> seen; ";
-
-fn report(folder: &Folder) -> Value {
-    serde_json::from_str(&folder.read("logs/latest/failure.json")).unwrap()
-}
 
 #[test]
 fn a_signal_to_the_launcher_ends_the_job_with_the_code_of_its_ranks() {
@@ -22,16 +17,13 @@ fn a_signal_to_the_launcher_ends_the_job_with_the_code_of_its_ranks() {
         let body =
             format!("{NOTE}trap 'sleep 0.1; exit 75' {name}; echo $$ >> pids; {LONG_SLEEP} & wait");
         folder.script("job.sh", &body);
-        let mut command = folder.launcher();
-        let options = ["-n", "2", "--max-restarts", "3", "--log-dir", "logs"];
-        command.args(options).arg("job.sh");
-        let run = Run::start(command);
+        let run = folder.start("-n 2 --max-restarts 3 --log-dir logs job.sh");
         folder.wait_for_lines("pids", 2);
         folder.wait_for_lines("seen", 1);
         run.signal(signal);
         run.end().expect(75).says("preempted: all ranks have saved");
         assert_eq!(folder.read("seen"), "0 3\n", "{name}");
-        let report = report(&folder);
+        let report = folder.failure();
         assert_eq!(report["ending"], "preempted", "{name}: {report:#}");
         assert_eq!(report["attempts"].as_array().unwrap().len(), 0);
     }
@@ -42,9 +34,8 @@ fn ranks_that_are_preempted_by_themselves_are_restarted_at_once() {
     let folder = Folder::new();
     let body = format!("{NOTE}[ $ACCEL_RESTART = 0 ] && exit 75; exit 0");
     folder.script("job.sh", &body);
-    let options = ["-n", "2", "--max-restarts", "1", "--restart-delay", "300"];
     folder
-        .launch(options.into_iter().chain(["job.sh"]))
+        .launch("-n 2 --max-restarts 1 --restart-delay 300 job.sh")
         .expect(0)
         .says("all ranks were preempted, and have saved; restart 1 of 2, which does not count\n");
     assert_eq!(folder.read("seen"), "0 1\n1 2\n");
@@ -55,11 +46,11 @@ fn without_restarts_the_code_is_left_to_who_started_the_job() {
     let folder = Folder::new();
     folder.script("job.sh", &format!("{NOTE}exit 75"));
     folder
-        .launch(["-n", "2", "--log-dir", "logs", "job.sh"])
+        .launch("-n 2 --log-dir logs job.sh")
         .expect(75)
         .says("start the job again to go on");
     assert_eq!(folder.read("seen"), "0 0\n");
-    assert_eq!(report(&folder)["ending"], "preempted");
+    assert_eq!(folder.failure()["ending"], "preempted");
 }
 
 #[test]
@@ -67,19 +58,11 @@ fn a_notice_that_stands_is_not_met_for_ever() {
     let folder = Folder::new();
     folder.script("job.sh", &format!("{NOTE}exit 75"));
     folder
-        .launch([
-            "-n",
-            "1",
-            "--max-restarts",
-            "9",
-            "--log-dir",
-            "logs",
-            "job.sh",
-        ])
+        .launch("-n 1 --max-restarts 9 --log-dir logs job.sh")
         .expect(75)
         .says("it was preempted again within 10 minutes of its restart");
     assert_eq!(folder.read("seen"), "0 9\n1 10\n");
-    let reason = report(&folder)["reason"].as_str().unwrap().to_owned();
+    let reason = folder.failure()["reason"].as_str().unwrap().to_owned();
     assert!(reason.contains("again within"), "{reason}");
 }
 
@@ -92,10 +75,10 @@ fn a_job_of_which_one_rank_fails_has_failed() {
             format!("[ $RANK = 0 ] && {{ {wait}; exit 75; }}; touch ready; sleep 0.1; {how}");
         folder.script("job.sh", &body);
         folder
-            .launch(["-n", "2", "--log-dir", "logs", "job.sh"])
+            .launch("-n 2 --log-dir logs job.sh")
             .expect(code)
             .says("rank 1 (pid ");
-        let report = report(&folder);
+        let report = folder.failure();
         assert_eq!(report["ending"], "failed", "{report:#}");
         assert_eq!(report["first"]["rank"], 1, "{report:#}");
     }

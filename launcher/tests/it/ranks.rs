@@ -14,7 +14,7 @@ fn every_rank_knows_its_place() {
         "echo $RANK $WORLD_SIZE $LOCAL_RANK $LOCAL_WORLD_SIZE $MASTER_ADDR $ACCEL_STORE\n\
          [ \"$MASTER_PORT\" = \"$ACCEL_PORT\" ] && [ \"$MASTER_PORT\" -gt 0 ] && echo $MASTER_PORT >> ports",
     );
-    let ended = folder.launch(["-n", "3", "show.sh"]).expect(0);
+    let ended = folder.launch("-n 3 show.sh").expect(0);
     let expected: Vec<String> = (0..3)
         .map(|rank| format!("[{rank}] {rank} 3 {rank} 3 127.0.0.1 launcher"))
         .collect();
@@ -33,13 +33,13 @@ fn the_launchers_own_rank_is_not_inherited() {
         "show.sh",
         "echo $RANK $WORLD_SIZE ${TORCHELASTIC_RUN_ID-none}",
     );
-    let mut command = folder.launcher();
-    command.args(["-n", "1", "show.sh"]).envs([
+    let variables = [
         ("RANK", "5"),
         ("WORLD_SIZE", "9"),
         ("TORCHELASTIC_RUN_ID", "x"),
-    ]);
-    assert_eq!(Run::start(command).end().expect(0).text(), "0 1 none\n");
+    ];
+    let ended = folder.launch_with("-n 1 show.sh", variables);
+    assert_eq!(ended.expect(0).text(), "0 1 none\n");
 }
 
 #[test]
@@ -49,12 +49,9 @@ fn ranks_are_told_what_the_launcher_has_set_itself() {
         "show.sh",
         "echo $ACCEL_SET_BY_LAUNCHER; env | grep ^ACCEL_ | cut -d= -f1 | sort | paste -sd,",
     );
-    let mut command = folder.launcher();
-    command
-        .args(["-n", "1", "--no-prefix", "--oversubscribe-gpus"])
-        .args(["--network-interface", "lo", "show.sh"])
-        .env("ACCEL_OVERLAP", "off");
-    let text = Run::start(command).end().expect(0).text();
+    let line = "-n 1 --no-prefix --oversubscribe-gpus --network-interface lo show.sh";
+    let ended = folder.launch_with(line, [("ACCEL_OVERLAP", "off")]);
+    let text = ended.expect(0).text();
     let (listed, all) = text.trim().split_once('\n').unwrap();
     let mut listed: Vec<&str> = listed.split(',').collect();
     for option in ["ACCEL_NETWORK_INTERFACE", "ACCEL_OVERSUBSCRIBE_GPUS"] {
@@ -69,8 +66,9 @@ fn ranks_are_told_what_the_launcher_has_set_itself() {
 fn ranks_are_told_what_the_launcher_was_called_with() {
     let folder = Folder::new();
     folder.script("show.sh", "echo \"$ACCEL_LAUNCH_COMMAND\"");
-    let arguments = ["-n", "1", "show.sh", "--password", "abc", "a b"];
-    let text = folder.launch(arguments).expect(0).text();
+    let mut command = folder.command("-n 1 show.sh --password abc");
+    command.arg("a b");
+    let text = Run::start(command).end().expect(0).text();
     let words: Vec<String> = serde_json::from_str(text.trim()).unwrap();
     assert_eq!(
         words[1..],
@@ -80,7 +78,7 @@ fn ranks_are_told_what_the_launcher_was_called_with() {
     // A command line that is too long for a variable is left out and does no harm.
     let long = "x".repeat(100_000);
     let text = folder
-        .launch(["-n", "1", "show.sh", &long])
+        .launch(&format!("-n 1 show.sh {long}"))
         .expect(0)
         .text();
     assert_eq!(text, "\n");
@@ -94,9 +92,8 @@ fn restarts_have_the_identity_of_their_launch() {
         "echo \"$ACCEL_LAUNCH_ID\"; [ \"$ACCEL_RESTART\" = 1 ]",
     );
     let launch = || {
-        let options = ["-n", "1", "--max-restarts", "1", "--restart-delay", "0"];
-        let text = folder.launch([&options[..], &["show.sh"]].concat());
-        let text = text.expect(0).text();
+        let ended = folder.launch("-n 1 --max-restarts 1 --restart-delay 0 show.sh");
+        let text = ended.expect(0).text();
         let ids: Vec<_> = text.lines().map(str::to_owned).collect();
         assert_eq!(ids.len(), 2, "{text}");
         assert_eq!(ids[0], ids[1]);
@@ -110,12 +107,8 @@ fn variables_of_a_newer_launcher_are_ignored_and_not_inherited() {
     let folder = Folder::new();
     folder.script("show.sh", "echo ${ACCEL_FUTURE-none}");
     let run = |name: &str| {
-        let mut command = folder.launcher();
-        command.args(["-n", "1", "--no-prefix", "show.sh"]).envs([
-            (name, "1"),
-            ("ACCEL_SET_BY_LAUNCHER", "ACCEL_JOB,ACCEL_FUTURE"),
-        ]);
-        Run::start(command).end()
+        let listed = ("ACCEL_SET_BY_LAUNCHER", "ACCEL_JOB,ACCEL_FUTURE");
+        folder.launch_with("-n 1 --no-prefix show.sh", [(name, "1"), listed])
     };
     assert_eq!(run("ACCEL_FUTURE").expect(0).text(), "none\n");
     run("ACCEL_FUTUER")
@@ -131,13 +124,13 @@ fn a_launcher_in_a_job_of_another_one_has_a_job_of_its_own() {
         "outer.sh",
         "echo $ACCEL_JOB $ACCEL_TOKEN_FILE; $LAUNCHER -q -n 2 --no-prefix inner.sh",
     );
-    let mut command = folder.launcher();
-    command
-        .args(["-n", "2", "--no-prefix", "outer.sh"])
-        .env("LAUNCHER", env!("CARGO_BIN_EXE_accel-launch"))
-        // An empty value counts as unset.
-        .env("TMPDIR", "");
-    let text = Run::start(command).end().expect(0).text();
+    // An empty value counts as unset.
+    let variables = [
+        ("LAUNCHER", env!("CARGO_BIN_EXE_accel-launch")),
+        ("TMPDIR", ""),
+    ];
+    let ended = folder.launch_with("-n 2 --no-prefix outer.sh", variables);
+    let text = ended.expect(0).text();
     let jobs: std::collections::BTreeSet<&str> = text.lines().collect();
     // There are two ranks of the outer job, and two of each of two inner jobs.
     assert_eq!((jobs.len(), text.lines().count()), (3, 6), "{text}");
@@ -151,8 +144,7 @@ fn ranks_do_not_see_the_place_of_their_launcher() {
         "show.sh",
         "env | grep -E '^(OMPI|PMI|PMIX|MPI|SLURM)_' | sort",
     );
-    let mut command = folder.launcher();
-    command.args(["-n", "1", "--no-prefix", "show.sh"]).envs([
+    let variables = [
         ("OMPI_COMM_WORLD_RANK", "0"),
         ("OMPI_COMM_WORLD_SIZE", "1"),
         ("MPI_LOCALRANKID", "0"),
@@ -165,9 +157,10 @@ fn ranks_do_not_see_the_place_of_their_launcher() {
         ("SLURM_LOCALID", "0"),
         ("SLURM_NODEID", "0"),
         ("SLURM_JOB_ID", "7"),
-    ]);
+    ];
+    let ended = folder.launch_with("-n 1 --no-prefix show.sh", variables);
     // A rank may ask Slurm about its job.
-    assert_eq!(Run::start(command).end().text(), "SLURM_JOB_ID=7\n");
+    assert_eq!(ended.text(), "SLURM_JOB_ID=7\n");
 }
 
 #[test]
@@ -178,28 +171,13 @@ fn a_launcher_that_another_one_started_several_times_is_refused() {
         ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
         ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
     ] {
-        let mut command = folder.launcher();
-        command
-            .args(["-n", "2", "ran.sh"])
-            .envs([(size, "2"), (rank, "1")]);
-        Run::start(command)
-            .end()
+        folder
+            .launch_with("-n 2 ran.sh", [(size, "2"), (rank, "1")])
             .expect(2)
             .says(size)
             .says("start it once a job");
     }
     assert_eq!(folder.read("ran"), "");
-}
-
-#[test]
-fn the_store_listens_while_ranks_run() {
-    let folder = Folder::new();
-    // The file is the kernel's table of listening sockets, with ports in hexadecimal.
-    folder.script("look.sh", "grep -i \":$(printf %04X $MASTER_PORT) 00000000:0000 0A\" /proc/net/tcp > /dev/null && echo listens");
-    assert_eq!(
-        folder.launch(["-n", "2", "look.sh"]).expect(0).sorted(),
-        ["[0] listens", "[1] listens"]
-    );
 }
 
 #[test]
@@ -210,14 +188,14 @@ fn a_port_can_be_chosen_and_a_taken_one_is_an_error() {
     let listener = std::net::TcpListener::bind(("127.0.0.1", port)).unwrap();
     let port = port.to_string();
     folder
-        .launch(["-n", "2", "--master-port", &port, "show.sh"])
+        .launch(&format!("-n 2 --master-port {port} show.sh"))
         .expect(1)
         .says("is taken")
         .says(&port);
     assert_eq!(folder.read("ran"), "");
     drop(listener);
     folder
-        .launch(["-n", "2", "--master-port", &port, "show.sh"])
+        .launch(&format!("-n 2 --master-port {port} show.sh"))
         .expect(0);
     assert_eq!(folder.read("ran"), format!("{port}\n{port}\n"));
 }
@@ -239,23 +217,16 @@ fn arguments_after_the_script_are_its_own() {
         "",
         "--help",
     ];
-    let ended = folder
-        .launch(
-            ["--num-processes", "1", "show.sh"]
-                .into_iter()
-                .chain(arguments),
-        )
-        .expect(0);
+    let mut command = folder.command("--num-processes 1 show.sh");
+    command.args(arguments);
+    let ended = Run::start(command).end().expect(0);
     let expected: String = arguments
         .iter()
         .map(|argument| format!("<{argument}>\n"))
         .collect();
     assert_eq!(ended.text(), expected);
     assert_eq!(
-        folder
-            .launch(["-n", "1", "--", "./show.sh", "-n"])
-            .expect(0)
-            .text(),
+        folder.launch("-n 1 -- ./show.sh -n").expect(0).text(),
         "<-n>\n"
     );
 }
@@ -269,7 +240,7 @@ fn thread_counts_share_the_cores() {
     );
     let cores = std::thread::available_parallelism().unwrap().get();
     let share = (cores / 2).max(1);
-    let ended = folder.launch(["-n", "2", "show.sh"]).expect(0);
+    let ended = folder.launch("-n 2 show.sh").expect(0);
     assert_eq!(
         ended.sorted(),
         [
@@ -279,19 +250,16 @@ fn thread_counts_share_the_cores() {
     );
 
     assert_eq!(
-        folder.launch(["-n", "1", "show.sh"]).expect(0).text(),
+        folder.launch("-n 1 show.sh").expect(0).text(),
         "none none\n"
     );
     let ended = folder
-        .launch(["-n", "1", "--threads-per-process", "3", "show.sh"])
+        .launch("-n 1 --threads-per-process 3 show.sh")
         .expect(0);
     assert_eq!(ended.text(), "3 3\n");
 
-    let mut command = folder.launcher();
-    command
-        .args(["-n", "2", "show.sh"])
-        .env("RAYON_NUM_THREADS", "11");
-    let ended = Run::start(command).end().expect(0);
+    let ended = folder.launch_with("-n 2 show.sh", [("RAYON_NUM_THREADS", "11")]);
+    let ended = ended.expect(0);
     assert_eq!(
         ended.sorted(),
         [format!("[0] 11 {share}"), format!("[1] 11 {share}")]
@@ -306,10 +274,11 @@ fn python_is_told_to_write_at_once_where_the_user_does_not_say_otherwise() {
         "echo \"unbuffered: ${PYTHONUNBUFFERED-not set}\"",
     );
     let shown = |own: Option<&str>| {
-        let mut command = folder.launcher();
-        command.args(["-n", "1", "show.sh"]);
-        command.envs(own.map(|value| ("PYTHONUNBUFFERED", value)));
-        Run::start(command).end().expect(0).text()
+        let variables = own.map(|value| ("PYTHONUNBUFFERED", value));
+        folder
+            .launch_with("-n 1 show.sh", variables)
+            .expect(0)
+            .text()
     };
     assert_eq!(shown(None), "unbuffered: 1\n");
     // Python then buffers, as it does by default.
@@ -320,11 +289,8 @@ fn python_is_told_to_write_at_once_where_the_user_does_not_say_otherwise() {
 fn rank_0_reads_standard_input() {
     let folder = Folder::new();
     folder.script("show.sh", "read line && echo got $line; exit 0");
-    let mut command = folder.launcher();
-    command
-        .args(["-n", "2", "show.sh"])
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped());
+    let mut command = folder.command("-n 2 show.sh");
+    command.stdin(Stdio::piped()).stdout(Stdio::piped());
     let mut child = command.spawn().unwrap();
     child.stdin.take().unwrap().write_all(b"hello\n").unwrap();
     let output = child.wait_with_output().unwrap();
@@ -335,37 +301,16 @@ fn rank_0_reads_standard_input() {
 fn a_dry_run_starts_nothing() {
     let folder = Folder::new();
     folder.script("show.sh", "echo ran > ran");
-    let ended = folder.launch([
-        "-n",
-        "2",
-        "--grace",
-        "0.5",
-        "--log-dir",
-        "logs",
-        "--dry-run",
-        "show.sh",
-        "--epochs",
-        "3",
-    ]);
-    let text = ended.expect(0).text();
-    let lines: Vec<String> = text
-        .lines()
-        .map(|line| line.split_whitespace().collect::<Vec<_>>().join(" "))
-        .collect();
-    for expected in [
-        "0 0 2 2",
-        "1 1 2 2",
-        "processes 2 --num-processes",
-        "grace 0.5 s --grace",
-        "store port a free one default",
-        "log folder logs --log-dir",
-    ] {
-        assert!(
-            lines.iter().any(|line| line == expected),
-            "{expected:?} is not in {text}"
-        );
-    }
-    assert!(text.contains("show.sh --epochs 3"));
+    folder
+        .launch("-n 2 --grace 0.5 --log-dir logs --dry-run show.sh --epochs 3")
+        .expect(0)
+        .shows("0 0 2 2")
+        .shows("1 1 2 2")
+        .shows("processes 2 --num-processes")
+        .shows("grace 0.5 s --grace")
+        .shows("store port a free one default")
+        .shows("log folder logs --log-dir")
+        .prints("show.sh --epochs 3");
     assert!(!folder.path().join("ran").exists());
     assert!(!folder.path().join("logs").exists());
 }
@@ -375,10 +320,10 @@ fn a_default_of_one_process_is_said_once() {
     let folder = Folder::new();
     folder.script("show.sh", "echo $WORLD_SIZE");
     let ended = folder
-        .launch(["show.sh"])
+        .launch("show.sh")
         .expect(0)
         .says("starting 1 process; --num-processes N starts more");
     assert_eq!(ended.text(), "1\n");
-    assert_eq!(folder.launch(["--quiet", "show.sh"]).expect(0).stderr, "");
-    assert_eq!(folder.launch(["-n", "1", "show.sh"]).expect(0).stderr, "");
+    assert_eq!(folder.launch("--quiet show.sh").expect(0).stderr, "");
+    assert_eq!(folder.launch("-n 1 show.sh").expect(0).stderr, "");
 }

@@ -3,8 +3,8 @@
 
 use std::io::Write;
 
-use crate::support::{DEADLINE, Ended, Folder, Run};
-use accelerator_collective::{GroupOptions, Launch, ProcessGroup, ReduceOp};
+use crate::support::{DEADLINE, Ended, Folder, join_group, test_as_program};
+use accelerator_collective::ReduceOp;
 use rustix::process::{Signal, getpid, kill_process};
 use serde_json::{Value, json};
 
@@ -30,15 +30,13 @@ fn work_as_rank() {
 }
 
 fn work(failure: &str) -> accelerator_collective::Result<()> {
-    let launch = Launch::from_env()?;
-    let rank = launch.topology.rank();
-    if failure == "absent" && rank == 1 {
+    let is_rank_1 = std::env::var("RANK").is_ok_and(|rank| rank == "1");
+    if failure == "absent" && is_rank_1 {
         std::process::exit(0);
     }
-    let options = GroupOptions::new().with_connect_timeout(DEADLINE / 2);
-    let group = ProcessGroup::connect(&launch, &options)?;
+    let group = join_group()?;
     for step in 0..1000 {
-        if step == STEPS && rank == 1 {
+        if step == STEPS && is_rank_1 {
             fail(failure);
         }
         let mut values = [1.0_f64];
@@ -76,23 +74,11 @@ fn complaint() -> String {
 
 /// Launches three ranks that run only the test `name`, and returns the end and the report.
 fn launch(folder: &Folder, name: &str, failure: &str) -> (Ended, Value) {
-    let mut command = folder.launcher();
-    command
-        .args(["-n", "3", "--log-dir", "logs"])
-        .arg(std::env::current_exe().unwrap())
-        .args([
-            "--exact",
-            &format!("root_cause::{name}"),
-            "--test-threads",
-            "1",
-            "--nocapture",
-        ])
-        .env(FAILURE, failure)
-        .env("ACCEL_LIVENESS_TIMEOUT", "1");
-    let ended = Run::start(command).end();
-    let report = folder.read("logs/latest/failure.json");
-    let report = serde_json::from_str(&report).unwrap_or_else(|_| panic!("{report}: {ended:?}"));
-    (ended, report)
+    let program = test_as_program(&format!("root_cause::{name}"));
+    let line = format!("-n 3 --log-dir logs {program}");
+    let variables = [(FAILURE, failure), ("ACCEL_LIVENESS_TIMEOUT", "1")];
+    let ended = folder.launch_with(&line, variables);
+    (ended, folder.failure())
 }
 
 /// Asserts that rank 1 was found to be the cause, and that both others knew it.
@@ -145,25 +131,51 @@ fn a_killed_rank() {
 }
 
 #[test]
-fn a_crashed_rank() {
+fn a_rank_that_fails_otherwise() {
     work_as_rank();
-    let folder = Folder::new();
-    let (ended, report) = launch(&folder, "a_crashed_rank", "crashed");
-    check(&folder, &ended, &report, "killed by SIGABRT");
-    assert_eq!(ended.code(), 134);
-}
-
-#[test]
-fn a_rank_that_exits_with_a_code() {
-    work_as_rank();
-    let folder = Folder::new();
-    let (ended, report) = launch(&folder, "a_rank_that_exits_with_a_code", "exited");
-    check(&folder, &ended, &report, "exit code 3");
-    assert_eq!(ended.code(), 3);
-    assert_eq!(report["first"]["last_words"], json!(["the reason"]));
-    ended
-        .says("failed first: exit code 3")
-        .says("    | the reason");
+    // The exit code is that of the rank if it has a failing one of its own, else that of a rank that lost it.
+    for (failure, told, code, own, says) in [
+        (
+            "crashed",
+            "killed by SIGABRT",
+            134,
+            Value::Null,
+            "killed by SIGABRT",
+        ),
+        (
+            "exited",
+            "exit code 3",
+            3,
+            json!(3),
+            "failed first: exit code 3",
+        ),
+        ("left", "exit code 0", 4, json!(0), "exit code 0"),
+        (
+            "panics",
+            "the answer is wrong",
+            101,
+            json!(101),
+            "the answer is wrong",
+        ),
+        ("stopped", "rank 1", 4, Value::Null, "stopped responding"),
+    ] {
+        let folder = Folder::new();
+        let (ended, report) = launch(&folder, "a_rank_that_fails_otherwise", failure);
+        check(&folder, &ended, &report, told);
+        assert_eq!(ended.code(), code, "{failure}");
+        let first = &report["first"];
+        assert_eq!(first["exit_code"], own, "{report:#}");
+        match failure {
+            "exited" => assert_eq!(first["last_words"], json!(["the reason"])),
+            "panics" => assert!(
+                first["cause"].as_str().unwrap().contains(told),
+                "{report:#}"
+            ),
+            "stopped" => assert_eq!(first["signal"], Value::Null),
+            _ => {}
+        }
+        ended.says(says);
+    }
 }
 
 #[test]
@@ -188,17 +200,6 @@ fn a_long_error_is_whole_in_the_report_and_one_line_to_the_others() {
 }
 
 #[test]
-fn a_rank_that_leaves_with_success() {
-    work_as_rank();
-    let folder = Folder::new();
-    let (ended, report) = launch(&folder, "a_rank_that_leaves_with_success", "left");
-    check(&folder, &ended, &report, "exit code 0");
-    // The root cause has no failing code, but a rank that lost it has.
-    assert_eq!(ended.code(), 4);
-    assert_eq!(report["first"]["exit_code"], 0);
-}
-
-#[test]
 fn a_rank_that_never_joins() {
     work_as_rank();
     let folder = Folder::new();
@@ -210,31 +211,4 @@ fn a_rank_that_never_joins() {
     ended.says(
         "rank 1 ended with exit code 0 before it joined: does its program call Accelerator::new?",
     );
-}
-
-#[test]
-fn a_rank_that_panics() {
-    work_as_rank();
-    let folder = Folder::new();
-    let (ended, report) = launch(&folder, "a_rank_that_panics", "panics");
-    check(&folder, &ended, &report, "the answer is wrong");
-    assert_eq!(ended.code(), 101);
-    let cause = report["first"]["cause"].as_str().unwrap();
-    assert!(cause.contains("the answer is wrong"), "{report:#}");
-}
-
-#[test]
-fn a_stopped_rank() {
-    work_as_rank();
-    let folder = Folder::new();
-    let (ended, report) = launch(&folder, "a_stopped_rank", "stopped");
-    check(&folder, &ended, &report, "rank 1");
-    // Only the launcher ended it, so the code is that of a rank that lost it.
-    assert_eq!(ended.code(), 4);
-    let first = &report["first"];
-    assert_eq!(
-        (&first["exit_code"], &first["signal"]),
-        (&Value::Null, &Value::Null)
-    );
-    ended.says("stopped responding");
 }

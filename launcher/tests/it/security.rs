@@ -19,15 +19,15 @@ fn a_token_is_in_no_environment_command_line_log_or_output() {
          while [ $(wc -l < shown) -lt 2 ]; do sleep 0.02; done; exit 3",
     );
     let mut outputs = Vec::new();
-    let lines = [
-        vec!["-n", "2", "--log-dir", "logs", script.to_str().unwrap()],
-        vec!["env"],
-        vec!["env", "--json"],
-        vec!["-n", "2", "--dry-run", script.to_str().unwrap()],
-    ];
-    for line in lines {
-        let mut command = folder.launcher();
-        command.args(line).env("ACCEL_TOKEN_FILE", &token);
+    let script = script.display();
+    for line in [
+        format!("-n 2 --log-dir logs {script}").as_str(),
+        "env",
+        "env --json",
+        &format!("-n 2 --dry-run {script}"),
+    ] {
+        let mut command = folder.command(line);
+        command.env("ACCEL_TOKEN_FILE", &token);
         let ended = Run::start(command).end();
         outputs.push(String::from_utf8_lossy(&ended.stdout).into_owned());
         outputs.push(ended.stderr);

@@ -3,16 +3,12 @@
 use std::net::TcpListener;
 use std::time::Duration;
 
-use crate::support::{DEADLINE, Ended, Folder, Run, wait_until, wait_until_dead};
+use crate::support::{DEADLINE, Folder, Run, wait_until, wait_until_dead};
 use rustix::process::Signal;
 use serde_json::Value;
 
 /// The number of stages.
 const STAGES: usize = 5;
-
-fn json(ended: &Ended) -> Value {
-    serde_json::from_str(&ended.text()).unwrap()
-}
 
 fn verdict(report: &Value) -> &str {
     report["stages"][0]["verdict"].as_str().unwrap()
@@ -20,8 +16,8 @@ fn verdict(report: &Value) -> &str {
 
 #[test]
 fn every_stage_is_ok_here() {
-    let ended = Folder::new().launch(["test", "--json"]).expect(0);
-    let report = json(&ended);
+    let ended = Folder::new().launch("test --json").expect(0);
+    let report = ended.json();
     assert_eq!(report["ok"], true, "{report}");
     let stages = report["stages"].as_array().unwrap();
     assert_eq!(stages.len(), STAGES);
@@ -33,7 +29,7 @@ fn every_stage_is_ok_here() {
 
 #[test]
 fn three_processes_can_be_tested_too() {
-    let ended = Folder::new().launch(["test", "-n", "3"]).expect(0);
+    let ended = Folder::new().launch("test -n 3").expect(0);
     let text = ended.text();
     assert!(text.contains("3 processes met"), "{text}");
     assert!(text.contains("on 3 ranks over shm"), "{text}");
@@ -49,7 +45,7 @@ fn memory_that_cannot_be_shared_is_no_failure() {
     let line = "ulimit -f 1; exec \"$0\" test --json --stage shm";
     let command = folder.launcher_by("sh", &["-c", line]);
     let ended = Run::start(command).end().expect(0);
-    let report = json(&ended);
+    let report = ended.json();
     assert_eq!(report["ok"], true, "{report}");
     assert_eq!(verdict(&report), "skipped", "{report}");
     let detail = report["stages"][0]["detail"].as_str().unwrap();
@@ -64,8 +60,8 @@ fn a_stage_that_takes_too_long_is_ended() {
     // Ten launches take longer.
     let line = "test --json --limit 0.1 --stage death --timing";
     let folder = Folder::new();
-    let ended = folder.launch(line.split(' '));
-    let report = json(&ended);
+    let ended = folder.launch(line);
+    let report = ended.json();
     for stage in report["stages"].as_array().unwrap() {
         let verdict = stage["verdict"].as_str().unwrap();
         assert!(["ok", "failed", "timed out"].contains(&verdict), "{report}");
@@ -78,7 +74,7 @@ fn a_port_that_is_taken_is_told_and_what_needs_it_is_left_out() {
     let taken = TcpListener::bind(("127.0.0.1", 0)).unwrap();
     let port = taken.local_addr().unwrap().port().to_string();
     let ended = Folder::new()
-        .launch(["test", "--master-port", &port])
+        .launch(&format!("test --master-port {port}"))
         .expect(1);
     let text = ended.text();
     let line = text.lines().next().unwrap();
@@ -93,9 +89,7 @@ fn a_port_that_is_taken_is_told_and_what_needs_it_is_left_out() {
 #[test]
 fn a_signal_ends_it_and_its_processes() {
     let folder = Folder::new();
-    let mut command = folder.launcher();
-    command.args(["test", "--stage", "tcp", "--timing"]);
-    let run = Run::start(command);
+    let run = folder.start("test --stage tcp --timing");
     // The processes are the shim of a job's launcher, the launcher proper, and two ranks.
     let processes = wait_until("a job", || {
         let found = descendants(run.pid().as_raw_pid());
@@ -112,9 +106,9 @@ fn a_signal_ends_it_and_its_processes() {
 #[test]
 fn the_time_to_the_first_all_reduce_is_measured() {
     let ended = Folder::new()
-        .launch(["test", "--timing", "--json", "--stage", "rendezvous"])
+        .launch("test --timing --json --stage rendezvous")
         .expect(0);
-    let report = json(&ended);
+    let report = ended.json();
     let seconds = |name: &str| {
         let number = report[name].as_f64();
         number.unwrap_or_else(|| panic!("no {name} in {report}"))
@@ -136,7 +130,7 @@ fn nonsense_is_refused() {
         "test --chaos",
         "__rank nothing",
     ] {
-        Folder::new().launch(line.split(' ')).expect(2);
+        Folder::new().launch(line).expect(2);
     }
 }
 
@@ -164,11 +158,9 @@ fn a_plan_of_faults_is_refused_by_a_program_without_injection() {
         return;
     }
     let folder = Folder::new();
-    let mut command = folder.launcher();
-    command.args(["__rank", "threads"]);
-    command.env("ACCEL_FAULTS", "rank=0 step=1 kill");
-    let ended = Run::start(command).end().expect(1);
-    ended.says("built without fault injection");
+    let variables = [("ACCEL_FAULTS", "rank=0 step=1 kill")];
+    let ended = folder.launch_with("__rank threads", variables);
+    ended.expect(1).says("built without fault injection");
 }
 
 /// Returns the children of a process and their descendants.

@@ -6,10 +6,12 @@ use std::os::unix::process::CommandExt;
 use std::thread;
 use std::time::Duration;
 
-use accelerator_collective::{GroupOptions, Launch, ProcessGroup, ReduceOp};
+use accelerator_collective::ReduceOp;
 use rustix::process::{Signal, kill_process_group};
 
-use crate::support::{DEADLINE, Folder, LONG_SLEEP, Run, wait_until, wait_until_dead};
+use crate::support::{
+    Folder, LONG_SLEEP, Run, join_group, test_as_program, wait_until, wait_until_dead,
+};
 
 /// The variable with the phase in which the job is stopped, set for the ranks.
 const STOPPED: &str = "LAUNCHER_TEST_STOPPED";
@@ -19,7 +21,6 @@ fn work_as_rank() {
     let Ok(phase) = std::env::var(STOPPED) else {
         return;
     };
-    let launch = Launch::from_env().unwrap();
     let has_pid = || {
         let line = format!("{}\n", std::process::id());
         let pids = File::options().create(true).append(true).open("pids");
@@ -29,12 +30,11 @@ fn work_as_rank() {
     let may_go = || std::path::Path::new("go").exists();
     if phase == "meeting" {
         has_pid();
-        while launch.topology.rank() == 2 && !may_go() {
+        while std::env::var("RANK").unwrap() == "2" && !may_go() {
             thread::sleep(Duration::from_millis(20));
         }
     }
-    let options = GroupOptions::new().with_connect_timeout(DEADLINE);
-    let group = ProcessGroup::connect(&launch, &options).unwrap();
+    let group = join_group().unwrap();
     if phase == "working" {
         has_pid();
     }
@@ -51,11 +51,9 @@ fn work_as_rank() {
 /// Stops the job by SIGTSTP for longer than ranks may be silent, continues it, and expects success.
 fn stop_and_continue(name: &str, phase: &str, signal: impl Fn(&Run, Signal)) {
     let folder = Folder::new();
-    let mut command = folder.launcher();
+    let program = test_as_program(&format!("signals::{name}"));
+    let mut command = folder.command(&format!("-n 3 {program}"));
     command
-        .args(["-n", "3"])
-        .arg(std::env::current_exe().unwrap())
-        .args(["--exact", &format!("signals::{name}"), "--nocapture"])
         .env(STOPPED, phase)
         .env("ACCEL_LIVENESS_TIMEOUT", "5")
         .process_group(0);
@@ -67,18 +65,10 @@ fn stop_and_continue(name: &str, phase: &str, signal: impl Fn(&Run, Signal)) {
     });
     pids.push(run.pid().as_raw_pid().to_string());
     signal(&run, Signal::TSTP);
-    for pid in &pids {
-        wait_until(&format!("process {pid} to be stopped"), || {
-            is_stopped(pid).then_some(())
-        });
-    }
+    pids.iter().for_each(|pid| wait_until_stopped(pid, true));
     thread::sleep(Duration::from_secs(7));
     signal(&run, Signal::CONT);
-    for pid in &pids {
-        wait_until(&format!("process {pid} to be continued"), || {
-            (!is_stopped(pid)).then_some(())
-        });
-    }
+    pids.iter().for_each(|pid| wait_until_stopped(pid, false));
     folder.write("go", "");
     let ended = run.end().expect(0);
     assert!(!ended.stderr.contains("kill -CONT"), "{ended:?}");
@@ -90,7 +80,14 @@ fn has_socket(pid: &str) -> bool {
     targets.any(|target| target.to_string_lossy().starts_with("socket:"))
 }
 
-pub(crate) fn is_stopped(pid: &str) -> bool {
+/// Waits until a process is stopped, or continued.
+pub(crate) fn wait_until_stopped(pid: &str, stopped: bool) {
+    wait_until(&format!("process {pid} to change"), || {
+        (is_stopped(pid) == stopped).then_some(())
+    });
+}
+
+fn is_stopped(pid: &str) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
     stat.rsplit_once(") ").unwrap().1.starts_with('T')
 }
@@ -121,9 +118,8 @@ fn ranks_that_start_while_the_job_is_stopped_are_stopped_too() {
     let folder = Folder::new();
     let body = "echo $$ >> pids; [ $ACCEL_RESTART = 0 ] && exit 1; while [ ! -e go ]; do sleep 0.02; done; exit 0";
     folder.script("job.sh", body);
-    let mut command = folder.launcher();
-    let restart = ["--max-restarts", "1", "--restart-delay", "3"];
-    command.args(restart).arg("job.sh").process_group(0);
+    let mut command = folder.command("--max-restarts 1 --restart-delay 3 job.sh");
+    command.process_group(0);
     let run = Run::start(command);
     let first = folder.wait_for_lines("pids", 1);
     wait_until_dead(&first[0]);
@@ -171,8 +167,8 @@ fn a_job_that_nobody_would_continue_does_not_stop() {
 fn a_job_that_is_continued_at_once_does_not_stay_stopped() {
     let folder = Folder::new();
     folder.script("job.sh", COUNT_SIGNALS);
-    let mut command = folder.launcher();
-    command.args(["-n", "2", "job.sh"]).process_group(0);
+    let mut command = folder.command("-n 2 job.sh");
+    command.process_group(0);
     let run = Run::start(command);
     folder.wait_for_lines("pids", 2);
     for _ in 0..100 {
@@ -242,24 +238,6 @@ fn a_second_signal_kills() {
 }
 
 #[test]
-fn user_signals_are_forwarded_and_the_job_continues() {
-    let folder = Folder::new();
-    let body = "trap 'echo usr >> got' USR1; echo $$ >> pids; while [ ! -e got ] || [ $(wc -l < got) -lt 2 ]; do sleep 0.02; done; exit 0";
-    let (run, _) = start(&folder, body, &[]);
-    run.signal(Signal::USR1);
-    run.end().expect(0);
-}
-
-#[test]
-fn ranks_die_with_a_killed_launcher() {
-    let folder = Folder::new();
-    let (run, pids) = start(&folder, "echo $$ >> pids; while :; do sleep 0.1; done", &[]);
-    run.signal(Signal::KILL);
-    pids.iter().for_each(|pid| wait_until_dead(pid));
-    drop(run);
-}
-
-#[test]
 fn a_hangup_is_ignored_under_nohup() {
     let folder = Folder::new();
     folder.script(
@@ -280,10 +258,8 @@ fn nothing_stays_in_the_temporary_folder() {
     let folder = Folder::new();
     let temporary = tempfile::tempdir().unwrap();
     folder.script("job.sh", "[ $RANK = 0 ] && exit 1; sleep 0.2");
-    let mut command = folder.launcher();
-    command
-        .args(["-n", "2", "job.sh"])
-        .env("TMPDIR", temporary.path());
+    let mut command = folder.command("-n 2 job.sh");
+    command.env("TMPDIR", temporary.path());
     Run::start(command).end().expect(1);
     assert_eq!(std::fs::read_dir(temporary.path()).unwrap().count(), 0);
 }

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::process::Command;
 
 use crate::ports::free_port;
-use crate::support::{DEADLINE, Ended, Folder, Run};
+use crate::support::{DEADLINE, Ended, Folder, Run, join_group, test_as_program};
 use accelerator_collective::launcher::Token;
 use accelerator_collective::{GroupOptions, Launch, ProcessGroup, ReduceOp};
 use accelerator_manifest::internal::StagedFolder;
@@ -18,9 +18,7 @@ fn is_rank() -> bool {
 
 /// Works as a rank: adds up all ranks' numbers and writes the sum to a file of its own.
 fn work() -> accelerator_collective::Result<()> {
-    let launch = Launch::from_env()?;
-    let options = GroupOptions::new().with_connect_timeout(DEADLINE / 2);
-    let group = ProcessGroup::connect(&launch, &options)?;
+    let group = join_group()?;
     let mut values = [1.0_f64, group.rank() as f64];
     group.all_reduce(&mut values, ReduceOp::Sum)?;
     if let Some(path) = std::env::var_os(RANK_OUTPUT) {
@@ -31,35 +29,13 @@ fn work() -> accelerator_collective::Result<()> {
 }
 
 /// Launches this test program as ranks that run only the test `name` of this module.
-fn launch(folder: &Folder, name: &str, options: &[&str], variables: &[(&str, &str)]) -> Ended {
-    let mut command = folder.launcher();
-    let program = std::env::current_exe().ok();
+fn launch(folder: &Folder, name: &str, options: &str, variables: &[(&str, &str)]) -> Ended {
+    let program = test_as_program(&format!("store::{name}"));
+    let mut command = folder.command(&format!("{options} {program}"));
     command
-        .args(options)
-        .args(program)
-        .args(["--exact", &format!("store::{name}"), "--test-threads", "1"])
         .env(RANK_OUTPUT, folder.path().join("sum"))
         .envs(variables.iter().copied());
     Run::start(command).end()
-}
-
-#[test]
-fn ranks_meet_at_the_launchers_store() -> accelerator_collective::Result<()> {
-    if is_rank() {
-        return work();
-    }
-    let folder = Folder::new();
-    launch(
-        &folder,
-        "ranks_meet_at_the_launchers_store",
-        &["-n", "3"],
-        &[],
-    )
-    .expect(0);
-    for rank in 0..3 {
-        assert_eq!(folder.read(&format!("sum.{rank}")), "[3.0, 3.0]");
-    }
-    Ok(())
 }
 
 #[test]
@@ -68,7 +44,7 @@ fn a_single_rank_needs_no_store() -> accelerator_collective::Result<()> {
         return work();
     }
     let folder = Folder::new();
-    launch(&folder, "a_single_rank_needs_no_store", &["-n", "1"], &[]).expect(0);
+    launch(&folder, "a_single_rank_needs_no_store", "-n 1", &[]).expect(0);
     assert_eq!(folder.read("sum.0"), "[1.0, 0.0]");
     Ok(())
 }
@@ -83,12 +59,12 @@ fn a_token_is_asked_for_and_proved() -> accelerator_collective::Result<()> {
     Token::generate()?.write_file(&path)?;
     let variables = [("ACCEL_TOKEN_FILE", path.to_str().unwrap_or_default())];
     let name = "a_token_is_asked_for_and_proved";
-    launch(&folder, name, &["-n", "2"], &variables).expect(0);
+    launch(&folder, name, "-n 2", &variables).expect(0);
     assert_eq!(folder.read("sum.1"), "[2.0, 1.0]");
 
     let short = folder.write("short", "too short");
     let variables = [("ACCEL_TOKEN_FILE", short.to_str().unwrap_or_default())];
-    launch(&folder, name, &["-n", "2"], &variables)
+    launch(&folder, name, "-n 2", &variables)
         .expect(2)
         .says("token file");
     Ok(())
@@ -118,6 +94,7 @@ fn a_token_may_come_by_a_descriptor() -> accelerator_collective::Result<()> {
         "show.sh",
         "cat $ACCEL_TOKEN_FILE >> $RANK.shown; echo >> $RANK.shown; [ $ACCEL_RESTART = 1 ]",
     );
+    let program = test_as_program("store::a_token_may_come_by_a_descriptor");
     for (redirection, path) in [
         (BY_PIPE, "/dev/fd/3"),
         (BY_PIPE, "/proc/self/fd/3"),
@@ -125,24 +102,14 @@ fn a_token_may_come_by_a_descriptor() -> accelerator_collective::Result<()> {
     ] {
         let mut command = with_descriptor(&folder, &token, redirection, path);
         command
-            .args(["-n", "2"])
-            .args(std::env::current_exe().ok())
-            .args(["--exact", "store::a_token_may_come_by_a_descriptor"])
+            .args(format!("-n 2 {program}").split(' '))
             .env(RANK_OUTPUT, folder.path().join("sum"));
         Run::start(command).end().expect(0);
         assert_eq!(folder.read("sum.1"), "[2.0, 1.0]");
         std::fs::remove_file(folder.path().join("sum.1")).unwrap();
 
         let mut command = with_descriptor(&folder, &token, redirection, path);
-        command.args([
-            "-n",
-            "2",
-            "--max-restarts",
-            "1",
-            "--restart-delay",
-            "0",
-            "show.sh",
-        ]);
+        command.args("-n 2 --max-restarts 1 --restart-delay 0 show.sh".split(' '));
         Run::start(command).end().expect(0);
         for rank in ["0.shown", "1.shown"] {
             let shown = folder.read(rank);
@@ -165,14 +132,7 @@ fn launchers_of_several_hosts_may_read_the_token_from_a_pipe() -> accelerator_co
     let runs = ["0", "1"].map(|host| {
         let mut command = with_descriptor(&folder, &token, BY_PIPE, "/dev/fd/3");
         command
-            .args([
-                "--nnodes",
-                "2",
-                "--node-rank",
-                host,
-                "--rdzv-endpoint",
-                &endpoint,
-            ])
+            .args(format!("--nnodes 2 --node-rank {host} --rdzv-endpoint {endpoint}").split(' '))
             .args(["--no-prefix", "show.sh"]);
         Run::start(command)
     });
@@ -207,28 +167,20 @@ fn a_local_job_has_a_token_of_its_own() -> accelerator_collective::Result<()> {
     drop(staged);
     std::fs::create_dir(&left).unwrap();
     let variables = [("TMPDIR", temporary.to_str().unwrap_or_default())];
-    launch(&folder, name, &["-n", "2"], &variables).expect(0);
+    launch(&folder, name, "-n 2", &variables).expect(0);
     assert_eq!(folder.read("sum.1"), "[2.0, 1.0]");
     let left = temporary.read_dir().unwrap().count();
     assert_eq!(left, 0, "tokens go with their jobs");
     // A process that may not join a job with a token may join one that waives it.
     folder.script("show.sh", "echo ${ACCEL_TOKEN_FILE:-none}");
-    let shown = |options: &[&str], insecure: &str| {
-        let mut command = folder.launcher();
-        command.args(options).args(["--no-prefix", "show.sh"]);
-        let ended = Run::start({
-            command.env("ACCEL_INSECURE", insecure);
-            command
-        });
-        ended.end().expect(0).sorted()
+    let shown = |ranks: usize, insecure: &str| {
+        let line = format!("-n {ranks} --no-prefix show.sh");
+        let ended = folder.launch_with(&line, [("ACCEL_INSECURE", insecure)]);
+        ended.expect(0).sorted()
     };
-    assert_eq!(shown(&["-n", "2"], "1"), ["none", "none"]);
-    assert_eq!(
-        shown(&["-n", "1"], "0"),
-        ["none"],
-        "there is nobody to meet"
-    );
-    let told = shown(&["-n", "2"], "0");
+    assert_eq!(shown(2, "1"), ["none", "none"]);
+    assert_eq!(shown(1, "0"), ["none"], "there is nobody to meet");
+    let told = shown(2, "0");
     assert!(told[0] == told[1] && told[0] != "none", "{told:?}");
     Ok(())
 }
@@ -245,7 +197,7 @@ fn a_rank_of_another_job_is_refused() -> accelerator_collective::Result<()> {
     }
     let folder = Folder::new();
     let name = "a_rank_of_another_job_is_refused";
-    let ended = launch(&folder, name, &["-n", "2", "--log-dir", "logs"], &[]);
+    let ended = launch(&folder, name, "-n 2 --log-dir logs", &[]);
     assert_ne!(ended.code(), 0);
     let log = folder.read("logs/latest/rank-0.log");
     assert!(log.contains("another"), "{log}");

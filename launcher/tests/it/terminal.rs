@@ -4,6 +4,7 @@ use std::fs::{File, OpenOptions};
 use std::io::Read;
 use std::os::unix::ffi::OsStrExt;
 use std::process::{Command, Stdio};
+use std::thread::JoinHandle;
 
 use crate::support::{Folder, wait_until};
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
@@ -22,9 +23,21 @@ pub(crate) fn open_terminal() -> (File, File) {
     (File::from(controller), terminal)
 }
 
+/// Reads what a terminal shows until no process has it open any more, on a thread.
+pub(crate) fn shown(mut controller: File) -> JoinHandle<String> {
+    std::thread::spawn(move || {
+        let (mut shown, mut chunk) = (Vec::new(), [0; 4096]);
+        // Reading ends with an error.
+        while let Ok(count @ 1..) = controller.read(&mut chunk) {
+            shown.extend_from_slice(&chunk[..count]);
+        }
+        String::from_utf8(shown).unwrap()
+    })
+}
+
 /// Runs `command` with both streams on a terminal, and returns the terminal's output.
 fn on_terminal(mut command: Command) -> String {
-    let (mut controller, terminal) = open_terminal();
+    let (controller, terminal) = open_terminal();
     command
         .stdin(Stdio::null())
         .stdout(terminal.try_clone().unwrap())
@@ -33,30 +46,20 @@ fn on_terminal(mut command: Command) -> String {
     let mut child = command.spawn().unwrap();
     // The command holds this side's last handles of the terminal.
     drop(command);
-    let reader = std::thread::spawn(move || {
-        let (mut shown, mut chunk) = (Vec::new(), [0; 4096]);
-        // Reading ends with an error when no process has the terminal open any more.
-        while let Ok(count @ 1..) = controller.read(&mut chunk) {
-            shown.extend_from_slice(&chunk[..count]);
-        }
-        shown
-    });
+    let reader = shown(controller);
     let status = wait_until("the launcher to end", || child.try_wait().unwrap());
     assert!(status.success(), "{status:?}");
-    String::from_utf8(reader.join().unwrap()).unwrap()
+    reader.join().unwrap()
 }
 
 #[test]
 fn prefixes_are_coloured_on_a_terminal_only_and_if_wanted() {
     let folder = Folder::new();
     folder.script("talk.sh", "[ $RANK = 0 ] && echo hello; exit 0");
-    let mut command = folder.launcher();
-    command.args(["-n", "2", "--quiet", "talk.sh"]);
+    let command = folder.command("-n 2 --quiet talk.sh");
     assert_eq!(on_terminal(command), "\x1b[36m[0]\x1b[0m hello\r\n");
-    let mut command = folder.launcher();
-    command
-        .args(["-n", "2", "--quiet", "talk.sh"])
-        .env("NO_COLOR", "1");
+    let mut command = folder.command("-n 2 --quiet talk.sh");
+    command.env("NO_COLOR", "1");
     assert_eq!(on_terminal(command), "[0] hello\r\n");
 }
 
@@ -70,10 +73,8 @@ fn a_line_takes_the_place_of_another_ranks_progress() {
          if [ $RANK = 0 ]; then printf '10%%\\r' >&2; seen hello 1; printf '20%%\\n' >&2; exit 0; fi\n\
          seen 10% 0; echo hello",
     );
-    let mut command = folder.launcher();
-    command
-        .args(["-n", "2", "--quiet", "--log-dir", "logs", "talk.sh"])
-        .env("NO_COLOR", "1");
+    let mut command = folder.command("-n 2 --quiet --log-dir logs talk.sh");
+    command.env("NO_COLOR", "1");
     assert_eq!(
         on_terminal(command),
         "[0] 10%\r\x1b[2K[1] hello\r\n[0] 20%\r\n"

@@ -8,6 +8,8 @@ use rustix::process::{Pid, Signal};
 
 use crate::support::{Folder, Run, wait_until};
 
+const LAUNCHER: &str = env!("CARGO_BIN_EXE_accel-launch");
+
 const SPEC: &str = r#"
 name = "parabola"
 metric = "loss"
@@ -29,42 +31,32 @@ const PROGRAM: &str = "BEGIN { x = 5; for (i = 0; i < steps; i++) { x -= lr * 2 
 #[test]
 fn any_program_that_prints_json_lines_is_tuned() {
     let folder = Folder::new();
-    fs::write(folder.path().join("spec.toml"), SPEC).unwrap();
-    let tune = |name: &str, args: &[&str]| {
-        let mut command = folder.launcher();
-        command
-            .args(["tune", "spec.toml", "--folder", name])
-            .args(args);
+    folder.write("spec.toml", SPEC);
+    let program = PROGRAM.replace('{', "{{").replace('}', "}}");
+    let tune = |name: &str, slots: usize| {
+        let line = format!("tune spec.toml --folder {name} --slots {slots}");
+        let mut command = folder.command(&line);
         command.args(["--", "awk", "-v", "lr={lr}", "-v", "steps={steps}"]);
-        command.arg(PROGRAM.replace('{', "{{").replace('}', "}}"));
-        command.output().unwrap()
+        command.arg(&program);
+        Run::start(command).end()
     };
-    let output = tune("two", &["--slots", "2"]);
-    let said = String::from_utf8_lossy(&output.stdout).into_owned();
-    assert!(output.status.success(), "{output:?}");
-    assert!(
-        said.contains("Number of trials: 6/6 (6 TERMINATED)"),
-        "{said}"
-    );
+    let ended = tune("two", 2).expect(0);
+    let ended = ended.prints("Number of trials: 6/6 (6 TERMINATED)");
+    let said = ended.text();
     let best = said
         .lines()
         .find_map(|line| line.strip_prefix("Best config is: "))
         .unwrap();
-    let show = |args: &[&str]| {
-        let output = folder.launcher().arg("tune").args(args).output().unwrap();
-        assert!(output.status.success(), "{output:?}");
-        String::from_utf8(output.stdout).unwrap()
-    };
-    let shown = show(&["best", "two"]);
-    assert!(shown.contains(best), "{shown}");
-    let shown: serde_json::Value = serde_json::from_str(&show(&["best", "two", "--json"])).unwrap();
+    folder.launch("tune best two").expect(0).prints(best);
+    let show = |line: &str| folder.launch(line).expect(0).json();
+    let shown = show("tune best two --json");
     assert_eq!(shown["config"].to_string(), best);
     assert_eq!(shown["training_iteration"], 8);
     assert!(shown["trial"].as_str().unwrap().starts_with("parabola_"));
-    let listed: serde_json::Value = serde_json::from_str(&show(&["list", ".", "--json"])).unwrap();
+    let listed = show("tune list . --json");
     assert_eq!(listed[0]["status"], "finished");
     assert_eq!(listed[0]["ended"], 6);
-    let rows: serde_json::Value = serde_json::from_str(&show(&["show", "two", "--json"])).unwrap();
+    let rows = show("tune show two --json");
     let lowest = rows
         .as_array()
         .unwrap()
@@ -73,33 +65,21 @@ fn any_program_that_prints_json_lines_is_tuned() {
     let lowest = lowest.fold(f64::INFINITY, f64::min);
     assert_eq!(listed[0]["best"].as_f64().unwrap(), lowest);
     assert_eq!(shown["value"].as_f64().unwrap(), lowest);
-    let again = tune("two", &["--slots", "2"]);
-    let said = String::from_utf8_lossy(&again.stdout).into_owned();
-    assert!(said.contains("This search ended at 20"), "{said}");
-    assert!(said.contains("nothing was run"), "{said}");
+    tune("two", 2)
+        .prints("This search ended at 20")
+        .prints("nothing was run");
     // Slots beyond the number of workers change nothing.
-    assert!(tune("four", &["--slots", "4"]).status.success());
+    tune("four", 4).expect(0);
     let decisions =
         |name: &str| fs::read(folder.path().join(name).join("decisions.jsonl")).unwrap();
     assert_eq!(decisions("two"), decisions("four"));
     // In a job of two processes, the second is the agent of the first.
-    let mut job = folder.launcher();
-    job.args(["--num-processes", "2", env!("CARGO_BIN_EXE_accel-launch")]);
-    job.args([
-        "tune",
-        "spec.toml",
-        "--folder",
-        "job",
-        "--slots",
-        "2",
-        "--",
-        "sh",
-        "-c",
-    ]);
+    let mut job = folder.command(&format!(
+        "--num-processes 2 {LAUNCHER} tune spec.toml --folder job --slots 2 -- sh -c"
+    ));
     job.arg("env | grep -E '^(RANK|WORLD_SIZE|MASTER_ADDR|ACCEL_JOB)=' >&2; exec awk -v lr={lr} -v steps={steps} \"$0\"");
-    job.arg(PROGRAM.replace('{', "{{").replace('}', "}}"));
-    let output = job.output().unwrap();
-    assert!(output.status.success(), "{output:?}");
+    job.arg(&program);
+    Run::start(job).end().expect(0);
     assert_eq!(decisions("job"), decisions("two"));
     for log in glob(&folder.path().join("job"), "output.log") {
         let log = fs::read_to_string(log).unwrap();
@@ -109,10 +89,9 @@ fn any_program_that_prints_json_lines_is_tuned() {
         );
     }
     // Programs cannot take turns on a slot.
-    let output = tune("one", &["--slots", "1"]);
-    assert_eq!(output.status.code(), Some(2));
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(said.contains("each of the workers needs a slot"), "{said}");
+    tune("one", 1)
+        .expect(2)
+        .says("each of the workers needs a slot");
 }
 
 /// Returns the files of that name in the folders of a folder.
@@ -128,29 +107,23 @@ fn glob(folder: &Path, name: &str) -> Vec<PathBuf> {
 fn a_search_without_its_agent_ends_with_the_name_of_the_host_and_goes_on_when_it_is_started_again()
 {
     let folder = Folder::new();
-    fs::write(folder.path().join("spec.toml"), SPEC).unwrap();
+    folder.write("spec.toml", SPEC);
     // Without the file `calm`, the trial on the second slot ends its agent, which is its parent.
     let program = "[ -e calm ] || {{ [ {trial} != 00001 ] || kill -9 $PPID; sleep 600; }}
                    for step in 1 2 3 4 5 6 7 8; do echo '{{\"loss\": 0.5}}'; done";
     let job = || {
-        let mut command = folder.launcher();
-        command.args(["--num-processes", "2", env!("CARGO_BIN_EXE_accel-launch")]);
-        command.args(["tune", "spec.toml", "--folder", "job", "--slots", "2"]);
-        command.args(["--", "sh", "-c", program, "{lr}"]);
-        command.output().unwrap()
+        let mut command = folder.command(&format!(
+            "--num-processes 2 {LAUNCHER} tune spec.toml --folder job --slots 2 -- sh -c"
+        ));
+        command.args([program, "{lr}"]);
+        Run::start(command).end()
     };
-    let output = job();
-    assert!(!output.status.success(), "{output:?}");
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(said.contains("is lost, with its trials"), "{said}");
-    fs::write(folder.path().join("calm"), "").unwrap();
-    let output = job();
-    assert!(output.status.success(), "{output:?}");
-    let said = String::from_utf8_lossy(&output.stdout).into_owned();
-    assert!(
-        said.contains("Number of trials: 6/6 (6 TERMINATED)"),
-        "{said}"
-    );
+    let ended = job().says("is lost, with its trials");
+    assert!(!ended.status.success(), "{ended:?}");
+    folder.write("calm", "");
+    job()
+        .expect(0)
+        .prints("Number of trials: 6/6 (6 TERMINATED)");
 }
 
 #[test]
@@ -182,45 +155,30 @@ fn a_specification_that_cannot_be_is_refused_with_its_place() {
             "`reduction_factor` is 1",
         ),
     ] {
-        fs::write(folder.path().join("spec.toml"), text).unwrap();
-        let mut command = folder.launcher();
-        let output = command
-            .args(["tune", "spec.toml", "--", "true"])
-            .output()
-            .unwrap();
-        let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert_eq!(output.status.code(), Some(2), "{said}");
-        assert!(said.contains(expected), "{said}");
+        folder.write("spec.toml", &text);
+        folder
+            .launch("tune spec.toml -- true")
+            .expect(2)
+            .says(expected);
     }
-    let output = folder
-        .launcher()
-        .args(["tune", "best", "nowhere"])
-        .output()
-        .unwrap();
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(said.contains("nowhere has no search"), "{said}");
+    folder
+        .launch("tune best nowhere")
+        .says("nowhere has no search");
 }
 
 #[test]
 fn a_search_whose_launcher_is_killed_goes_on_where_it_was() {
     let folder = Folder::new();
-    fs::write(
-        folder.path().join("spec.toml"),
-        "name = \"s\"\nmetric = \"loss\"\nmode = \"min\"\nslots = 2\nnum_samples = 2\n[space]\nx = 1\n[stop]\ntraining_iteration = 3\n",
-    )
-    .unwrap();
+    folder.write("spec.toml", "name = \"s\"\nmetric = \"loss\"\nmode = \"min\"\nslots = 2\nnum_samples = 2\n[space]\nx = 1\n[stop]\ntraining_iteration = 3\n");
     // The trial continues once the file `go` exists.
     folder.script(
         "trial.sh",
         "for i in 1 2 3; do echo '{\"loss\": 1}'; while [ $i = 2 -a ! -e go ]; do sleep 0.05; done; done",
     );
-    let mut command = folder.launcher();
-    command.args(["tune", "spec.toml", "--folder", "s", "--", "sh", "trial.sh"]);
-    let run = Run::start(command);
+    let run = folder.start("tune spec.toml --folder s -- sh trial.sh");
     let journal = || folder.read("s/journal.jsonl");
     wait_until("reports", || {
-        let journal = fs::read_to_string(folder.path().join("s/journal.jsonl")).ok()?;
-        (journal.matches("reported").count() == 4).then_some(())
+        (journal().matches("reported").count() == 4).then_some(())
     });
     run.signal(Signal::KILL);
     run.end();
@@ -231,28 +189,20 @@ fn a_search_whose_launcher_is_killed_goes_on_where_it_was() {
     assert!(!journal().contains("failed"), "{}", journal());
     assert!(!journal().contains("finished"), "{}", journal());
     folder.write("go", "");
-    let mut command = folder.launcher();
     // The search resumes from any folder.
-    command
-        .args(["tune", "resume"])
-        .arg(folder.path().join("s"))
-        .current_dir("/");
-    let said = Run::start(command).end().expect(0).text();
-    assert!(
-        said.contains("Number of trials: 2/2 (2 TERMINATED)"),
-        "{said}"
-    );
+    let line = format!("tune resume {}", folder.path().join("s").display());
+    let mut command = folder.command(&line);
+    command.current_dir("/");
+    let ended = Run::start(command).end().expect(0);
+    ended.prints("Number of trials: 2/2 (2 TERMINATED)");
 }
 
 #[test]
 fn a_silent_program_ends_with_its_search_and_launcher_that_are_both_killed() {
     let folder = Folder::new();
-    fs::write(folder.path().join("spec.toml"), SPEC).unwrap();
+    folder.write("spec.toml", SPEC);
     folder.script("trial.sh", "trap '' TERM; sleep 300 & > begun; wait");
-    let mut command = folder.launcher();
-    command.args(["tune", "spec.toml", "--folder", "s", "--slots", "2"]);
-    command.args(["--", "sh", "trial.sh"]);
-    let run = Run::start(command);
+    let run = folder.start("tune spec.toml --folder s --slots 2 -- sh trial.sh");
     wait_until("a trial", || {
         folder.path().join("begun").exists().then_some(())
     });
@@ -278,18 +228,11 @@ fn a_silent_program_ends_with_its_search_and_launcher_that_are_both_killed() {
 #[test]
 fn a_search_without_a_report_says_what_one_is() {
     let folder = Folder::new();
-    fs::write(folder.path().join("spec.toml"), SPEC).unwrap();
-    let output = folder
-        .launcher()
-        .args(["tune", "spec.toml", "--slots", "2", "--", "echo", "loss: 1"])
-        .output()
-        .unwrap();
-    assert_eq!(output.status.code(), Some(1));
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(
-        said.contains("no trial has reported a number as `loss`"),
-        "{said}"
-    );
+    folder.write("spec.toml", SPEC);
+    folder
+        .launch("tune spec.toml --slots 2 -- echo loss: 1")
+        .expect(1)
+        .says("no trial has reported a number as `loss`");
 }
 
 /// The output goes through a pipe, to which Python writes in blocks by default, so the report would arrive at the end.
@@ -310,19 +253,9 @@ fn a_program_of_python_is_read_while_it_runs() {
         "train.py",
         "import os, time\nprint('{\"loss\": 1}')\nwhile not os.path.exists('late'): time.sleep(0.05)\n",
     );
-    let mut command = folder.launcher();
-    command.args([
-        "tune",
-        "spec.toml",
-        "--folder",
-        "s",
-        "--",
-        "python3",
-        "train.py",
-    ]);
-    let run = Run::start(command);
+    let run = folder.start("tune spec.toml --folder s -- python3 train.py");
     wait_until("the report", || {
-        let journal = fs::read_to_string(folder.path().join("s/journal.jsonl")).ok()?;
+        let journal = folder.read("s/journal.jsonl");
         journal.contains("reported").then_some(())
     });
     // The search stops the program, or this file ends it.
@@ -335,58 +268,41 @@ fn a_misspelt_metric_ends_the_search_at_the_first_object_without_it() {
     let folder = Folder::new();
     let misspelt = SPEC.replace("\"loss\"", "\"los\"");
     let tune = |spec: &str| {
-        fs::write(folder.path().join("spec.toml"), spec).unwrap();
-        let mut command = folder.launcher();
-        command.args(["tune", "spec.toml", "--folder", "s", "--slots", "2", "--"]);
+        folder.write("spec.toml", spec);
+        let mut command = folder.command("tune spec.toml --folder s --slots 2 --");
         // Objects without numbers are not metrics.
         command.args([
             "printf",
             "{{\"event\": \"begin\"}}\n{{\"loss\": 1, \"acc\": 2}}\n",
         ]);
-        command.output().unwrap()
+        Run::start(command).end()
     };
-    let output = tune(&misspelt);
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert_eq!(output.status.code(), Some(2), "{said}");
-    assert!(said.contains("`metric` is `los`, and trial 0"), "{said}");
-    assert!(
-        said.contains("without it: acc, loss; did you mean `loss`?"),
-        "{said}"
-    );
+    tune(&misspelt)
+        .expect(2)
+        .says("`metric` is `los`, and trial 0")
+        .says("without it: acc, loss; did you mean `loss`?");
     // If the specification allows it, programs may print other objects first.
     let lenient = format!("disable_strict_metric_checking = true\n{misspelt}");
-    assert_eq!(tune(&lenient).status.code(), Some(1));
+    tune(&lenient).expect(1);
 }
 
 #[test]
 fn a_command_that_could_not_start_may_be_corrected() {
     let folder = Folder::new();
-    fs::write(folder.path().join("spec.toml"), SPEC).unwrap();
-    let tune = |program: &[&str]| {
-        let mut command = folder.launcher();
-        command.args(["tune", "spec.toml", "--folder", "s", "--slots", "2", "--"]);
-        command.args(program).output().unwrap()
-    };
+    folder.write("spec.toml", SPEC);
+    let tune =
+        |program: &str| folder.launch(&format!("tune spec.toml --folder s --slots 2 -- {program}"));
     for (program, expected) in [
         (
-            ["sh", "{rate}"],
+            "sh {rate}",
             "`{rate}` in the program's arguments is no parameter",
         ),
-        (["./missing", "{lr}"], "cannot start ./missing"),
+        ("./missing {lr}", "cannot start ./missing"),
     ] {
-        let output = tune(&program);
-        let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert_eq!(output.status.code(), Some(2), "{said}");
-        assert!(said.contains(expected), "{said}");
+        tune(program).expect(2).says(expected);
     }
-    let reports = ["echo", "{{\"loss\": {lr}}}"];
-    assert!(tune(&reports).status.success());
-    let output = tune(&["echo", "{lr}"]);
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(
-        said.contains("holds another search: its `program`"),
-        "{said}"
-    );
+    tune("echo {{\"loss\":{lr}}}").expect(0);
+    tune("echo {lr}").says("holds another search: its `program`");
 }
 
 /// Each rank prints its lines.
@@ -396,24 +312,19 @@ fn of_a_trial_of_several_processes_rank_0_reports() {
     let spec = "name = \"s\"\nmetric = \"loss\"\nmode = \"min\"\n[space]\nx = 1\n[resources_per_trial]\nprocesses = 2\n";
     folder.write("spec.toml", spec);
     let tune = |name: &str, program: &str| {
-        let mut command = folder.launcher();
-        command.args(["tune", "spec.toml", "--folder", name, "--slots", "1", "--"]);
-        command.args(["sh", "-c", program]).output().unwrap()
+        let line = format!("tune spec.toml --folder {name} --slots 1 -- sh -c");
+        let mut command = folder.command(&line);
+        command.arg(program);
+        Run::start(command).end()
     };
-    let rows = |name: &str| {
-        let mut command = folder.launcher();
-        let output = command.args(["tune", "show", name, "--json"]).output();
-        serde_json::from_slice::<serde_json::Value>(&output.unwrap().stdout).unwrap()
-    };
+    let rows = |name: &str| folder.launch(&format!("tune show {name} --json")).json();
     let program = "for i in 1 2 3; do echo \"{{\\\"loss\\\": $RANK, \\\"step\\\": $i}}\"; done";
-    let output = tune("both", program);
-    assert!(output.status.success(), "{output:?}");
+    tune("both", program).expect(0);
     let row = &rows("both")[0];
     assert_eq!(row["training_iteration"], 3, "{row}");
     assert_eq!((&row["loss"], &row["step"]), (&0.0.into(), &3.0.into()));
     // The error says that the reports are lost.
-    let output = tune("other", "[ $RANK = 0 ] || echo '{{\"loss\": 1}}'");
-    assert_eq!(output.status.code(), Some(1), "{output:?}");
+    tune("other", "[ $RANK = 0 ] || echo '{{\"loss\": 1}}'").expect(1);
     let row = &rows("other")[0];
     assert_eq!(row["status"], "ERROR", "{row}");
     let error = fs::read_to_string(&glob(&folder.path().join("other"), "error.txt")[0]).unwrap();
@@ -428,35 +339,17 @@ fn infinite_parameters_and_values_are_shown_as_json_can_hold_them() {
     let folder = Folder::new();
     let spec = "name = \"s\"\nmetric = \"loss\"\nmode = \"max\"\n[space]\nclip = inf\nlow = nan\n";
     folder.write("spec.toml", spec);
-    let mut command = folder.launcher();
-    command.args([
-        "tune",
-        "spec.toml",
-        "--folder",
-        "all/s",
-        "--slots",
-        "1",
-        "--",
-    ]);
-    command.args(["echo", "{low}", r#"{{"loss": {clip}}}"#]);
-    let output = command.output().unwrap();
-    assert!(output.status.success(), "{output:?}");
-    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    let program = r#"echo {low} {{"loss":{clip}}}"#;
+    let line = "tune spec.toml --folder all/s --slots 1 --";
+    let ended = folder.launch(&format!("{line} {program}")).expect(0);
     let config = r#"{"clip":"Infinity","low":"NaN"}"#;
-    assert!(
-        said.contains(&format!("Best config is: {config}")),
-        "{said}"
-    );
-    let show = |args: &[&str]| {
-        let output = folder.launcher().arg("tune").args(args).output().unwrap();
-        assert!(output.status.success(), "{output:?}");
-        serde_json::from_slice::<serde_json::Value>(&output.stdout).unwrap()
-    };
-    let best = show(&["best", "all/s", "--json"]);
+    ended.prints(&format!("Best config is: {config}"));
+    let show = |line: &str| folder.launch(line).expect(0).json();
+    let best = show("tune best all/s --json");
     assert_eq!(best["config"].to_string(), config);
     assert_eq!(best["value"], "Infinity");
-    assert_eq!(show(&["list", "all", "--json"])[0]["best"], "Infinity");
-    let row = &show(&["show", "all/s", "--json"])[0];
+    assert_eq!(show("tune list all --json")[0]["best"], "Infinity");
+    let row = &show("tune show all/s --json")[0];
     for (name, expected) in [
         ("loss", "Infinity"),
         ("best_loss", "Infinity"),

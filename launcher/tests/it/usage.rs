@@ -17,7 +17,7 @@ fn scripts_that_cannot_be_run() {
         ("missing.rs", "the source file missing.rs cannot be found"),
     ] {
         let ended = folder
-            .launch(["-n", "2", script])
+            .launch(&format!("-n 2 {script}"))
             .expect(2)
             .says("error: ")
             .says(says);
@@ -31,7 +31,7 @@ fn an_interpreter_that_is_missing() {
     let check = |text: &str, says: &str| {
         let path = folder.write("lost", text);
         std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
-        let ended = folder.launch(["-n", "2", "lost"]);
+        let ended = folder.launch("-n 2 lost");
         ended.expect(2).says(says).says("lost does not run on host");
     };
     check(
@@ -46,79 +46,91 @@ fn an_interpreter_that_is_missing() {
 fn options_that_make_no_sense() {
     let folder = Folder::new();
     folder.script("ran.sh", "echo ran >> ran");
-    for (arguments, says) in [
-        (&["-n", "0", "ran.sh"][..], "--num-processes"),
+    folder.write("file", "");
+    for (line, says) in [
+        ("-n 0 ran.sh", "--num-processes"),
+        ("--num-processes two ran.sh", "whole number of at least 1"),
+        ("--threads-per-process 0 ran.sh", "--threads-per-process"),
+        ("--grace -1 ran.sh", "--grace"),
+        ("--no-such-option ran.sh", "--no-such-option"),
+        ("--master-addr no.such.host.invalid ran.sh", "--master-addr"),
+        ("--log-dir file/logs ran.sh", "file/logs"),
         (
-            &["--num-processes", "two", "ran.sh"],
-            "whole number of at least 1",
-        ),
-        (
-            &["--threads-per-process", "0", "ran.sh"],
-            "--threads-per-process",
-        ),
-        (&["--grace", "-1", "ran.sh"], "--grace"),
-        (&["--no-such-option", "ran.sh"], "--no-such-option"),
-        (
-            &["--master-addr", "no.such.host.invalid", "ran.sh"],
-            "--master-addr",
-        ),
-        (
-            &["--features", "x", "ran.sh"],
+            "--features x ran.sh",
             "--features is for a target that cargo builds",
         ),
-        (&["--example", "x"], "no Cargo.toml"),
-        (&[], "nothing to start"),
-        (&["plan"], "--samples"),
+        ("--example x", "no Cargo.toml"),
+        ("", "nothing to start"),
+        ("plan", "--samples"),
+        // Options that would have no effect.
+        ("--restart-delay 1 ran.sh", "--max-restarts"),
+        ("-n 1:2 --max-restarts 0 ran.sh", "--max-restarts"),
+        ("-n 2 --regrow-after 1 ran.sh", "MIN:MAX"),
+        ("--node-rank 1 ran.sh", "give --nnodes"),
+        ("--rdzv-endpoint h ran.sh", "give --nnodes"),
+        ("--join-timeout 1 ran.sh", "give --nnodes"),
+        ("--no-push ran.sh", "--hosts"),
+        ("--ssh-option Port=22 ran.sh", "--hosts"),
+        ("--ssh-args=-v ran.sh", "--hosts"),
+        // Options of several hosts.
+        ("--nproc-per-node 2 -n 2 ran.sh", "cannot be used with"),
+        ("--nnodes 0 ran.sh", "--nnodes"),
+        ("--nnodes 2 --node-rank 0 ran.sh", "needs --rdzv-endpoint"),
+        (
+            "--nnodes 2:1 --node-rank 0 ran.sh",
+            "MIN no greater than MAX",
+        ),
+        ("--nnodes 1:2 --rdzv-endpoint h ran.sh", "needs --node-rank"),
+        ("--nnodes 2 --rdzv-endpoint h ran.sh", "needs --node-rank"),
+        (
+            "--nnodes 2 --rdzv-endpoint h:0 --node-rank 0 ran.sh",
+            "0 is a free one",
+        ),
+        (
+            "--nnodes 2 --rdzv-endpoint h --node-rank 0 -n 2 ran.sh",
+            "give --nproc-per-node",
+        ),
+        (
+            "--nnodes 2 --rdzv-endpoint h --node-rank 2 ran.sh",
+            "--node-rank 2 is no host of 2",
+        ),
+        (
+            "--nnodes 2 --rdzv-endpoint h --node-rank -1 ran.sh",
+            "--node-rank",
+        ),
+        (
+            "--nnodes 2 --rdzv-endpoint h --node-rank 1 --nproc-per-node 0 ran.sh",
+            "--nproc-per-node",
+        ),
+        (
+            "--nnodes 2 --rdzv-endpoint h --node-rank 1 --nproc-per-node none ran.sh",
+            "auto, gpu or cpu",
+        ),
     ] {
-        folder
-            .launch(arguments.iter().copied())
-            .expect(2)
-            .says(says);
+        folder.launch(line).expect(2).says(says);
     }
     assert!(!folder.path().join("ran").exists());
+    // Options that depend on a feature may accompany one that turns it off.
+    let one = "--nnodes 1 --node-rank 0 --rdzv-endpoint h";
+    let none = "--max-restarts 0 --restart-delay 1 ran.sh";
+    folder.launch(&format!("{one} {none}")).expect(0);
 }
 
 #[test]
 fn an_address_of_another_machine() {
     let folder = Folder::new();
     folder.script("ran.sh", "echo ran >> ran");
-    let mut command = folder.launcher();
     // The address is reserved for documentation, so no machine has it.
-    command
-        .args(["-n", "2", "--master-addr", "203.0.113.77", "ran.sh"])
-        .env("ACCEL_INSECURE", "1");
+    let mut command = folder.command("-n 2 --master-addr 203.0.113.77 ran.sh");
+    command.env("ACCEL_INSECURE", "1");
     Run::start(command).end().expect(1).says("--master-addr");
     assert!(!folder.path().join("ran").exists());
 }
 
 #[test]
-fn an_option_that_would_have_no_effect_is_refused() {
-    let folder = Folder::new();
-    folder.script("ran.sh", "touch ran");
-    for (options, says) in [
-        (&["--restart-delay", "1"][..], "--max-restarts"),
-        (&["-n", "2", "--regrow-after", "1"], "MIN:MAX"),
-        (&["--node-rank", "0"], "give --nnodes"),
-        (&["--rdzv-endpoint", "h"], "give --nnodes"),
-        (&["--join-timeout", "1"], "give --nnodes"),
-        (&["--no-push"], "--hosts"),
-        (&["--ssh-option", "Port=22"], "--hosts"),
-        (&["--ssh-args=-v"], "--hosts"),
-    ] {
-        let line = options.iter().copied().chain(["ran.sh"]);
-        folder.launch(line).expect(2).says(says);
-    }
-    assert!(!folder.path().join("ran").exists());
-    // Options that depend on a feature may accompany one that turns it off.
-    let one = ["--nnodes", "1", "--node-rank", "0", "--rdzv-endpoint", "h"];
-    let none = ["--max-restarts", "0", "--restart-delay", "1", "ran.sh"];
-    folder.launch(one.into_iter().chain(none)).expect(0);
-}
-
-#[test]
 fn help_and_version() {
     let folder = Folder::new();
-    let help = folder.launch(["--help"]).expect(0).text();
+    let help = folder.launch("--help").expect(0).text();
     for word in [
         "--num-processes",
         "--log-dir",
@@ -131,7 +143,7 @@ fn help_and_version() {
     }
     assert!(
         folder
-            .launch(["--version"])
+            .launch("--version")
             .expect(0)
             .text()
             .starts_with("accel-launch ")
@@ -142,10 +154,13 @@ fn help_and_version() {
 fn completions_and_a_manual_page_are_printed() {
     let folder = Folder::new();
     for shell in ["bash", "zsh", "fish"] {
-        let text = folder.launch(["completions", shell]).expect(0).text();
+        let text = folder
+            .launch(&format!("completions {shell}"))
+            .expect(0)
+            .text();
         assert!(text.contains("num-processes"), "{shell}: {text}");
     }
-    let page = folder.launch(["man"]).expect(0).text();
+    let page = folder.launch("man").expect(0).text();
     assert!(
         page.starts_with(".ie") || page.contains(".TH accel-launch"),
         "{page}"

@@ -148,9 +148,8 @@ fn run(faults: &FaultPlan, sabotage: &[&str]) -> Result<(Attempts, Vec<u8>), Str
     let temporary = root.join("tmp");
     fs::create_dir(&temporary).unwrap();
     let shared = shared_memory();
-    let mut command = folder.launcher();
+    let mut command = folder.command("--quiet --restart-delay 0 --grace 0.2");
     command
-        .args(["--quiet", "--restart-delay", "0", "--grace", "0.2"])
         .args(["--num-processes", &RANKS.to_string()])
         .args(["--max-restarts", &(FAULTY_ATTEMPTS + 1).to_string()])
         .args(["--log-dir", "logs", PROGRAM, "--limit", "5"])

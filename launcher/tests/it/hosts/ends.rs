@@ -4,7 +4,7 @@ use std::fs::File;
 use std::process::Stdio;
 use std::time::Duration;
 
-use super::{Hosts, codes, end};
+use super::{Hosts, end};
 use crate::support::{LONG_SLEEP, Run, is_alive, wait_until_dead};
 use rustix::process::Signal;
 
@@ -20,12 +20,11 @@ fn a_rank_that_fails_is_named_on_all_hosts_and_its_code_is_theirs() {
     );
     let ranks = ["2", "1", "2"];
     let runs = ranks.iter().enumerate().map(|(host, ranks)| {
-        let options = ["--nproc-per-node", ranks, "--log-dir", "logs"];
-        hosts.start(host, &options, &["fail.sh"])
+        let line = format!("--nproc-per-node {ranks} --log-dir logs fail.sh");
+        hosts.start(host, &line)
     });
-    let ended = end(runs.collect());
-    assert_eq!(codes(&ended), [7, 7, 7], "{ended:?}");
-    let report = hosts.report("logs");
+    let ended = end(runs, &[7, 7, 7]);
+    let report = hosts.folder.failure();
     assert_eq!(
         (&report["first"]["rank"], &report["first"]["node"]),
         (&2.into(), &1.into())
@@ -64,13 +63,12 @@ fn a_signal_to_any_launcher_ends_the_job_on_all_hosts() {
             "job.sh",
             &format!("trap 'echo INT >> got; exit 0' INT; echo $$ >> pids; {LONG_SLEEP} & wait"),
         );
-        let runs = hosts.start_all(&["--nproc-per-node", "2"], &["job.sh"]);
+        let runs = hosts.start_all("--nproc-per-node 2 job.sh");
         let pids = hosts.folder.wait_for_lines("pids", 4);
         // A signal while ranks are being started kills them, and host 0 may not know yet that all run.
         std::thread::sleep(Duration::from_millis(500));
         runs[asked].signal(Signal::INT);
-        let ended = end(runs);
-        assert_eq!(codes(&ended), [130, 130], "{ended:?}");
+        let ended = end(runs, &[130, 130]);
         assert!(ended[0].stderr.contains("ended by SIGINT"), "{ended:?}");
         // Each rank gets the signal once.
         assert_eq!(hosts.folder.read("got"), "INT\n".repeat(4));
@@ -86,14 +84,13 @@ fn a_signal_to_all_launchers_is_one_request() {
         "job.sh",
         "trap 'sleep 1; echo done >> got; exit 0' TERM; echo $$ >> pids; while :; do sleep 0.1; done",
     );
-    let runs = hosts.start_all(&["--grace", "60"], &["job.sh"]);
+    let runs = hosts.start_all("--grace 60 job.sh");
     hosts.folder.wait_for_lines("pids", 3);
     for run in runs.iter().rev() {
         run.signal(Signal::TERM);
         std::thread::sleep(Duration::from_millis(150));
     }
-    let ended = end(runs);
-    assert_eq!(codes(&ended), [143, 143, 143], "{ended:?}");
+    end(runs, &[143, 143, 143]);
     assert_eq!(hosts.folder.read("got"), "done\n".repeat(3));
 }
 
@@ -104,13 +101,12 @@ fn a_second_signal_to_another_host_kills() {
         "job.sh",
         "trap 'echo x >> got' INT; echo $$ >> pids; i=0; while [ $i -lt 3000 ]; do sleep 0.1; i=$((i + 1)); done",
     );
-    let runs = hosts.start_all(&["--grace", "1000"], &["job.sh"]);
+    let runs = hosts.start_all("--grace 1000 job.sh");
     let pids = hosts.folder.wait_for_lines("pids", 2);
     runs[1].signal(Signal::INT);
     hosts.folder.wait_for_lines("got", 2);
     runs[1].signal(Signal::TERM);
-    let ended = end(runs);
-    assert_eq!(codes(&ended), [130, 130], "{ended:?}");
+    end(runs, &[130, 130]);
     pids.iter().for_each(|pid| wait_until_dead(pid));
 }
 
@@ -118,16 +114,14 @@ fn a_second_signal_to_another_host_kills() {
 fn a_signal_ends_the_wait_for_other_hosts() {
     let hosts = Hosts::new(3);
     hosts.folder.script("job.sh", "exit 0");
-    let alone = hosts.start(1, &[], &["job.sh"]);
+    let alone = hosts.start(1, "job.sh");
     alone.wait_until_it_handles(Signal::TERM);
     alone.signal(Signal::TERM);
     alone.end().expect(143);
-    let runs = [0, 2].map(|host| hosts.start(host, &["--join-timeout", "60"], &["job.sh"]));
+    let runs = [0, 2].map(|host| hosts.start(host, "--join-timeout 60 job.sh"));
     runs[0].wait_until_it_says("waiting for host 1, for ");
     runs[1].signal(Signal::INT);
-    for ended in end(runs.into()) {
-        ended.expect(130);
-    }
+    end(runs, &[130, 130]);
 }
 
 #[test]
@@ -138,8 +132,7 @@ fn what_ranks_leave_behind_on_another_host_is_ended_and_reported() {
         "setsid sh -c 'echo $$ >> pids; trap \"\" TERM; exec sleep 300' > /dev/null 2>&1 &\n\
          while [ $(cat pids 2> /dev/null | wc -l) -lt 2 ]; do sleep 0.02; done; echo done",
     );
-    let ended = end(hosts.start_all(&["--grace", "0.5"], &["job.sh"]));
-    assert_eq!(codes(&ended), [0, 0], "{ended:?}");
+    let ended = end(hosts.start_all("--grace 0.5 job.sh"), &[0, 0]);
     let says = "ended processes that ranks 0, 1 had left behind";
     assert!(ended[0].stderr.contains(says), "{ended:?}");
     for pid in hosts.folder.wait_for_lines("pids", 2) {
@@ -159,9 +152,9 @@ fn output_that_nobody_reads_stops_ranks_and_no_heartbeat() {
         ),
     );
     let (reader, writer) = std::io::pipe().unwrap();
-    let head = hosts.command(0, &[], &["flood.sh"]);
+    let head = hosts.command(0, "flood.sh");
     let head = Run::start_into(head, Stdio::from(writer));
-    let other = hosts.start(1, &[], &["flood.sh"]);
+    let other = hosts.start(1, "flood.sh");
     // The time is three times as long as a host may be silent.
     std::thread::sleep(Duration::from_secs(6));
     assert!(!hosts.folder.path().join("done").exists(), "the rank waits");
@@ -171,8 +164,7 @@ fn output_that_nobody_reads_stops_ranks_and_no_heartbeat() {
         std::io::Read::read_to_end(&mut reader, &mut bytes).unwrap();
         bytes.iter().filter(|&&byte| byte == b'x').count()
     });
-    let ended = end(vec![head, other]);
-    assert_eq!(codes(&ended), [0, 0], "{ended:?}");
+    end([head, other], &[0, 0]);
     assert_eq!(count.join().unwrap(), BLOCKS * 65535);
 }
 
@@ -182,25 +174,35 @@ fn a_user_signal_to_any_launcher_is_a_notice_to_the_job() {
     let trap = "trap 'touch told; sleep 0.1; exit 75' USR1; echo $$ >> pids; ";
     let wait = "while [ ! -e told ]; do sleep 0.02; done; exit 75";
     hosts.folder.script("job.sh", &format!("{trap}{wait}"));
-    let runs = hosts.start_all(&["--max-restarts", "3"], &["job.sh"]);
+    let runs = hosts.start_all("--max-restarts 3 job.sh");
     hosts.folder.wait_for_lines("pids", 2);
     runs[1].signal(Signal::USR1);
-    let ended = end(runs);
-    assert_eq!(codes(&ended), [75, 75]);
+    end(runs, &[75, 75]);
     assert_eq!(hosts.folder.read("pids").lines().count(), 2, "no restart");
 }
 
 #[test]
-fn a_program_that_is_missing_on_a_host_ends_the_job_on_all() {
+fn a_program_that_is_missing_on_one_host_ends_the_job_on_all() {
     let hosts = Hosts::new(2);
     hosts.folder.script("train.sh", "echo up >> up");
-    let head = hosts.start(0, &[], &["train.sh"]);
-    let other = hosts.start(1, &[], &["none.sh"]);
-    let [head, other] = [head, other].map(Run::end);
-    assert!(head.took < Duration::from_secs(20), "{head:?}");
-    head.expect(2)
-        .says("error: host 1 (")
-        .says("the script none.sh cannot be found");
-    other.expect(2).says("the script none.sh cannot be found");
+    hosts.folder.script("lost.sh", "exit 0");
+    hosts.folder.write("lost.sh", "#!/no/such/interpreter\n");
+    for (program, says) in [
+        ("none.sh", "the script none.sh cannot be found"),
+        (
+            "lost.sh",
+            "the interpreter /no/such/interpreter, which is not there",
+        ),
+    ] {
+        let runs = ["train.sh", program].into_iter().enumerate();
+        let runs = runs.map(|(host, program)| hosts.start(host, program));
+        let ended = end(runs, &[2, 2]);
+        assert!(ended[0].took < Duration::from_secs(20), "{ended:?}");
+        assert!(ended[0].stderr.contains("host 1 ("), "{ended:?}");
+        assert!(
+            ended.iter().all(|ended| ended.stderr.contains(says)),
+            "{ended:?}"
+        );
+    }
     assert_eq!(hosts.folder.read("up"), "");
 }

@@ -2,10 +2,12 @@
 
 use std::time::{Duration, Instant};
 
-use super::{Hosts, codes, end};
-use crate::support::{DEADLINE, Ended, LONG_SLEEP, Run, wait_until, wait_until_dead};
-use accelerator_collective::{GroupOptions, Launch, ProcessGroup, ReduceOp};
-use rustix::process::{Pid, Signal, kill_process};
+use super::{Hosts, end};
+use crate::support::{
+    Ended, LONG_SLEEP, Run, join_group, signal, test_as_program, wait_until_dead,
+};
+use accelerator_collective::ReduceOp;
+use rustix::process::{Signal, kill_process};
 
 /// The variable with the folder into which each rank writes its process id.
 const RANK_FOLDER: &str = "LAUNCHER_TEST_LOSSES";
@@ -16,9 +18,7 @@ fn work_as_rank() {
         return;
     };
     let work = || -> accelerator_collective::Result<()> {
-        let launch = Launch::from_env()?;
-        let options = GroupOptions::new().with_connect_timeout(DEADLINE / 2);
-        let group = ProcessGroup::connect(&launch, &options)?;
+        let group = join_group()?;
         let file = std::path::Path::new(&folder).join(format!("up.{}", group.rank()));
         std::fs::write(file, format!("{}\n", std::process::id())).ok();
         loop {
@@ -34,15 +34,11 @@ fn work_as_rank() {
 
 /// Starts two hosts with two ranks each, which run only the test `name`. Returns the launchers and the process ids once
 /// all ranks work together.
-fn start(hosts: &Hosts, name: &str, options: &[&str]) -> (Vec<Run>, Vec<String>) {
-    let program = std::env::current_exe().unwrap();
-    let test = format!("hosts::losses::{name}");
+fn start(hosts: &Hosts, name: &str, options: &str) -> (Vec<Run>, Vec<String>) {
+    let program = test_as_program(&format!("hosts::losses::{name}"));
     let runs = (0..2).map(|host| {
-        let logs = format!("logs.{host}");
-        let own = ["--nproc-per-node", "2", "--log-dir", &logs];
-        let options: Vec<&str> = own.iter().chain(options).copied().collect();
-        let program = [program.to_str().unwrap(), "--exact", &test, "--nocapture"];
-        let mut command = hosts.command(host, &options, &program);
+        let own = format!("--nproc-per-node 2 --log-dir logs.{host}");
+        let mut command = hosts.command(host, &format!("{own} {options} {program}"));
         command.env(RANK_FOLDER, hosts.folder.path());
         Run::start(command)
     });
@@ -52,20 +48,11 @@ fn start(hosts: &Hosts, name: &str, options: &[&str]) -> (Vec<Run>, Vec<String>)
     (runs, pids)
 }
 
-/// Returns the launcher proper, which is the child of the shim.
-fn proper(run: &Run) -> Pid {
-    let path = format!("/proc/{0}/task/{0}/children", run.pid().as_raw_pid());
-    wait_until("the launcher proper", || {
-        let children = std::fs::read_to_string(&path).ok()?;
-        Pid::from_raw(children.split_whitespace().next()?.parse().ok()?)
-    })
-}
-
 /// Asserts that the report blames host 1 and one of its ranks.
 #[track_caller]
 fn check_host_1(hosts: &Hosts, head: &Ended, why: &str) {
     assert_eq!(head.code(), 75, "{head:?}");
-    let report = hosts.report("logs.0");
+    let report = hosts.folder.failure_in("logs.0");
     let first = &report["first"];
     assert_eq!(first["node"], 1, "{report:#}");
     assert!(
@@ -85,10 +72,10 @@ fn a_launcher_that_is_killed_is_a_lost_host() {
     for is_shim in [true, false] {
         let hosts = Hosts::new(2);
         let name = "a_launcher_that_is_killed_is_a_lost_host";
-        let (mut runs, pids) = start(&hosts, name, &[]);
+        let (mut runs, pids) = start(&hosts, name, "");
         let victim = match is_shim {
             true => runs[1].pid(),
-            false => proper(&runs[1]),
+            false => runs[1].proper(),
         };
         kill_process(victim, Signal::KILL).unwrap();
         let killed = Instant::now();
@@ -106,8 +93,8 @@ fn a_launcher_that_is_stopped_is_a_lost_host_after_the_timeout() {
     work_as_rank();
     let hosts = Hosts::new(2);
     let name = "a_launcher_that_is_stopped_is_a_lost_host_after_the_timeout";
-    let (mut runs, pids) = start(&hosts, name, &["--grace", "1"]);
-    let victim = proper(&runs[1]);
+    let (mut runs, pids) = start(&hosts, name, "--grace 1");
+    let victim = runs[1].proper();
     kill_process(victim, Signal::STOP).unwrap();
     let stopped = Instant::now();
     let head = runs.remove(0).end();
@@ -125,19 +112,14 @@ fn a_host_whose_processes_are_all_stopped_is_named_and_not_its_ranks() {
     work_as_rank();
     let hosts = Hosts::new(2);
     let name = "a_host_whose_processes_are_all_stopped_is_named_and_not_its_ranks";
-    let (mut runs, pids) = start(&hosts, name, &["--grace", "1"]);
+    let (mut runs, pids) = start(&hosts, name, "--grace 1");
     // The host behaves as if it were switched off. Ranks and launchers detect it by silence, in any order.
-    let launcher = proper(&runs[1]);
-    let ranks = pids[2..]
-        .iter()
-        .map(|pid| Pid::from_raw(pid.parse().unwrap()).unwrap());
-    let all: Vec<Pid> = ranks.chain([launcher]).collect();
-    all.iter()
-        .for_each(|&pid| kill_process(pid, Signal::STOP).unwrap());
+    let launcher = runs[1].proper().as_raw_pid().to_string();
+    let all = [&pids[2], &pids[3], &launcher];
+    all.iter().for_each(|pid| signal(pid, Signal::STOP));
     let head = runs.remove(0).end();
     check_host_1(&hosts, &head, "nothing came from it for ");
-    all.iter()
-        .for_each(|&pid| kill_process(pid, Signal::CONT).unwrap());
+    all.iter().for_each(|pid| signal(pid, Signal::CONT));
     runs.remove(0).end().expect(75);
     pids.iter().for_each(|pid| wait_until_dead(pid));
 }
@@ -148,10 +130,10 @@ fn a_head_that_is_killed_ends_the_job_on_the_others() {
     for is_shim in [true, false] {
         let hosts = Hosts::new(2);
         let name = "a_head_that_is_killed_ends_the_job_on_the_others";
-        let (mut runs, pids) = start(&hosts, name, &[]);
+        let (mut runs, pids) = start(&hosts, name, "");
         let victim = match is_shim {
             true => runs[0].pid(),
-            false => proper(&runs[0]),
+            false => runs[0].proper(),
         };
         kill_process(victim, Signal::KILL).unwrap();
         let other = runs.remove(1).end().expect(75);
@@ -159,7 +141,7 @@ fn a_head_that_is_killed_ends_the_job_on_the_others() {
             .says("host 0 (")
             .says("was lost at ")
             .says("its connection");
-        let report = hosts.report("logs.1");
+        let report = hosts.folder.failure_in("logs.1");
         assert_eq!(
             (&report["exit_code"], &report["first"]["node"]),
             (&75.into(), &0.into())
@@ -182,9 +164,9 @@ fn a_head_that_is_stopped_is_lost_after_the_timeout() {
     hosts
         .folder
         .script("job.sh", &format!("echo $$ >> pids; {LONG_SLEEP}"));
-    let mut runs = hosts.start_all(&[], &["job.sh"]);
+    let mut runs = hosts.start_all("job.sh");
     let pids = hosts.folder.wait_for_lines("pids", 2);
-    let head = proper(&runs[0]);
+    let head = runs[0].proper();
     kill_process(head, Signal::STOP).unwrap();
     let other = runs.remove(1).end().expect(75);
     other.says("host 0 (").says("nothing came from it for ");
@@ -199,18 +181,17 @@ fn a_head_that_is_stopped_is_lost_after_the_timeout() {
 fn a_host_that_is_lost_before_the_job_begins_is_waited_for() {
     let hosts = Hosts::new(3);
     hosts.folder.script("show.sh", "echo $RANK");
-    let head = hosts.start(0, &[], &["show.sh"]);
-    let first = hosts.start(1, &[], &["show.sh"]);
+    let head = hosts.start(0, "show.sh");
+    let first = hosts.start(1, "show.sh");
     let first = joined(first);
     // The launcher proper has the connection; it ends when it notices that its shim is gone. A job that begins before
     // that has a host that is lost within it.
-    let launcher = proper(&first).as_raw_pid().to_string();
+    let launcher = first.proper().as_raw_pid().to_string();
     kill_process(first.pid(), Signal::KILL).unwrap();
     wait_until_dead(&launcher);
     drop(first);
-    let others = [1, 2].map(|host| hosts.start(host, &[], &["show.sh"]));
-    let ended = end([head].into_iter().chain(others).collect());
-    assert_eq!(codes(&ended), [0, 0, 0], "{ended:?}");
+    let others = [1, 2].map(|host| hosts.start(host, "show.sh"));
+    let ended = end([head].into_iter().chain(others), &[0, 0, 0]);
     assert_eq!(ended[0].sorted(), ["[0] 0", "[1] 1", "[2] 2"]);
 }
 

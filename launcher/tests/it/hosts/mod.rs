@@ -11,7 +11,6 @@ use std::path::PathBuf;
 use crate::ports::free_port;
 use crate::support::{Ended, Folder, Run};
 use accelerator_collective::launcher::Token;
-use serde_json::Value;
 
 /// A folder for a job on several hosts, with a token and a port.
 pub(crate) struct Hosts {
@@ -40,57 +39,40 @@ impl Hosts {
         }
     }
 
-    /// Returns the launcher of a host, with `options` before the program.
-    pub(crate) fn command(
-        &self,
-        host: usize,
-        options: &[&str],
-        program: &[&str],
-    ) -> std::process::Command {
-        let mut command = self.folder.launcher();
+    /// Returns the launcher of a host; the words of `line` are its other arguments.
+    pub(crate) fn command(&self, host: usize, line: &str) -> std::process::Command {
         let count = match self.least {
             Some(least) => format!("{least}:{}", self.count),
             None => self.count.to_string(),
         };
+        let (address, port) = (self.address, self.port);
+        let patience = match line.contains("--join-timeout") {
+            true => "",
+            false => "--join-timeout 30",
+        };
+        let place = format!("--nnodes {count} --node-rank {host} --rdzv-endpoint {address}:{port}");
+        let mut command = self.folder.command(&format!("{place} {patience} {line}"));
         command
-            .args(["--nnodes", &count])
-            .args(["--node-rank", &host.to_string()])
-            .args([
-                "--rdzv-endpoint",
-                &format!("{}:{}", self.address, self.port),
-            ])
-            .args(options);
-        if !options.contains(&"--join-timeout") {
-            command.args(["--join-timeout", "30"]);
-        }
-        command
-            .args(program)
             .env("ACCEL_TOKEN_FILE", &self.token)
             .env("ACCEL_LIVENESS_TIMEOUT", "2");
         command
     }
 
-    pub(crate) fn start(&self, host: usize, options: &[&str], program: &[&str]) -> Run {
-        Run::start(self.command(host, options, program))
+    pub(crate) fn start(&self, host: usize, line: &str) -> Run {
+        Run::start(self.command(host, line))
     }
 
-    /// Starts a launcher on every host, all with the same options.
-    fn start_all(&self, options: &[&str], program: &[&str]) -> Vec<Run> {
-        let hosts = (0..self.count).map(|host| self.start(host, options, program));
-        hosts.collect()
-    }
-
-    /// Reads the report in a folder of logs.
-    fn report(&self, logs: &str) -> Value {
-        let text = self.folder.read(&format!("{logs}/latest/failure.json"));
-        serde_json::from_str(&text).unwrap_or_else(|_| panic!("{logs}: {text}"))
+    /// Starts a launcher on every host, all with the same arguments.
+    fn start_all(&self, line: &str) -> Vec<Run> {
+        (0..self.count).map(|host| self.start(host, line)).collect()
     }
 }
 
-fn end(runs: Vec<Run>) -> Vec<Ended> {
-    runs.into_iter().map(Run::end).collect()
-}
-
-fn codes(ended: &[Ended]) -> Vec<i32> {
-    ended.iter().map(Ended::code).collect()
+/// Waits until all launchers have ended, with these codes.
+#[track_caller]
+fn end(runs: impl IntoIterator<Item = Run>, codes: &[i32]) -> Vec<Ended> {
+    let ended: Vec<Ended> = runs.into_iter().map(Run::end).collect();
+    let found: Vec<i32> = ended.iter().map(Ended::code).collect();
+    assert_eq!(found, codes, "{ended:?}");
+    ended
 }

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::{Hosts, codes, end};
+use super::{Hosts, end};
 use crate::support::{LONG_SLEEP, wait_until_dead};
 use rustix::process::Signal;
 
@@ -15,16 +15,10 @@ fn a_failed_job_is_started_again_on_all_hosts() {
          while [ $(wc -l < jobs) -lt $((4 * (ACCEL_RESTART + 1))) ]; do sleep 0.02; done\n\
          [ $RANK = 3 ] && [ $ACCEL_RESTART -lt 2 ] && kill -KILL $$; echo life $ACCEL_RESTART",
     );
-    let options = [
-        "--nproc-per-node",
-        "2",
-        "--max-restarts",
-        "2",
-        "--restart-delay",
-        "0.1",
-    ];
-    let ended = end(hosts.start_all(&options, &["job.sh"]));
-    assert_eq!(codes(&ended), [0, 0], "{ended:?}");
+    let ended = end(
+        hosts.start_all("--nproc-per-node 2 --max-restarts 2 --restart-delay 0.1 job.sh"),
+        &[0, 0],
+    );
     let said = &ended[0].stderr;
     assert!(
         said.contains("was killed by SIGKILL; restart 1 of 2"),
@@ -52,24 +46,15 @@ fn a_job_goes_on_when_a_lost_host_has_come_again() {
              echo life $ACCEL_RESTART of $WORLD_SIZE"
         ),
     );
-    let options = [
-        "--nproc-per-node",
-        "1",
-        "--max-restarts",
-        "1",
-        "--restart-delay",
-        "0",
-    ];
-    let mut runs = hosts.start_all(&options, &["job.sh"]);
+    let mut runs = hosts.start_all("--nproc-per-node 1 --max-restarts 1 --restart-delay 0 job.sh");
     let pids = hosts.folder.wait_for_lines("pids.0", 2);
     runs[1].signal(Signal::KILL);
     for pid in &pids {
         wait_until_dead(pid.split(' ').next().unwrap());
     }
     // The host comes back with another number of ranks.
-    let again = hosts.start(1, &["--nproc-per-node", "2"], &["job.sh"]);
-    let ended = end(vec![runs.remove(0), again]);
-    assert_eq!(codes(&ended), [0, 0], "{ended:?}");
+    let again = hosts.start(1, "--nproc-per-node 2 job.sh");
+    let ended = end([runs.remove(0), again], &[0, 0]);
     let said = &ended[0].stderr;
     assert!(
         said.contains("host 1 (") && said.contains("; restart 1 of 1"),
@@ -87,22 +72,12 @@ fn a_lost_host_that_does_not_come_again_ends_the_job() {
     hosts
         .folder
         .script("job.sh", &format!("echo $$ >> pids; {LONG_SLEEP}"));
-    let options = [
-        "--join-timeout",
-        "3",
-        "--max-restarts",
-        "1",
-        "--restart-delay",
-        "0",
-        "--log-dir",
-        "logs",
-    ];
-    let mut runs = hosts.start_all(&options, &["job.sh"]);
+    let options = "--join-timeout 3 --max-restarts 1 --restart-delay 0";
+    let mut runs = hosts.start_all(&format!("{options} --log-dir logs job.sh"));
     let pids = hosts.folder.wait_for_lines("pids", 3);
     runs[2].signal(Signal::KILL);
     drop(runs.pop());
-    let ended = end(runs);
-    assert_eq!(codes(&ended), [75, 75], "{ended:?}");
+    let ended = end(runs, &[75, 75]);
     for ended in &ended {
         assert!(ended.stderr.contains("host 2 ("), "{ended:?}");
         assert!(ended.took < Duration::from_secs(40), "{ended:?}");
@@ -113,7 +88,7 @@ fn a_lost_host_that_does_not_come_again_ends_the_job() {
             .contains("giving up: host 2 did not join within 3 s"),
         "{ended:?}"
     );
-    let report = hosts.report("logs");
+    let report = hosts.folder.failure();
     assert_eq!(
         (&report["ending"], &report["first"]["node"]),
         (&"failed".into(), &2.into())

@@ -8,12 +8,12 @@ use std::time::Duration;
 use accelerator_collective::launcher::Token;
 use rustix::process::Signal;
 
-use crate::signals::is_stopped;
-use crate::support::{Folder, LONG_SLEEP, Run, wait_until, wait_until_dead};
+use crate::signals::wait_until_stopped;
+use crate::support::{Folder, LONG_SLEEP, Run, wait_until_dead};
 
-/// Returns the launcher in a folder with a program `ssh`. The host `down` is unreachable, the launcher does not run on
+/// Returns the launcher for these hosts, with more arguments, in a folder with a program `ssh`. The host `down` is unreachable, the launcher does not run on
 /// `old`, a start-up file hangs on `stuck`, and `poor` lacks a folder of libraries that the others have.
-fn launcher(folder: &Folder, hosts: &str) -> Command {
+fn launcher(folder: &Folder, hosts: &str, line: &str) -> Command {
     folder.script(
         "bin/ssh",
         "while [ \"$1\" != -- ]; do shift; done
@@ -25,13 +25,12 @@ fn launcher(folder: &Folder, hosts: &str) -> Command {
         [ \"$2\" = poor ] || libraries=$ROOT/lib
         exec env -i LD_LIBRARY_PATH=\"$libraries\" PATH=\"$PATH\" TMPDIR=\"$ROOT/tmp\" SSH_CONNECTION='127.0.0.1 1 127.0.0.1 22' sh -c \"$3\"",
     );
-    let mut command = folder.launcher();
+    let mut command = folder.command(&format!("--hosts {hosts} --quiet {line}"));
     let path = std::env::var("PATH").unwrap();
     let bin = folder.path().join("bin");
     command
         .env("PATH", format!("{}:{path}", bin.display()))
-        .env("ROOT", folder.path())
-        .args(["--hosts", hosts, "--quiet"]);
+        .env("ROOT", folder.path());
     command
 }
 
@@ -47,11 +46,9 @@ fn one_command_runs_a_job_on_every_host_of_a_list() {
         "echo $RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $GROUP_RANK $WORD $(pwd) \"$@\"
         cat \"$ACCEL_TOKEN_FILE\" >> $RANK.token",
     );
-    let mut command = launcher(&folder, "u@a:2,u@b");
-    command
-        .env("WORD", "passed-on")
-        .arg(script)
-        .args(["--lr", "two words"]);
+    let line = format!("{} --lr", script.display());
+    let mut command = launcher(&folder, "u@a:2,u@b", &line);
+    command.env("WORD", "passed-on").arg("two words");
     let ended = Run::start(command).end().expect(0);
     let here = folder.path().display();
     let expected = ["0/3 0/2 0", "1/3 1/2 0", "2/3 0/1 1"].iter().enumerate();
@@ -73,9 +70,8 @@ fn a_host_0_that_is_this_one_is_reached_in_every_network() {
     ] {
         let folder = Folder::new();
         let script = folder.script("train.sh", "echo $RANK/$WORLD_SIZE");
-        let mut command = launcher(&folder, hosts);
-        command.args(["--join-timeout", "20"]).arg(script);
-        let ended = Run::start(command).end().expect(0);
+        let line = format!("--join-timeout 20 {}", script.display());
+        let ended = Run::start(launcher(&folder, hosts, &line)).end().expect(0);
         let count = hosts.split(',').count();
         let expected = (0..count).map(|rank| format!("[{rank}] {rank}/{count}"));
         assert_eq!(ended.sorted(), expected.collect::<Vec<_>>());
@@ -86,17 +82,14 @@ fn a_host_0_that_is_this_one_is_reached_in_every_network() {
 fn the_exit_code_is_that_of_the_job_and_a_program_that_is_missing_is_named() {
     let folder = Folder::new();
     let script = folder.script("train.sh", "[ $RANK = 1 ] && exit 7; exec sleep 300");
-    let mut command = launcher(&folder, "u@a,u@b");
-    command.arg(script);
-    let ended = Run::start(command).end();
-    ended
+    let run = |line: &str| Run::start(launcher(&folder, "u@a,u@b", line)).end();
+    run(script.to_str().unwrap())
         .expect(7)
         .says("rank 1 (pid")
         .says("failed first: exit code 7");
-    let mut command = launcher(&folder, "u@a,u@b");
-    command.arg("none.sh");
-    let ended = Run::start(command).end();
-    ended.expect(2).says("the script none.sh cannot be found");
+    run("none.sh")
+        .expect(2)
+        .says("the script none.sh cannot be found");
 }
 
 #[test]
@@ -113,24 +106,24 @@ fn hosts_that_cannot_be_used_are_named() {
             "host old was not started: its C library is older than GLIBC_9.9",
         ),
     ] {
-        let mut command = launcher(&folder, hosts);
-        command.arg(&script);
+        let command = launcher(&folder, hosts, script.to_str().unwrap());
         Run::start(command).end().expect(1).says(says);
     }
     let file = folder.write("hosts", "u@a slots=2\nu@b slots=two\n");
-    let mut command = folder.launcher();
-    command.arg("--hostfile").arg(file).arg(&script);
-    let ended = Run::start(command).end();
-    ended.expect(2).says("hosts:2: expected a number of ranks");
+    let (file, script) = (file.display(), script.display());
+    folder
+        .launch(&format!("--hostfile {file} {script}"))
+        .expect(2)
+        .says("hosts:2: expected a number of ranks");
 }
 
 #[test]
 fn a_host_that_never_starts_the_launcher_is_named_and_nothing_is_left() {
     let folder = Folder::new();
     let script = folder.script("train.sh", "echo up >> up");
-    let mut command = launcher(&folder, "u@a,stuck");
     // The other host has the same time to start its launcher, on a busy machine too.
-    command.args(["--join-timeout", "6.5"]).arg(script);
+    let line = format!("--join-timeout 6.5 {}", script.display());
+    let command = launcher(&folder, "u@a,stuck", &line);
     let ended = Run::start(command).end().expect(1);
     ended.says("host stuck was not started: `ssh` did not start accel-launch there within 6.5 s");
     assert_eq!(
@@ -167,8 +160,7 @@ fn a_program_that_does_not_run_on_a_host_is_refused_before_ranks_start() {
     std::os::unix::fs::symlink(libc.unwrap(), library).unwrap();
     // Either host 1 itself or host 0 reports it first, and both name the host.
     for hosts in ["poor,u@a", "u@a,poor"] {
-        let mut command = launcher(&folder, hosts);
-        command.arg(&program);
+        let command = launcher(&folder, hosts, program.to_str().unwrap());
         let ended = Run::start(command).end();
         let refused = "train does not run on host ";
         let ended = ended.expect(2).says("error: ").says(refused);
@@ -183,17 +175,13 @@ fn a_program_that_does_not_run_on_a_host_is_refused_before_ranks_start() {
 fn the_report_shows_the_command_of_the_user() {
     let folder = Folder::new();
     let script = folder.script("train.sh", "exit 7");
-    let mut command = launcher(&folder, "u@a:2,u@b");
+    let line = format!("--log-dir logs {} --lr", script.display());
+    let mut command = launcher(&folder, "u@a:2,u@b", &line);
     let token = folder.path().join("token");
     Token::generate().unwrap().write_file(&token).unwrap();
-    command
-        .env("ACCEL_TOKEN_FILE", &token)
-        .args(["--log-dir", "logs"])
-        .arg(&script)
-        .args(["--lr", "two words"]);
+    command.env("ACCEL_TOKEN_FILE", &token).arg("two words");
     let ended = Run::start(command).end().expect(7);
-    let report = folder.read("logs/latest/failure.json");
-    let report: serde_json::Value = serde_json::from_str(&report).unwrap();
+    let report = folder.failure();
     let shown = report["command_line"].as_str().unwrap();
     assert!(
         shown.ends_with(&format!(
@@ -214,8 +202,7 @@ fn a_killed_client_takes_the_job_along_and_leaves_no_file() {
         "train.sh",
         &format!("setsid {LONG_SLEEP} & echo $! >> pids; echo $$ >> pids; {LONG_SLEEP}"),
     );
-    let mut command = launcher(&folder, "u@a,u@b");
-    command.arg(script);
+    let command = launcher(&folder, "u@a,u@b", script.to_str().unwrap());
     let run = Run::start(command);
     let pids = folder.wait_for_lines("pids", 4);
     run.signal(Signal::KILL);
@@ -230,20 +217,13 @@ fn a_job_that_its_client_stops_is_stopped_on_purpose() {
         "train.sh",
         "echo $$ >> pids; while [ ! -e go ]; do sleep 0.02; done; exit 0",
     );
-    let mut command = launcher(&folder, "u@a,u@b");
-    command
-        .env("ACCEL_LIVENESS_TIMEOUT", "2")
-        .arg(script)
-        .process_group(0);
+    let mut command = launcher(&folder, "u@a,u@b", script.to_str().unwrap());
+    command.env("ACCEL_LIVENESS_TIMEOUT", "2").process_group(0);
     let run = Run::start(command);
     let mut pids = folder.wait_for_lines("pids", 2);
     pids.push(run.pid().as_raw_pid().to_string());
     run.signal(Signal::TSTP);
-    for pid in &pids {
-        wait_until(&format!("process {pid} to be stopped"), || {
-            is_stopped(pid).then_some(())
-        });
-    }
+    pids.iter().for_each(|pid| wait_until_stopped(pid, true));
     thread::sleep(Duration::from_secs(4));
     run.signal(Signal::CONT);
     folder.write("go", "");
@@ -258,8 +238,7 @@ fn a_signal_to_the_client_ends_the_job_on_all_hosts() {
         "train.sh",
         "trap 'echo asked >> asked; exit 0' TERM; echo up >> up; sleep 300 & wait",
     );
-    let mut command = launcher(&folder, "u@a,u@b");
-    command.arg(script);
+    let command = launcher(&folder, "u@a,u@b", script.to_str().unwrap());
     let run = Run::start(command);
     folder.wait_for_lines("up", 2);
     run.signal(Signal::TERM);

@@ -4,7 +4,7 @@ use std::io::{Read, Write};
 
 use accelerator_track::{Artifact, ArtifactStore, Run, RunSummary};
 
-use super::{builder, finished, lines};
+use super::{builder, finished};
 use crate::support::{Folder, wait_until};
 use crate::terminal::open_terminal;
 
@@ -30,49 +30,37 @@ fn gc_removes_what_was_selected_and_nothing_else() {
     let all = left(&folder);
 
     // Without a selection, only leftovers are removed.
-    let text = folder.launch(["runs", "gc", "--dry-run"]).expect(0).text();
     assert_eq!(
-        lines(&text),
+        folder.launch("runs gc --dry-run").expect(0).lines(),
         ["leftover runs/a/metrics.csv.new 5 B", "would free 5 B"]
     );
     folder
-        .launch(["runs", "gc", "--status", "interrupted"])
+        .launch("runs gc --status interrupted")
         .expect(2)
         .says("add --yes");
     assert_eq!(left(&folder), all);
-    folder.launch(["runs", "gc", "--yes"]).expect(0);
+    folder.launch("runs gc --yes").expect(0);
     assert!(!folder.path().join("runs/a/metrics.csv.new").exists());
     assert_eq!(left(&folder), all);
-    let text = folder.launch(["runs", "gc", "-y"]).expect(0).text();
+    let text = folder.launch("runs gc -y").expect(0).text();
     assert_eq!(text, "nothing to remove\n");
 
     let text = folder
-        .launch(["runs", "gc", "--status", "interrupted", "--yes"])
+        .launch("runs gc --status interrupted --yes")
         .expect(0)
         .says("damaged is left alone")
-        .text();
-    assert!(
-        lines(&text)[0].starts_with("run killed interrupted "),
-        "{text}"
-    );
+        .lines();
+    assert!(text[0].starts_with("run killed interrupted "), "{text:?}");
     assert_eq!(left(&folder), ["a", "b", "damaged", "kept", "running"]);
     // Neither run is that old.
-    folder
-        .launch(["runs", "gc", "--older-than", "30d", "--yes"])
-        .expect(0);
+    folder.launch("runs gc --older-than 30d --yes").expect(0);
     // The newest three are kept, b among them.
-    folder
-        .launch(["runs", "gc", "--keep-last", "3", "--yes"])
-        .expect(0);
+    folder.launch("runs gc --keep-last 3 --yes").expect(0);
     assert_eq!(left(&folder), ["b", "damaged", "kept", "running"]);
-    folder
-        .launch(["runs", "gc", "--older-than", "0s", "--yes"])
-        .expect(0);
+    folder.launch("runs gc --older-than 0s --yes").expect(0);
     assert_eq!(left(&folder), ["damaged", "kept", "running"]);
     running.finish().unwrap();
-    folder
-        .launch(["runs", "gc", "--older-than", "soon"])
-        .expect(2);
+    folder.launch("runs gc --older-than soon").expect(2);
 }
 
 #[test]
@@ -85,8 +73,7 @@ fn gc_removes_what_a_start_or_an_upload_left_where_it_is_old() {
     std::fs::create_dir(folder.path().join("runs/empty")).unwrap();
     let all = left(&folder);
     // Without an age, or if they are younger, the folders are only named.
-    for arguments in [&[][..], &["--older-than", "1h"]] {
-        let line = [&["runs", "gc", "--yes"], arguments].concat();
+    for line in ["runs gc --yes", "runs gc --yes --older-than 1h"] {
         let ended = folder.launch(line).expect(0);
         assert_eq!(ended.text(), "nothing to remove\n");
         ended
@@ -95,12 +82,10 @@ fn gc_removes_what_a_start_or_an_upload_left_where_it_is_old() {
             .says("--older-than");
         assert_eq!(left(&folder), all);
     }
-    let line = ["runs", "gc", "--older-than", "0s", "--dry-run"];
-    let text = folder.launch(line).expect(0).text();
-    assert_eq!(lines(&text).len(), 4, "{text}");
+    let ended = folder.launch("runs gc --older-than 0s --dry-run").expect(0);
+    assert_eq!(ended.lines().len(), 4, "{ended:?}");
     assert_eq!(left(&folder), all);
-    let line = ["runs", "gc", "--older-than", "0s", "--yes"];
-    folder.launch(line).expect(0);
+    folder.launch("runs gc --older-than 0s --yes").expect(0);
     assert_eq!(left(&folder), ["notes"]);
     assert!(notes.exists(), "it is no run's");
 }
@@ -130,20 +115,19 @@ fn gc_removes_artifacts_that_nothing_needs() {
     };
 
     // The run exists, so all versions are needed.
-    let line = ["runs", "gc", "--artifacts", "--yes"];
-    assert_eq!(folder.launch(line).expect(0).text(), "nothing to remove\n");
-    let line = ["runs", "gc", "--older-than", "0s", "--yes"];
-    folder.launch(line).expect(0);
+    let nothing = folder.launch("runs gc --artifacts --yes").expect(0);
+    assert_eq!(nothing.text(), "nothing to remove\n");
+    folder.launch("runs gc --older-than 0s --yes").expect(0);
     assert_eq!(versions(), [1, 2, 3, 4]);
-    let line = ["runs", "gc", "--artifacts", "--yes"];
+    let line = "runs gc --artifacts --yes";
     folder.write("runs/damaged/journal.jsonl", "");
     folder
         .launch(line)
         .expect(0)
         .says("artifacts are left alone");
     std::fs::remove_dir_all(folder.path().join("runs/damaged")).unwrap();
-    let text = folder.launch(line).expect(0).text();
-    assert_eq!(lines(&text), ["artifact model:v1", "freed 10 B"]);
+    let removed = folder.launch(line).expect(0).lines();
+    assert_eq!(removed, ["artifact model:v1", "freed 10 B"]);
     assert_eq!(versions(), [2, 3, 4]);
 }
 
@@ -153,17 +137,17 @@ fn gc_keeps_and_names_what_the_run_did_not_write() {
     finished(&folder, "a", 0.1);
     folder.write("runs/a/checkpoint-000001/model.bin", "weights");
     folder.write("runs/a/notes.new", "mine");
-    let line = ["runs", "gc", "--yes"];
-    assert_eq!(folder.launch(line).expect(0).text(), "nothing to remove\n");
+    let nothing = folder.launch("runs gc --yes").expect(0);
+    assert_eq!(nothing.text(), "nothing to remove\n");
     folder
-        .launch(["runs", "gc", "--keep-last", "0", "--yes"])
+        .launch("runs gc --keep-last 0 --yes")
         .expect(0)
         .says("runs/a/checkpoint-000001 stays: the run did not write it")
         .says("runs/a/notes.new stays");
     assert_eq!(folder.read("runs/a/checkpoint-000001/model.bin"), "weights");
     assert_eq!(folder.read("runs/a/notes.new"), "mine");
     assert!(!folder.path().join("runs/a/journal.jsonl").exists());
-    let list = folder.launch(["runs", "list"]).expect(0).text();
+    let list = folder.launch("runs list").expect(0).text();
     assert_eq!(list, "no runs in runs\n");
 }
 
@@ -187,8 +171,7 @@ fn gc_removes_what_it_has_shown_and_nothing_that_came_to_be_needed() {
     let live = builder("live").start().unwrap();
     output(&live, "3");
 
-    let mut command = folder.launcher();
-    command.args(["runs", "gc", "--artifacts", "--status", "interrupted"]);
+    let mut command = folder.command("runs gc --artifacts --status interrupted");
     let (mut user, terminal) = open_terminal();
     command
         .stdin(terminal.try_clone().unwrap())

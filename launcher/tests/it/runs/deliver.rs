@@ -6,25 +6,24 @@ use std::path::Path;
 use std::process::Command;
 
 use super::{builder, finished, json_of, resumed};
-use crate::support::Folder;
+use crate::support::{Folder, Run};
 
 #[test]
 fn export_writes_what_counts() {
     let folder = Folder::new();
     resumed(&folder, "a");
-    let table = folder.launch(["runs", "export", "a"]).expect(0).text();
+    let table = folder.launch("runs export a").expect(0).text();
     let rows: Vec<_> = table.lines().collect();
     assert_eq!(rows[0], "n,ms,step,epoch,key,value,count");
     assert_eq!(rows.len(), 4);
     assert!(rows[3].ends_with(",3,,train/loss,0.25,"), "{table}");
-    folder
-        .launch(["runs", "export", "a", "--output", "a.csv"])
-        .expect(0);
+    folder.launch("runs export a --output a.csv").expect(0);
     assert_eq!(folder.read("a.csv"), table);
     assert!(!folder.path().join("a.csv.new").exists());
 
-    let line = ["runs", "export", "a", "--format", "jsonl", "-o", "a.jsonl"];
-    folder.launch(line).expect(0);
+    folder
+        .launch("runs export a --format jsonl -o a.jsonl")
+        .expect(0);
     let text = folder.read("a.jsonl");
     let points: Vec<_> = text.lines().map(json_of).collect();
     assert_eq!(points.len(), 3);
@@ -34,29 +33,24 @@ fn export_writes_what_counts() {
         (&3.into(), &0.25.into())
     );
 
-    let line = ["runs", "export", "a", "--format", "json"];
-    let run = json_of(&folder.launch(line).expect(0).text());
+    let run = folder
+        .launch("runs export a --format json")
+        .expect(0)
+        .json();
     assert_eq!(run["status"], "failed");
     assert_eq!(run["series"][0]["points"].as_array().unwrap().len(), 3);
     assert_eq!(run["checkpoints"][0], 2);
 
-    let line = [
-        "runs",
-        "export",
-        "a",
-        "--format",
-        "tensorboard",
-        "-o",
-        "events",
-    ];
-    folder.launch(line).expect(0);
+    folder
+        .launch("runs export a --format tensorboard -o events")
+        .expect(0);
     assert!(has_events(&folder, "events"));
     folder
-        .launch(["runs", "export", "a", "--format", "tensorboard"])
+        .launch("runs export a --format tensorboard")
         .expect(2)
         .says("--output");
     folder
-        .launch(["runs", "export", "a", "-o", "no/such/a.csv"])
+        .launch("runs export a -o no/such/a.csv")
         .expect(2)
         .says("no/such/a.csv");
 }
@@ -67,7 +61,7 @@ fn what_is_no_number_is_valid_json() {
     finished(&folder, "a", 0.1);
     for format in ["json", "jsonl"] {
         let text = folder
-            .launch(["runs", "export", "a", "--format", format])
+            .launch(&format!("runs export a --format {format}"))
             .expect(0)
             .text();
         assert_eq!(text.matches("\"value\":\"NaN\"").count(), 3, "{text}");
@@ -81,7 +75,7 @@ fn sync_delivers_what_is_missing() {
     finished(&folder, "a", 0.1);
     resumed(&folder, "b");
     let text = folder
-        .launch(["runs", "sync", "--all", "--to", "csv", "--dry-run"])
+        .launch("runs sync --all --to csv --dry-run")
         .expect(0)
         .text();
     assert_eq!(
@@ -89,36 +83,30 @@ fn sync_delivers_what_is_missing() {
         "a: would be delivered to metrics.csv\nb: would be delivered to metrics.csv\n"
     );
     assert!(!folder.path().join("runs/a/metrics.csv").exists());
-    folder
-        .launch(["runs", "sync", "--all", "--to", "csv"])
-        .expect(0);
+    folder.launch("runs sync --all --to csv").expect(0);
     assert_eq!(folder.read("runs/a/metrics.csv").lines().count(), 8);
     assert_eq!(folder.read("runs/b/metrics.csv").lines().count(), 4);
-    folder
-        .launch(["runs", "sync", "b", "--to", "tensorboard"])
-        .expect(0);
-    folder
-        .launch(["runs", "sync", "a", "--to", "tensorboard:logs"])
-        .expect(0);
+    folder.launch("runs sync b --to tensorboard").expect(0);
+    folder.launch("runs sync a --to tensorboard:logs").expect(0);
     assert!(has_events(&folder, "runs/b/tensorboard") && has_events(&folder, "logs/a"));
 
     // A run that cannot be delivered does not block the others.
     folder.write("runs/empty/journal.jsonl", "");
     fs::remove_file(folder.path().join("runs/b/metrics.csv")).unwrap();
     folder
-        .launch(["runs", "sync", "--all", "--to", "csv"])
+        .launch("runs sync --all --to csv")
         .expect(1)
         .says("empty: not delivered to metrics.csv")
         .says("not all runs were delivered");
     assert!(folder.path().join("runs/b/metrics.csv").exists());
 
     for line in [
-        &["sync", "a"][..],
-        &["sync", "--to", "csv"],
-        &["sync", "a", "--all", "--to", "csv"],
-        &["sync", "a", "--to", "somewhere"],
+        "runs sync a",
+        "runs sync --to csv",
+        "runs sync a --all --to csv",
+        "runs sync a --to somewhere",
     ] {
-        folder.launch([&["runs"], line].concat()).expect(2);
+        folder.launch(line).expect(2);
     }
 }
 
@@ -129,9 +117,9 @@ fn a_folder_that_cannot_be_written_can_be_read() {
     let run = builder(&folder, "b").start().unwrap();
     fs::set_permissions(&path, fs::Permissions::from_mode(0o555)).unwrap();
     let is_root = fs::write(path.join("probe"), "").is_ok();
-    folder.launch(["runs", "list"]).expect(0);
-    folder.launch(["runs", "show", "a"]).expect(0);
-    let synced = folder.launch(["runs", "sync", "a", "--to", "csv"]);
+    folder.launch("runs list").expect(0);
+    folder.launch("runs show a").expect(0);
+    let synced = folder.launch("runs sync a --to csv");
     // Nothing is read-only for root.
     if !is_root {
         synced.expect(1).says("runs/a");
@@ -146,7 +134,7 @@ fn a_report_is_one_file() {
     finished(&folder, "a", 0.1);
     resumed(&folder, "b");
     let text = folder
-        .launch(["runs", "report", "a", "b", "-o", "both.html"])
+        .launch("runs report a b -o both.html")
         .expect(0)
         .text();
     assert_eq!(text, "both.html: the report of 2 runs\n");
@@ -154,7 +142,7 @@ fn a_report_is_one_file() {
     assert!(page.contains("train/loss") && page.contains("model.layers"));
     assert!(!page.contains("src=\"http") && !page.contains("href=\"http"));
     folder
-        .launch(["runs", "report", "a", "-o", "no/such/a.html"])
+        .launch("runs report a -o no/such/a.html")
         .expect(2)
         .says("no/such/a.html");
 }
@@ -169,8 +157,7 @@ fn a_report_that_cannot_be_written_leaves_what_was_there() {
         let line = "trap '' XFSZ; ulimit -f 1; exec \"$0\" \"$@\"";
         let mut command = folder.launcher_by("sh", &["-c", line]);
         command.args(["runs", "report", "a", "-o", file]);
-        let ended = crate::support::Run::start(command).end();
-        ended.expect(1).says(file);
+        Run::start(command).end().expect(1).says(file);
     }
     assert_eq!(folder.read("old.html"), "old");
     let files = fs::read_dir(folder.path()).unwrap();
@@ -189,21 +176,20 @@ fn what_is_no_file_is_written_to_and_files_are_as_others() {
     let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode();
     let usual = mode(&folder.write("usual", ""));
     for (line, beginning) in [
-        (&["report", "a", "-o"][..], "<!DOCTYPE"),
-        (&["export", "a", "--format", "json", "-o"], "{"),
+        ("runs report a -o", "<!DOCTYPE"),
+        ("runs export a --format json -o", "{"),
     ] {
-        let line = [&["runs"], line].concat();
         let mut reader = Command::new("sh");
         reader.args(["-c", "exec cat pipe > copy"]);
         let mut reader = reader.current_dir(folder.path()).spawn().unwrap();
-        folder.launch([&line[..], &["pipe"]].concat()).expect(0);
+        folder.launch(&format!("{line} pipe")).expect(0);
         let is_pipe = fs::metadata(&pipe).unwrap().file_type().is_fifo();
         if !is_pipe {
             reader.kill().unwrap();
         }
         assert!(reader.wait().unwrap().success() && is_pipe, "{line:?}");
         assert!(folder.read("copy").starts_with(beginning), "{line:?}");
-        folder.launch([&line[..], &["file"]].concat()).expect(0);
+        folder.launch(&format!("{line} file")).expect(0);
         assert_eq!(mode(&folder.path().join("file")), usual, "{line:?}");
     }
 }
@@ -213,16 +199,16 @@ fn an_upload_is_a_run_of_the_other_folder() {
     let folder = Folder::new();
     finished(&folder, "a", 0.1);
     folder
-        .launch(["runs", "upload", "a", "archive/runs"])
+        .launch("runs upload a archive/runs")
         .expect(2)
         .says("archive/runs");
     fs::create_dir_all(folder.path().join("archive/runs")).unwrap();
-    let line = ["runs", "upload", "a", "archive/runs"];
-    folder.launch(line).expect(0);
-    let text = folder.launch(line).expect(0).text();
-    assert!(text.contains("archive/runs/a, 0 B copied"), "{text}");
-    let line = ["runs", "show", "a", "--runs", "archive/runs"];
-    folder.launch(line).expect(0);
+    folder.launch("runs upload a archive/runs").expect(0);
+    folder
+        .launch("runs upload a archive/runs")
+        .expect(0)
+        .prints("archive/runs/a, 0 B copied");
+    folder.launch("runs show a --runs archive/runs").expect(0);
 }
 
 #[test]
@@ -232,27 +218,24 @@ fn a_server_that_is_not_there_is_told() {
     let nobody = crate::ports::RefusingAddress::take();
     let place = format!("mlflow:http://{}", nobody.address());
     folder
-        .launch(["runs", "sync", "a", "--to", &place])
+        .launch(&format!("runs sync a --to {place}"))
         .expect(1)
         .says("a: not delivered to MLflow at http://127.0.0.1:");
     finished(&folder, "b", 0.1);
     finished(&folder, "c", 0.1);
     let ended = folder
-        .launch(["runs", "sync", "--all", "--to", &place])
+        .launch(&format!("runs sync --all --to {place}"))
         .expect(1)
         .says("a: not delivered to MLflow")
         .says("2 more runs were not tried: give the same command again when the server answers");
     assert_eq!(ended.text().matches("MLflow at").count(), 0);
     folder
-        .launch(["runs", "sync", "a", "--to", "mlflow:somewhere"])
+        .launch("runs sync a --to mlflow:somewhere")
         .expect(2)
         .says("expected the address of an MLflow server");
-    let mut command = folder.launcher();
-    command
-        .args(["runs", "sync", "a", "--to", "mlflow"])
-        .env_remove("MLFLOW_TRACKING_URI");
-    crate::support::Run::start(command)
-        .end()
+    // The launcher of tests has no such variable.
+    folder
+        .launch("runs sync a --to mlflow")
         .expect(2)
         .says("MLFLOW_TRACKING_URI");
 }

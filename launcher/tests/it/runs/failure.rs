@@ -3,10 +3,7 @@
 use accelerator_track::Run;
 use serde_json::Value;
 
-use crate::support::Folder;
-
-/// The arguments that make this test executable run as the program below.
-const PROGRAM: [&str; 3] = ["runs::failure::a_rank", "--exact", "--ignored"];
+use crate::support::{Folder, test_as_program};
 
 /// Runs as the program of the other test: rank 0 writes a run, and rank 1 ends when it exists.
 #[test]
@@ -31,11 +28,9 @@ fn a_rank() {
 #[test]
 fn a_run_names_the_rank_that_failed_first() {
     let folder = Folder::new();
-    let program = std::env::current_exe().unwrap();
-    let line = ["-n", "2", program.to_str().unwrap()];
-    let line = line.into_iter().chain(PROGRAM).chain(["--nocapture"]);
-    folder.launch(line).expect(3);
-    let shown = folder.launch(["runs", "show", "a"]).expect(0).text();
+    let program = test_as_program("runs::failure::a_rank");
+    folder.launch(&format!("-n 2 {program}")).expect(3);
+    let shown = folder.launch("runs show a").expect(0).text();
     assert!(
         shown.contains("failed") && !shown.contains("killed"),
         "{shown}"
@@ -48,8 +43,7 @@ fn a_run_names_the_rank_that_failed_first() {
         failure.contains("rank 1 (pid") && failure.contains("exit code 3"),
         "{shown}"
     );
-    let report = folder.path().join("runs/a/failure.json");
-    let report = std::fs::read_to_string(report).unwrap();
+    let report = folder.read("runs/a/failure.json");
     assert!(report.contains("http://***@host/x"), "{report}");
     let report: Value = serde_json::from_str(&report).unwrap();
     assert_eq!(

@@ -5,7 +5,7 @@ use std::fs;
 use accelerator_track::Capture;
 use serde_json::json;
 
-use super::{builder, finished, json_of, lines, resumed};
+use super::{builder, finished, resumed};
 use crate::support::Folder;
 
 #[test]
@@ -20,10 +20,10 @@ fn list_shows_runs_and_what_is_wrong_with_others() {
     let text = newer.replacen("\"version\":1", "\"version\":2", 1);
     folder.write("runs/edited/journal.jsonl", &text);
 
-    let text = folder.launch(["runs", "list"]).expect(0).text();
+    let ended = folder.launch("runs list").expect(0);
     // Age and duration may be a second or two.
     let times = |line: &String| line.replace(" 1 s", " 0 s").replace(" 2 s", " 0 s");
-    let shown: Vec<_> = lines(&text).iter().map(times).collect();
+    let shown: Vec<_> = ended.lines().iter().map(times).collect();
     assert_eq!(
         shown[0],
         "name status age duration attempts ranks step train/loss train/odd test/accuracy"
@@ -34,39 +34,35 @@ fn list_shows_runs_and_what_is_wrong_with_others() {
     assert_eq!(shown[4..6], ["edited damaged", "empty damaged"]);
     assert!(
         shown[6].starts_with("damaged: the line at byte 0 of "),
-        "{text}"
+        "{ended:?}"
     );
-    assert!(shown[7].contains("its journal is empty"), "{text}");
+    assert!(shown[7].contains("its journal is empty"), "{ended:?}");
 
-    let names = |arguments: &[&str]| {
-        let line = [&["runs", "list", "--json"], arguments].concat();
-        let list = json_of(&folder.launch(line).expect(0).text());
+    let names = |options: &str| {
+        let list = folder.launch(&format!("runs list --json {options}"));
+        let list = list.expect(0).json();
         let runs = list["runs"].as_array().unwrap().iter();
         runs.map(|x| x["name"].as_str().unwrap().to_owned())
             .collect::<Vec<_>>()
     };
-    assert_eq!(names(&["--sort", "name"]), ["a/b", "first", "third"]);
-    assert_eq!(names(&["--sort", "train/loss"]), ["first", "a/b", "third"]);
-    assert_eq!(names(&["--sort", "lr", "--reverse"])[2], "first");
-    assert_eq!(
-        names(&["--status", "failed", "--status", "running"]),
-        ["third", "a/b"]
-    );
-    assert_eq!(names(&["--tag", "group=a"]), ["first"]);
-    assert_eq!(names(&["--tag", "group"]), ["first"]);
-    assert!(names(&["--tag", "group=b"]).is_empty());
-    let text = folder.launch(["runs", "list", "--runs", "runs/notes"]);
+    assert_eq!(names("--sort name"), ["a/b", "first", "third"]);
+    assert_eq!(names("--sort train/loss"), ["first", "a/b", "third"]);
+    assert_eq!(names("--sort lr --reverse")[2], "first");
+    assert_eq!(names("--status failed --status running"), ["third", "a/b"]);
+    assert_eq!(names("--tag group=a"), ["first"]);
+    assert_eq!(names("--tag group"), ["first"]);
+    assert!(names("--tag group=b").is_empty());
+    let text = folder.launch("runs list --runs runs/notes");
     assert_eq!(text.expect(0).text(), "no runs in runs/notes\n");
-    let line = ["runs", "list", "--sort", "nonsense"];
     folder
-        .launch(line)
+        .launch("runs list --sort nonsense")
         .expect(2)
         .says("nothing of the runs is called \"nonsense\"")
         .says("age, name, status, duration, step, lr, model.layers, train/loss, train/odd, test/accuracy");
     drop(running);
-    assert_eq!(names(&["--status", "interrupted"]), ["third"]);
+    assert_eq!(names("--status interrupted"), ["third"]);
 
-    let list = json_of(&folder.launch(["runs", "list", "--json"]).expect(0).text());
+    let list = folder.launch("runs list --json").expect(0).json();
     assert_eq!(list["runs"][2]["series"][1]["last"], "NaN");
     assert_eq!(list["damaged"][1]["folder"], "runs/empty");
 }
@@ -76,8 +72,7 @@ fn show_tells_everything_about_a_run() {
     let folder = Folder::new();
     finished(&folder, "first", 0.1);
     let path = resumed(&folder, "second");
-    let text = folder.launch(["runs", "show", "first"]).expect(0).text();
-    let shown = lines(&text);
+    let mut ended = folder.launch("runs show first").expect(0);
     for line in [
         "run runs/first",
         "status finished",
@@ -90,7 +85,7 @@ fn show_tells_everything_about_a_run() {
         "train/loss 3 1 to 3 0.0333333 0.0333333 0.1",
         "train/odd 3 1 to 3 NaN NaN NaN",
     ] {
-        assert!(shown.iter().any(|x| x == line), "{line} is not in {text}");
+        ended = ended.shows(line);
     }
 
     // The run is named by a path, and by the beginning of its id.
@@ -99,42 +94,27 @@ fn show_tells_everything_about_a_run() {
         .id
         .to_string();
     for run in ["runs/second", "second", &id, &id[..30]] {
-        let text = folder.launch(["runs", "show", run]).expect(0).text();
-        let shown = lines(&text);
-        assert!(shown.contains(&"status failed".to_owned()), "{text}");
-        assert!(
-            shown.contains(&"checkpoints 1, the last at step 2".to_owned()),
-            "{text}"
-        );
-        assert!(
-            shown
-                .iter()
-                .any(|x| x.starts_with("1 ") && x.ends_with(" 1 step 2")),
-            "{text}"
-        );
-        assert!(
-            !text.contains('\u{1b}') && text.contains("memory"),
-            "{text}"
-        );
+        let ended = folder.launch(&format!("runs show {run}")).expect(0);
+        let ended = ended
+            .shows("status failed")
+            .shows("checkpoints 1, the last at step 2")
+            .prints("memory");
+        let is_start = |line: &String| line.starts_with("1 ") && line.ends_with(" 1 step 2");
+        assert!(ended.lines().iter().any(is_start), "{ended:?}");
+        assert!(!ended.text().contains('\u{1b}'), "{ended:?}");
     }
     // The points that the resume superseded are not shown.
-    let points = folder
-        .launch(["runs", "show", "second", "--metric", "train/loss"])
-        .expect(0)
-        .text();
-    let values: Vec<_> = points
-        .lines()
-        .skip(1)
-        .map(|x| x.split(' ').next().unwrap())
-        .collect();
-    assert_eq!(values, ["1", "0.5", "0.25"]);
+    let points = folder.launch("runs show second --metric train/loss");
+    let points = points.expect(0).text();
+    let values = points.lines().skip(1).map(|x| x.split(' ').next().unwrap());
+    assert_eq!(values.collect::<Vec<_>>(), ["1", "0.5", "0.25"]);
     folder
-        .launch(["runs", "show", "second", "--metric", "loss"])
+        .launch("runs show second --metric loss")
         .expect(2)
         .says("it has train/loss");
 
-    let line = ["runs", "show", "second", "--metric", "train/loss", "--json"];
-    let details = json_of(&folder.launch(line).expect(0).text());
+    let line = "runs show second --metric train/loss --json";
+    let details = folder.launch(line).expect(0).json();
     assert_eq!(details["points"][0]["points"][2]["value"], 0.25);
     assert_eq!(details["starts"][1]["resumed"], 2);
     assert_eq!(details["status"], "failed");
@@ -153,16 +133,14 @@ fn show_leaves_out_the_variables_of_launchers_unless_it_is_asked() {
     } });
     let run = builder(&folder, "a").provenance(provenance).start();
     run.unwrap().finish().unwrap();
-    let variables = |arguments: &[&str]| {
-        let line = [&["runs", "show", "a"], arguments].concat();
-        let text = folder.launch(line).expect(0).text();
-        let shown = lines(&text).into_iter();
+    let variables = |line: &str| {
+        let shown = folder.launch(line).expect(0).lines().into_iter();
         let of_environment = shown.filter_map(|x| Some(x.strip_prefix("environment.")?.to_owned()));
         of_environment.collect::<Vec<_>>()
     };
     let own = ["ACCEL_PRECISION bf16", "RAYON_NUM_THREADS 2"];
-    assert_eq!(variables(&[]), own);
-    assert_eq!(variables(&["--all"]).len(), 6);
+    assert_eq!(variables("runs show a"), own);
+    assert_eq!(variables("runs show a --all").len(), 6);
 }
 
 #[test]
@@ -170,39 +148,28 @@ fn compare_marks_what_differs() {
     let folder = Folder::new();
     finished(&folder, "a", 0.1);
     finished(&folder, "b", 0.2);
-    let text = folder
-        .launch(["runs", "compare", "a", "b"])
-        .expect(0)
-        .text();
-    let shown = lines(&text);
-    assert_eq!(shown[0], "a b");
-    assert_eq!(shown[1], "status finished finished");
-    assert_eq!(shown[2], "* lr 0.1 0.2");
-    assert_eq!(shown[3], "model.layers [32,64] [32,64]");
-    assert_eq!(shown[4], "* train/loss last 0.0333333 0.0666667");
-    assert!(
-        shown.contains(&"train/odd last NaN NaN".to_owned()),
-        "{text}"
+    let ended = folder.launch("runs compare a b").expect(0);
+    let ended = ended.shows("train/odd last NaN NaN");
+    assert_eq!(
+        ended.lines()[..5],
+        [
+            "a b",
+            "status finished finished",
+            "* lr 0.1 0.2",
+            "model.layers [32,64] [32,64]",
+            "* train/loss last 0.0333333 0.0666667",
+        ]
     );
 
-    let line = [
-        "runs",
-        "compare",
-        "a",
-        "b",
-        "--changed",
-        "--metric",
-        "test/accuracy",
-    ];
-    let text = folder.launch(line).expect(0).text();
-    assert_eq!(lines(&text)[2..], ["* lr 0.1 0.2"]);
-    let line = ["runs", "compare", "a", "b", "--json"];
-    let comparison = json_of(&folder.launch(line).expect(0).text());
+    let line = "runs compare a b --changed --metric test/accuracy";
+    let changed = folder.launch(line).expect(0).lines();
+    assert_eq!(changed[2..], ["* lr 0.1 0.2"]);
+    let comparison = folder.launch("runs compare a b --json").expect(0).json();
     assert_eq!(
         comparison["rows"][0],
         json!({ "name": "lr", "differs": true, "values": [0.1, 0.2] })
     );
-    folder.launch(["runs", "compare", "a"]).expect(2);
+    folder.launch("runs compare a").expect(2);
 }
 
 #[test]
@@ -221,21 +188,19 @@ fn diff_names_the_inputs_that_differ() {
     captured("a", 0.1, 1);
     captured("same", 0.1, 1);
     captured("b", 0.2, 2);
-    let line = ["runs", "diff", "a", "same", "--exit-code"];
-    let text = folder.launch(line).expect(0).text();
-    assert_eq!(text, "the same inputs\n");
-    let text = folder.launch(["runs", "diff", "a", "b"]).expect(0).text();
+    let same = folder.launch("runs diff a same --exit-code").expect(0);
+    assert_eq!(same.text(), "the same inputs\n");
     assert_eq!(
-        lines(&text),
+        folder.launch("runs diff a b").expect(0).lines(),
         ["input a b", "seed model 1 2", "hyperparameter lr 0.1 0.2"]
     );
-    let line = ["runs", "diff", "a", "b", "--exit-code", "--json"];
-    let diff = json_of(&folder.launch(line).expect(1).text());
+    let line = "runs diff a b --exit-code --json";
+    let diff = folder.launch(line).expect(1).json();
     assert_eq!(diff["differences"][1]["what"], "hyperparameter lr");
 
     finished(&folder, "bare", 0.1);
     folder
-        .launch(["runs", "diff", "bare", "bare"])
+        .launch("runs diff bare bare")
         .expect(0)
         .says("the run bare does not record where it came from");
 }
@@ -247,25 +212,25 @@ fn wrong_places_are_told() {
     folder.write("file", "");
     for place in ["missing", "file"] {
         folder
-            .launch(["runs", "list", "--runs", place])
+            .launch(&format!("runs list --runs {place}"))
             .expect(2)
             .says("expected the folder of all runs at")
             .says(place);
     }
-    let listed = folder.launch(["runs", "list", "--runs", "notes"]).expect(0);
+    let listed = folder.launch("runs list --runs notes").expect(0);
     assert_eq!(listed.text(), "no runs in notes\n");
-    folder.launch(["runs"]).expect(2);
+    folder.launch("runs").expect(2);
     folder
-        .launch(["runs", "show", "x"])
+        .launch("runs show x")
         .expect(2)
         .says("the folder of all runs at runs");
     folder
-        .launch(["runs", "show", "./notes"])
+        .launch("runs show ./notes")
         .expect(2)
         .says("there is no run in ./notes");
     finished(&folder, "a", 0.1);
     folder
-        .launch(["runs", "show", "x"])
+        .launch("runs show x")
         .expect(2)
         .says("no run \"x\" in runs")
         .says("accel-launch runs list");
@@ -274,16 +239,10 @@ fn wrong_places_are_told() {
     let journal = folder.path().join("runs/a/journal.jsonl");
     let good = fs::read_to_string(&journal).unwrap();
     fs::write(&journal, &good[..good.len() - 20]).unwrap();
-    let text = folder.launch(["runs", "show", "a"]).expect(0).text();
-    assert!(
-        lines(&text).contains(&"status interrupted".to_owned()),
-        "{text}"
-    );
+    let shown = folder.launch("runs show a").expect(0);
+    shown.shows("status interrupted");
     fs::write(&journal, good.replacen("\"s\":2", "\"s\":7", 1)).unwrap();
-    folder
-        .launch(["runs", "show", "a"])
-        .expect(1)
-        .says("at byte");
+    folder.launch("runs show a").expect(1).says("at byte");
 
     // The head is of a later version and has a good checksum.
     let head = good.lines().next().unwrap();
@@ -292,14 +251,14 @@ fn wrong_places_are_told() {
     let line = format!("{covered},\"c\":\"{:08x}\"}}\n", crc32c(covered.as_bytes()));
     fs::write(&journal, line).unwrap();
     folder
-        .launch(["runs", "show", "a"])
+        .launch("runs show a")
         .expect(1)
         .says("is of format 2");
-    let text = folder.launch(["runs", "list"]).expect(0).text();
-    assert_eq!(lines(&text)[1], "a newer", "{text}");
-    assert!(lines(&text)[2].starts_with("newer: the run in runs/a is of format 2"));
-    assert!(!text.contains("damaged"), "{text}");
-    let list = json_of(&folder.launch(["runs", "list", "--json"]).expect(0).text());
+    let shown = folder.launch("runs list").expect(0).lines();
+    assert_eq!(shown[1], "a newer");
+    assert!(shown[2].starts_with("newer: the run in runs/a is of format 2"));
+    assert!(!shown.join("\n").contains("damaged"), "{shown:?}");
+    let list = folder.launch("runs list --json").expect(0).json();
     assert_eq!(list["newer"][0]["folder"], "runs/a");
     assert_eq!(list["damaged"], json!([]));
 }

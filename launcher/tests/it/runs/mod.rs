@@ -60,13 +60,6 @@ fn resumed(folder: &Folder, name: &str) -> PathBuf {
     path
 }
 
-/// Returns the lines of a text with single blanks between words.
-fn lines(text: &str) -> Vec<String> {
-    text.lines()
-        .map(|line| line.split_whitespace().collect::<Vec<_>>().join(" "))
-        .collect()
-}
-
 fn json_of(text: &str) -> serde_json::Value {
     serde_json::from_str(text).unwrap()
 }

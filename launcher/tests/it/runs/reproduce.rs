@@ -8,7 +8,6 @@ use std::process::Command;
 use accelerator_track::{Artifact, Capture, Run, Runs};
 use serde_json::json;
 
-use super::lines;
 use crate::support::Folder;
 
 /// The arguments that make this test executable run as the program below.
@@ -65,26 +64,20 @@ fn trained_by(folder: &Folder, program: &Path) {
 fn the_same_bits_are_told() {
     let folder = Folder::new();
     trained(&folder);
-    let line = ["runs", "reproduce", "a", "--ignore", "time/*"];
-    let text = folder.launch(line).expect(0).text();
-    let shown = lines(&text);
-    assert!(
-        shown.contains(&"a was run again as a-2".to_owned()),
-        "{text}"
-    );
-    let last = shown.last().unwrap();
+    let ended = folder.launch("runs reproduce a --ignore time/*").expect(0);
+    let ended = ended.shows("a was run again as a-2");
+    let last = ended.lines().pop().unwrap();
     assert!(
         last.starts_with(
             "the same bits: weights after step 20, 40 points of 2 metrics, the artifacts weights"
         ),
-        "{text}"
+        "{ended:?}"
     );
     let runs = Runs::open(folder.path().join("runs")).unwrap();
     let [first, again] = ["a", "a-2"]
         .map(|name| accelerator_track::RunSummary::read(runs.find(name).unwrap()).unwrap());
     assert_eq!(again.tags["reproduces"], first.id.to_string());
-    let line = ["runs", "diff", "a", "a-2", "--exit-code"];
-    folder.launch(line).expect(0);
+    folder.launch("runs diff a a-2 --exit-code").expect(0);
 }
 
 #[test]
@@ -97,11 +90,10 @@ fn the_same_bits_by_another_binary_are_told() {
     let mut file = fs::OpenOptions::new().append(true).open(&program).unwrap();
     file.write_all(b"rebuilt").unwrap();
     drop(file);
-    let line = ["runs", "reproduce", "a", "--ignore", "time/*"];
-    let text = folder.launch(line).expect(0).text();
-    let last = lines(&text).pop().unwrap();
-    assert!(last.starts_with("the same bits: "), "{text}");
-    assert!(last.ends_with(", by another binary"), "{text}");
+    let ended = folder.launch("runs reproduce a --ignore time/*").expect(0);
+    let last = ended.lines().pop().unwrap();
+    assert!(last.starts_with("the same bits: "), "{ended:?}");
+    assert!(last.ends_with(", by another binary"), "{ended:?}");
 }
 
 #[test]
@@ -109,54 +101,41 @@ fn the_first_step_that_differs_is_named() {
     let folder = Folder::new();
     trained(&folder);
     folder.write("rate", "0.2");
-    let line = ["runs", "reproduce", "a", "--ignore", "time/now"];
-    let text = folder.launch(line).expect(1).text();
-    let shown = lines(&text);
-    let different: Vec<_> = shown
-        .iter()
-        .filter(|x| x.starts_with("different: "))
-        .collect();
-    assert_eq!(different.len(), 4, "{text}");
-    assert!(
-        different[0].starts_with("different: weights after step 20 were "),
-        "{text}"
-    );
-    assert!(
-        different[1].starts_with("different: artifact weights was "),
-        "{text}"
-    );
-    assert!(
-        different[2].starts_with("different: metric train/loss at step 11 was "),
-        "{text}"
-    );
-    assert!(
-        shown.contains(&"another input: hyperparameter rate: 0.1, 0.2".to_owned()),
-        "{text}"
-    );
+    let ended = folder
+        .launch("runs reproduce a --ignore time/now")
+        .expect(1);
+    let ended = ended.shows("another input: hyperparameter rate: 0.1, 0.2");
+    let mut different = ended.lines();
+    different.retain(|line| line.starts_with("different: "));
+    assert_eq!(different.len(), 4, "{ended:?}");
+    for (line, beginning) in different.iter().zip([
+        "different: weights after step 20 were ",
+        "different: artifact weights was ",
+        "different: metric train/loss at step 11 was ",
+    ]) {
+        assert!(line.starts_with(beginning), "{ended:?}");
+    }
 }
 
 #[test]
 fn what_cannot_be_run_again_is_told() {
     let folder = Folder::new();
     trained(&folder);
-    let text = folder
-        .launch(["runs", "reproduce", "a", "--dry-run"])
-        .expect(0)
-        .text();
-    assert!(text.contains(PROGRAM[0]), "{text}");
+    let shown = folder.launch("runs reproduce a --dry-run").expect(0);
+    shown.prints(PROGRAM[0]);
     fs::remove_file(folder.path().join("rate")).unwrap();
     folder
-        .launch(["runs", "reproduce", "a"])
+        .launch("runs reproduce a")
         .expect(2)
         .says("the program could not be run again");
     let run = super::builder(&folder, "b").start().unwrap();
     folder
-        .launch(["runs", "reproduce", "b"])
+        .launch("runs reproduce b")
         .expect(2)
         .says("is still being written");
     run.finish().unwrap();
     folder
-        .launch(["runs", "reproduce", "b"])
+        .launch("runs reproduce b")
         .expect(2)
         .says("b cannot be run again")
         .says("the command line of the run is not recorded");

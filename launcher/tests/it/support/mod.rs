@@ -9,7 +9,9 @@ use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use rustix::process::{Pid, Signal};
+use accelerator_collective::{GroupOptions, Launch, ProcessGroup};
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
 
 /// The time after which a run fails its test, far above what any run needs even on a busy machine.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(60);
@@ -58,6 +60,34 @@ impl Folder {
         self.prepared(Command::new(LAUNCHER))
     }
 
+    /// Returns the launcher with the words of `line` as its arguments.
+    pub(crate) fn command(&self, line: &str) -> Command {
+        let mut command = self.launcher();
+        command.args(line.split_whitespace());
+        command
+    }
+
+    /// Starts the launcher with the words of `line`.
+    pub(crate) fn start(&self, line: &str) -> Run {
+        Run::start(self.command(line))
+    }
+
+    /// Runs the launcher with the words of `line` to its end.
+    pub(crate) fn launch(&self, line: &str) -> Ended {
+        self.start(line).end()
+    }
+
+    /// Does the same with these variables in addition.
+    pub(crate) fn launch_with<'a>(
+        &self,
+        line: &str,
+        variables: impl IntoIterator<Item = (&'a str, &'a str)>,
+    ) -> Ended {
+        let mut command = self.command(line);
+        command.envs(variables);
+        Run::start(command).end()
+    }
+
     /// Returns the launcher, started by a program with these arguments.
     pub(crate) fn launcher_by(&self, program: &str, arguments: &[&str]) -> Command {
         let mut command = Command::new(program);
@@ -98,11 +128,15 @@ impl Folder {
         command
     }
 
-    /// Runs the launcher with `arguments` to its end.
-    pub(crate) fn launch<'a>(&self, arguments: impl IntoIterator<Item = &'a str>) -> Ended {
-        let mut command = self.launcher();
-        command.args(arguments);
-        Run::start(command).end()
+    /// Reads the report of the last failed job with `--log-dir logs`.
+    pub(crate) fn failure(&self) -> Value {
+        self.failure_in("logs")
+    }
+
+    /// Reads the report in a folder of logs.
+    pub(crate) fn failure_in(&self, logs: &str) -> Value {
+        let text = self.read(&format!("{logs}/latest/failure.json"));
+        serde_json::from_str(&text).unwrap_or_else(|_| panic!("{logs}: {text}"))
     }
 
     /// Waits until `name` has `lines` lines, and returns them.
@@ -163,8 +197,13 @@ impl Run {
         Pid::from_child(&self.child)
     }
 
+    /// Returns the launcher proper, which is the child of the shim.
+    pub(crate) fn proper(&self) -> Pid {
+        child_of(self.pid())
+    }
+
     pub(crate) fn signal(&self, signal: Signal) {
-        rustix::process::kill_process(self.pid(), signal).unwrap();
+        kill_process(self.pid(), signal).unwrap();
     }
 
     /// Waits until the launcher has printed `text` to standard error.
@@ -204,9 +243,7 @@ impl Run {
             took,
         }
     }
-}
 
-impl Run {
     /// Waits until no process holds the launcher's standard error any more, and returns its text.
     pub(crate) fn close(mut self) -> String {
         let stderr = self.stderr.take().unwrap().whole();
@@ -218,7 +255,7 @@ impl Drop for Run {
     fn drop(&mut self) {
         if let Ok(None) = self.child.try_wait() {
             // A launcher that is asked first also ends its ranks.
-            let _ = rustix::process::kill_process(self.pid(), Signal::TERM);
+            let _ = kill_process(self.pid(), Signal::TERM);
             let until = Instant::now() + Duration::from_secs(8);
             while matches!(self.child.try_wait(), Ok(None)) && Instant::now() < until {
                 thread::sleep(Duration::from_millis(20));
@@ -246,6 +283,17 @@ impl Ended {
         String::from_utf8(self.stdout.clone()).unwrap()
     }
 
+    #[track_caller]
+    pub(crate) fn json(&self) -> Value {
+        serde_json::from_str(&self.text()).unwrap_or_else(|error| panic!("{error}: {self:?}"))
+    }
+
+    /// Returns the lines of standard output with single blanks between words.
+    pub(crate) fn lines(&self) -> Vec<String> {
+        let words = |line: &str| line.split_whitespace().collect::<Vec<_>>().join(" ");
+        self.text().lines().map(words).collect()
+    }
+
     /// Returns the lines of standard output in alphabetical order.
     pub(crate) fn sorted(&self) -> Vec<String> {
         let mut lines: Vec<String> = self.text().lines().map(str::to_owned).collect();
@@ -253,6 +301,25 @@ impl Ended {
         lines
     }
 
+    /// Asserts that standard output has this text.
+    #[track_caller]
+    pub(crate) fn prints(self, text: &str) -> Self {
+        assert!(self.text().contains(text), "{text:?} is not in {self:?}");
+        self
+    }
+
+    /// Asserts that this is one of the [`lines`](Self::lines).
+    #[track_caller]
+    pub(crate) fn shows(self, line: &str) -> Self {
+        let lines = self.lines();
+        assert!(
+            lines.iter().any(|shown| shown == line),
+            "{line:?} is not in {lines:#?}"
+        );
+        self
+    }
+
+    /// Asserts that standard error has this text.
     #[track_caller]
     pub(crate) fn says(self, text: &str) -> Self {
         assert!(self.stderr.contains(text), "{text:?} is not in {self:?}");
@@ -271,6 +338,33 @@ pub(crate) fn wait_until<T>(what: &str, mut question: impl FnMut() -> Option<T>)
         assert!(Instant::now() < until, "waited {DEADLINE:?} for {what}");
         thread::sleep(Duration::from_millis(10));
     }
+}
+
+/// Returns the command line of a program that runs only the test `name` of this executable, as a rank.
+pub(crate) fn test_as_program(name: &str) -> String {
+    let tests = std::env::current_exe().unwrap();
+    let options = "--include-ignored --test-threads 1 --nocapture";
+    format!("{} --exact {name} {options}", tests.display())
+}
+
+/// Joins the group of the ranks that the launcher has started.
+pub(crate) fn join_group() -> accelerator_collective::Result<ProcessGroup> {
+    let options = GroupOptions::new().with_connect_timeout(DEADLINE / 2);
+    ProcessGroup::connect(&Launch::from_env()?, &options)
+}
+
+/// Waits until that process has a child, and returns the first.
+pub(crate) fn child_of(parent: Pid) -> Pid {
+    let path = format!("/proc/{0}/task/{0}/children", parent.as_raw_pid());
+    wait_until("a child", || {
+        let children = fs::read_to_string(&path).ok()?;
+        Pid::from_raw(children.split_whitespace().next()?.parse().ok()?)
+    })
+}
+
+/// Sends a signal to the process with this id.
+pub(crate) fn signal(pid: &str, signal: Signal) {
+    kill_process(Pid::from_raw(pid.parse().unwrap()).unwrap(), signal).unwrap();
 }
 
 /// Waits until the process with this id is gone, or a zombie that only its parent can clear.
