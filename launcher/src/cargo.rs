@@ -273,7 +273,6 @@ struct Metadata {
     workspace_root: PathBuf,
 }
 
-/// A package of the workspace.
 #[derive(Debug, Deserialize)]
 struct Package {
     id: String,
@@ -420,7 +419,6 @@ const SUGGESTIONS: usize = 8;
 /// A target that an error can offer instead.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Suggestion {
-    /// Its name.
     pub(crate) name: String,
     /// The form in which the error shows it.
     pub(crate) shown: String,

@@ -307,9 +307,6 @@ struct CompletionsArgs {
 }
 
 /// Prints the completions of a shell for `command`.
-///
-/// # Errors
-/// When standard output cannot be written.
 fn completions(arguments: &CompletionsArgs, mut command: Command) -> Result<ExitCode> {
     let mut script = Vec::new();
     clap_complete::generate(arguments.shell, &mut command, "accel-launch", &mut script);
@@ -317,9 +314,6 @@ fn completions(arguments: &CompletionsArgs, mut command: Command) -> Result<Exit
 }
 
 /// Prints the manual page of `command`, in the format of `man`.
-///
-/// # Errors
-/// When standard output cannot be written.
 fn man(command: Command) -> Result<ExitCode> {
     let mut page = Vec::new();
     Man::new(command)
@@ -415,10 +409,6 @@ mod tests {
         assert_eq!(options.script, Some(PathBuf::from("train")));
         assert!(!options.quiet);
         assert_eq!(arguments, ["--quiet", "-n", "3"]);
-    }
-
-    #[test]
-    fn reads_a_range_of_processes() {
         let (options, _) = launch("-n 2:4 --max-restarts 5 train");
         let processes = options.num_processes.unwrap();
         assert!(processes.is_range());
@@ -482,58 +472,50 @@ mod tests {
         (join(&argv.launcher[1..]), join(&argv.script))
     }
 
-    fn check(line: &str, launcher: &str, script: &str) {
-        assert_eq!(
-            split(line),
-            (launcher.to_owned(), script.to_owned()),
-            "{line}"
-        );
-    }
-
     #[test]
-    fn everything_after_the_script_is_its_own() {
-        check(
-            "--num-processes 2 a.sh --num-processes 3 -h",
-            "--num-processes 2 a.sh",
-            "--num-processes 3 -h",
-        );
-        check("-n 2 a.sh x", "-n 2 a.sh", "x");
-        check(
-            "-n2 --quiet --log-dir=d a.sh -- x",
-            "-n2 --quiet --log-dir=d a.sh",
-            "-- x",
-        );
-        check("a.sh", "a.sh", "");
-        check("./env plan", "./env", "plan");
-    }
-
-    #[test]
-    fn named_targets_stand_in_the_place_of_the_script() {
-        check(
-            "-n 2 --example mnist --epochs 1",
-            "-n 2 --example mnist",
-            "--epochs 1",
-        );
-        check("--example=mnist --quiet", "--example=mnist", "--quiet");
-        check("--bin b x", "--bin b", "x");
-    }
-
-    #[test]
-    fn a_double_dash_ends_the_options() {
-        check("-n 2 -- -odd --help", "-n 2 -- -odd", "--help");
-        check("-- env x", "-- env", "x");
-        check("--", "--", "");
-    }
-
-    #[test]
-    fn subcommands_and_broken_lines_are_left_to_clap() {
-        check("env --json", "env --json", "");
-        check("plan --samples 3", "plan --samples 3", "");
-        check("checkpoint show a 3", "checkpoint show a 3", "");
-        check("./checkpoint list a", "./checkpoint", "list a");
-        check("--no-such a.sh x", "--no-such a.sh", "x");
-        check("--num-processes", "--num-processes", "");
-        check("--help", "--help", "");
-        check("", "", "");
+    fn a_line_is_split_where_the_programs_arguments_begin() {
+        for (line, launcher, script) in [
+            (
+                "--num-processes 2 a.sh --num-processes 3 -h",
+                "--num-processes 2 a.sh",
+                "--num-processes 3 -h",
+            ),
+            ("-n 2 a.sh x", "-n 2 a.sh", "x"),
+            (
+                "-n2 --quiet --log-dir=d a.sh -- x",
+                "-n2 --quiet --log-dir=d a.sh",
+                "-- x",
+            ),
+            ("a.sh", "a.sh", ""),
+            ("./env plan", "./env", "plan"),
+            // Named targets stand in the place of the script.
+            (
+                "-n 2 --example mnist --epochs 1",
+                "-n 2 --example mnist",
+                "--epochs 1",
+            ),
+            ("--example=mnist --quiet", "--example=mnist", "--quiet"),
+            ("--bin b x", "--bin b", "x"),
+            // A double dash ends the options.
+            ("-n 2 -- -odd --help", "-n 2 -- -odd", "--help"),
+            ("-- env x", "-- env", "x"),
+            ("--", "--", ""),
+            // Subcommands and broken lines are left to clap.
+            ("env --json", "env --json", ""),
+            ("plan --samples 3", "plan --samples 3", ""),
+            ("checkpoint show a 3", "checkpoint show a 3", ""),
+            ("./checkpoint list a", "./checkpoint", "list a"),
+            ("--no-such a.sh x", "--no-such a.sh", "x"),
+            ("--num-processes", "--num-processes", ""),
+            ("--help", "--help", ""),
+            ("", "", ""),
+        ] {
+            let (found, rest) = split(line);
+            assert_eq!(
+                (found.as_str(), rest.as_str()),
+                (launcher, script),
+                "{line}"
+            );
+        }
     }
 }

@@ -12,7 +12,6 @@ pub(crate) enum Event {
     Ended {
         /// Its place in the group.
         rank: usize,
-        /// The end of the process.
         end: End,
     },
     /// A rank has joined the job: it learns of failures from the store.
@@ -21,7 +20,6 @@ pub(crate) enum Event {
     Closed(usize),
     /// A rank reported to the store that its group has failed.
     FailureReported {
-        /// The rank that reports it.
         rank: usize,
         /// The ranks that it blames: itself after a panic, none if it does not know.
         blamed: Vec<usize>,

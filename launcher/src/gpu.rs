@@ -105,9 +105,7 @@ pub(crate) const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
 /// The GPUs that a program sees; it numbers them by their order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Visible {
-    /// All of them.
     All,
-    /// These.
     Listed(Vec<GpuId>),
 }
 
@@ -192,7 +190,6 @@ fn hidden(id: &GpuId, there: &[GpuId]) -> String {
 pub(crate) struct Gpu {
     /// Its number in the order of the PCI bus, which is that of `nvidia-smi`.
     pub(crate) index: Option<u32>,
-    /// Its model.
     pub(crate) name: Option<String>,
     /// Its memory.
     pub(crate) memory_bytes: Option<u64>,
@@ -384,7 +381,6 @@ fn address(text: &str) -> Option<String> {
     Some(format!("{domain:04x}:{}", rest.to_ascii_lowercase()))
 }
 
-/// The version of the driver.
 fn version(text: &str) -> Option<String> {
     let line = text
         .lines()

@@ -24,7 +24,6 @@ pub(crate) enum Scope {
 /// An error of the environment.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct VariableError {
-    /// The variable.
     pub(crate) name: String,
     /// The problem, and its remedy.
     pub(crate) text: String,

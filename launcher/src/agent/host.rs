@@ -272,9 +272,6 @@ impl Host {
     }
 
     /// Makes the pipes of the host's ranks, and has them started.
-    ///
-    /// # Errors
-    /// When the system gives no pipes.
     pub(super) fn begin(&self, plan: Plan) -> Result<()> {
         let mut ranks = BTreeMap::new();
         for rank in plan.layout.ranks_of(plan.host) {
@@ -301,7 +298,7 @@ impl Host {
             }
         }
         drop(state);
-        self.say(&ToHost::StartAttempt(plan));
+        self.line.send(&ToHost::StartAttempt(plan));
         Ok(())
     }
 
@@ -327,12 +324,14 @@ impl Host {
                 });
             }
             if known.pid.is_some() || is_lost {
-                let pid = known.pid.unwrap_or(0);
-                let output = std::mem::take(&mut known.readers);
-                let host = Arc::clone(self);
-                return Ok(Box::new(RemoteProcess::new(
-                    host, restart, rank, pid, output,
-                )));
+                return Ok(Box::new(RemoteProcess {
+                    host: Arc::clone(self),
+                    restart,
+                    rank,
+                    pid: known.pid.unwrap_or(0),
+                    output: std::mem::take(&mut known.readers),
+                    is_over: false,
+                }));
             }
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
@@ -480,11 +479,6 @@ impl Host {
         }
     }
 
-    /// Sends `message` to the host, if it is not lost.
-    fn say(&self, message: &ToHost) {
-        self.line.send(message);
-    }
-
     /// Describes the loss of the host, if `rank` was lost with it.
     fn loss_of(&self, rank: usize) -> Option<String> {
         let state = self.state.lock();
@@ -527,26 +521,8 @@ struct RemoteProcess {
 }
 
 impl RemoteProcess {
-    /// `rank` of an attempt, whose process is `pid` on `host` and writes to `output`.
-    fn new(
-        host: Arc<Host>,
-        restart: u64,
-        rank: usize,
-        pid: i32,
-        output: [Option<File>; 2],
-    ) -> Self {
-        Self {
-            host,
-            restart,
-            rank,
-            pid,
-            output,
-            is_over: false,
-        }
-    }
-
     fn send(&self, signal: Signal, scope: SignalScope) {
-        self.host.say(&ToHost::Signal {
+        self.host.line.send(&ToHost::Signal {
             restart: self.restart,
             rank: self.rank,
             signal: signal.as_raw(),

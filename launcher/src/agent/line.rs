@@ -54,9 +54,6 @@ pub(super) enum LineEnd {
 
 impl Line {
     /// A line over `stream`, and what starts it.
-    ///
-    /// # Errors
-    /// When the connection has been closed.
     pub(super) fn new(stream: TcpStream) -> Result<(Self, LineStart)> {
         let (outbox, outgoing) = mpsc::channel();
         let copy = stream.try_clone().map_err(|error| broken(&error))?;
@@ -89,9 +86,6 @@ impl Line {
 impl LineStart {
     /// Starts the threads. `receive` gets every message, and at last why the line has ended, which it does when nothing
     /// was received for `liveness`.
-    ///
-    /// # Errors
-    /// When the system gives no threads.
     pub(super) fn run<M: DeserializeOwned>(
         self,
         liveness: Duration,
@@ -141,7 +135,6 @@ impl fmt::Display for LineEnd {
     }
 }
 
-/// Writes one frame.
 pub(super) fn write_frame(stream: &mut impl Write, body: &[u8]) -> io::Result<()> {
     let length = u32::try_from(body.len()).map_err(|_| ErrorKind::InvalidInput)?;
     let mut frame = length.to_le_bytes().to_vec();
@@ -149,7 +142,6 @@ pub(super) fn write_frame(stream: &mut impl Write, body: &[u8]) -> io::Result<()
     stream.write_all(&frame)
 }
 
-/// Starts a thread.
 pub(super) fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> Result<()> {
     let spawned = thread::Builder::new().name(name.to_owned()).spawn(body);
     spawned.map(drop).map_err(|error| {
@@ -166,9 +158,7 @@ pub(super) const PROTOCOL: u32 = 2;
 pub(super) struct JoinRequest {
     /// The number of hosts, as its user gave it.
     pub(super) hosts: usize,
-    /// The number of this host.
     pub(super) host: usize,
-    /// The purpose of the connection.
     pub(super) purpose: ConnectionKind,
 }
 
@@ -180,7 +170,6 @@ pub(super) enum ConnectionKind {
     Messages(HostInfo),
     /// A stream of the ranks' output.
     Output {
-        /// The stream.
         stream: Stream,
         /// The number that the head gave to the connection for messages.
         session: u64,
@@ -190,12 +179,10 @@ pub(super) enum ConnectionKind {
 /// A host as its launcher describes it.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct HostInfo {
-    /// Its name.
     #[serde(deserialize_with = "read_name")]
     pub(super) name: String,
     /// The process id of its launcher.
     pub(super) pid: u32,
-    /// The number of ranks that it runs.
     pub(super) ranks: usize,
     /// The job that its user named.
     pub(super) job: Option<String>,
@@ -255,7 +242,6 @@ pub(super) enum ToHead {
 pub(super) enum ToHost {
     /// Start the host's ranks.
     StartAttempt(Plan),
-    /// Send a signal.
     Signal {
         restart: u64,
         rank: usize,
@@ -279,9 +265,7 @@ pub(super) enum ToHost {
 pub(super) struct Plan {
     /// The number of restarts so far: the number of the attempt, which every message about it carries.
     pub(super) restart: u64,
-    /// The largest number of restarts.
     pub(super) max_restarts: u64,
-    /// The name of the job.
     pub(super) job: String,
     /// The ranks of all hosts.
     pub(super) layout: Layout,
@@ -291,16 +275,12 @@ pub(super) struct Plan {
     pub(super) elastic: Option<Elastic>,
     /// The host of the store, as this host reaches it.
     pub(super) store_host: String,
-    /// The port of the store.
     pub(super) store_port: u16,
 }
 
-/// The receivers of a signal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum SignalScope {
-    /// The rank.
     Process,
-    /// The processes of its group.
     Group,
 }
 

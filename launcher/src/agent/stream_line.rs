@@ -47,9 +47,6 @@ impl StreamLine {
     }
 
     /// Sends the output of `rank`, which it writes to `pipe`, on a thread of its own.
-    ///
-    /// # Errors
-    /// When the system gives no thread.
     pub(super) fn send(&self, restart: u64, rank: usize, pipe: File) -> Result<()> {
         let line = self.clone();
         spawn(&format!("output-{rank}"), move || {
@@ -80,9 +77,6 @@ impl StreamLine {
 }
 
 /// Passes the output from `connection` on to `host`, on a thread of its own, until it is closed.
-///
-/// # Errors
-/// When the system gives no thread.
 pub(super) fn receive(mut connection: TcpStream, host: Arc<Host>, stream: Stream) -> Result<()> {
     prepare(&connection);
     spawn(&format!("output-of-host-{}", host.number), move || {

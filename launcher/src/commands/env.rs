@@ -29,9 +29,6 @@ pub(crate) struct EnvArgs {
 }
 
 /// Prints the report; the exit code is 1 if the environment holds an error.
-///
-/// # Errors
-/// When standard output cannot be written.
 pub(crate) fn run(arguments: &EnvArgs) -> Result<ExitCode> {
     let report = EnvReport::collect();
     let text = if arguments.json {

@@ -201,7 +201,6 @@ fn plain(line: &[u8]) -> String {
 /// The source of a block of output: lines of different sources do not mix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Source {
-    /// The launcher itself.
     Launcher,
     /// A stream of a rank, numbered.
     Stream(usize),
@@ -243,9 +242,6 @@ impl SharedWriter {
     ///
     /// A block may end within a line; the next block of the same source continues it. A block of another source
     /// in between ends the line, and the continuation starts a new line with its prefix.
-    ///
-    /// # Errors
-    /// The errors of `target`.
     pub(super) fn write(
         &self,
         source: Source,
@@ -286,9 +282,6 @@ impl SharedWriter {
     }
 
     /// Ends an unfinished line of a prefixed stream; raw output stays as it is.
-    ///
-    /// # Errors
-    /// The errors of `target`.
     pub(super) fn finish(&self, target: &mut impl Write) -> io::Result<()> {
         let mut state = self.state.lock();
         match state.open {
@@ -489,26 +482,17 @@ mod tests {
     }
 
     #[test]
-    fn keeps_the_last_lines() {
+    fn the_last_lines_are_plain_text_and_bounded() {
         assert_eq!(text(b"1\n2\n\n3\n4\n5\n6\n7"), ["3", "4", "5", "6", "7"]);
         assert_eq!(text(b"1\n2\n"), ["1", "2"]);
         assert!(text(b"").is_empty());
-    }
-
-    #[test]
-    fn shows_plain_text() {
+        let long = text(&vec![b'x'; 1_000_000]);
+        assert_eq!((long.len(), long[0].chars().count()), (1, 2 * HALF + 1));
         assert_eq!(
             text(b"\x1b[1;31merror\x1b[0m: \xff\x07x\r\n"),
             ["error: \u{fffd}x"]
         );
         assert_eq!(text(b"10%\r20%\r30%\n"), ["30%"]);
-    }
-
-    #[test]
-    fn is_bounded() {
-        let lines = text(&vec![b'x'; 1_000_000]);
-        assert_eq!(lines.len(), 1);
-        assert_eq!(lines[0].chars().count(), 2 * HALF + 1);
     }
 
     #[test]
@@ -543,80 +527,61 @@ mod tests {
     }
 
     #[test]
-    fn every_line_has_its_prefix() {
-        let text = shown(
-            Separator::Newline,
-            &[(ZERO, "[0] ", "a\n\nb\n"), (ONE, "[1] ", "c\n")],
-        );
-        assert_eq!(text, "[0] a\n[0] \n[0] b\n[1] c\n");
-    }
+    fn lines_have_prefixes_and_an_unfinished_one_is_ended_by_another_rank() {
+        use Separator::{Erase, Newline};
 
-    #[test]
-    fn an_unfinished_line_is_ended() {
-        let text = shown(
-            Separator::Newline,
-            &[
-                (ZERO, "[0] ", "a"),
-                (ONE, "[1] ", "b\n"),
-                (ZERO, "[0] ", "c"),
-            ],
-        );
-        assert_eq!(text, "[0] a\n[1] b\n[0] c\n");
-    }
-
-    #[test]
-    fn an_unfinished_line_goes_on_when_nobody_interrupts() {
-        assert_eq!(
-            shown(
-                Separator::Newline,
-                &[(ZERO, "[0] ", "a"), (ZERO, "[0] ", "b\nc\n")]
-            ),
-            "[0] ab\n[0] c\n"
-        );
-    }
-
-    #[test]
-    fn progress_lines_keep_their_prefix() {
-        let blocks = [
+        let progress = [
             (ZERO, "[0] ", "10%\r"),
             (ZERO, "[0] ", "20%\r"),
             (ONE, "[1] ", "x\n"),
             (ZERO, "[0] ", "30%\n"),
         ];
-        assert_eq!(
-            shown(Separator::Erase, &blocks),
-            "[0] 10%\r[0] 20%\r\x1b[2K[1] x\n[0] 30%\n"
-        );
-        assert_eq!(
-            shown(Separator::Newline, &blocks),
-            "[0] 10%\r[0] 20%\r\n[1] x\n[0] 30%\n"
-        );
-    }
-
-    #[test]
-    fn split_line_ends_stay_one() {
-        assert_eq!(
-            shown(
-                Separator::Erase,
-                &[(ZERO, "[0] ", "a\r"), (ZERO, "[0] ", "\nb\r\n")]
+        let cases: [(Separator, &[(Source, &str, &str)], &str); 8] = [
+            (
+                Newline,
+                &[(ZERO, "[0] ", "a\n\nb\n"), (ONE, "[1] ", "c\n")],
+                "[0] a\n[0] \n[0] b\n[1] c\n",
             ),
-            "[0] a\r\n[0] b\r\n"
-        );
-    }
-
-    #[test]
-    fn raw_output_is_untouched_but_for_the_launchers_own_lines() {
-        assert_eq!(
-            shown(
-                Separator::Erase,
-                &[(Source::Raw, "", "a\rb"), (Source::Raw, "", "\0c")]
+            (
+                Newline,
+                &[
+                    (ZERO, "[0] ", "a"),
+                    (ONE, "[1] ", "b\n"),
+                    (ZERO, "[0] ", "c"),
+                ],
+                "[0] a\n[1] b\n[0] c\n",
             ),
-            "a\rb\0c"
-        );
-        let noted = shown(
-            Separator::Erase,
-            &[(Source::Raw, "", "a"), (Source::Launcher, "", "note\n")],
-        );
-        assert_eq!(noted, "a\nnote\n");
+            // Nobody interrupts it.
+            (
+                Newline,
+                &[(ZERO, "[0] ", "a"), (ZERO, "[0] ", "b\nc\n")],
+                "[0] ab\n[0] c\n",
+            ),
+            (
+                Erase,
+                &progress,
+                "[0] 10%\r[0] 20%\r\x1b[2K[1] x\n[0] 30%\n",
+            ),
+            (Newline, &progress, "[0] 10%\r[0] 20%\r\n[1] x\n[0] 30%\n"),
+            // The end of a line comes in two pieces.
+            (
+                Erase,
+                &[(ZERO, "[0] ", "a\r"), (ZERO, "[0] ", "\nb\r\n")],
+                "[0] a\r\n[0] b\r\n",
+            ),
+            (
+                Erase,
+                &[(Source::Raw, "", "a\rb"), (Source::Raw, "", "\0c")],
+                "a\rb\0c",
+            ),
+            (
+                Erase,
+                &[(Source::Raw, "", "a"), (Source::Launcher, "", "note\n")],
+                "a\nnote\n",
+            ),
+        ];
+        for (separator, blocks, text) in cases {
+            assert_eq!(shown(separator, blocks), text);
+        }
     }
 }

@@ -418,9 +418,6 @@ fn is_dumb() -> bool {
 
 /// Makes a folder in `logs` for one run with all its restarts, named by the time: their names are in the order
 /// in which the runs began.
-///
-/// # Errors
-/// When it cannot be made.
 pub(crate) fn create_run_folder(logs: &Path) -> Result<PathBuf> {
     create_unique(logs).map_err(|error| {
         Error::usage(format!(

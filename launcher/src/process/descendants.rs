@@ -48,7 +48,6 @@ impl Excluded {
     }
 }
 
-/// One process.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ProcessInfo {
     pub(crate) pid: i32,
@@ -108,7 +107,6 @@ pub(crate) fn running(excluded: &Excluded) -> Option<Vec<ProcessInfo>> {
     Some(found)
 }
 
-/// The state of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RunState {
     /// It runs or waits for something; or the system does not tell.

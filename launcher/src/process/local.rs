@@ -43,9 +43,6 @@ impl Process {
     ///
     /// Call it on the main thread: the kernel's "parent died" signal follows the thread that
     /// started the process, and the main thread lives as long as the launcher.
-    ///
-    /// # Errors
-    /// Those of [`Command::spawn`].
     pub(crate) fn spawn(command: &mut Command) -> io::Result<Self> {
         command.process_group(0);
         #[cfg(target_os = "linux")]
@@ -168,11 +165,7 @@ pub(crate) fn wait_for_end(pid: Pid) -> io::Result<End> {
             WaitIdOptions::EXITED | WaitIdOptions::NOWAIT,
         ) {
             Ok(Some(status)) => {
-                return Ok(match (status.exit_status(), status.terminating_signal()) {
-                    (Some(code), _) => End::Code(code),
-                    (None, Some(signal)) => End::Signal(signal),
-                    (None, None) => End::Code(1),
-                });
+                return Ok(End::of(status.exit_status(), status.terminating_signal()));
             }
             Ok(None) | Err(rustix::io::Errno::INTR) => {}
             Err(error) => return Err(error.into()),
@@ -195,9 +188,6 @@ pub(crate) fn reap_orphans() {
 }
 
 /// Starts `command` with the file behind `handle` open in it too, at the same number.
-///
-/// # Errors
-/// Those of [`Command::spawn`].
 pub(crate) fn spawn_with(command: &mut Command, handle: OwnedFd) -> io::Result<Child> {
     let prepare = move || {
         rustix::io::fcntl_setfd(&handle, FdFlags::empty())?;

@@ -15,9 +15,7 @@ pub(crate) use local::{Process, close, inherited, reap_orphans, spawn_with, wait
 /// The end of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum End {
-    /// It exited with this code.
     Code(i32),
-    /// It was killed by this signal.
     Signal(i32),
     /// It was lost with the host that it ran on.
     Lost,
@@ -26,6 +24,15 @@ pub(crate) enum End {
 impl End {
     /// It has saved because it was told to leave, and asks for another start.
     pub(crate) const PREEMPTED: Self = Self::Code(accelerator_host::PREEMPTED_EXIT_CODE as i32);
+
+    /// Returns the end of a process with this exit status or terminating signal.
+    pub(crate) fn of(code: Option<i32>, signal: Option<i32>) -> Self {
+        match (code, signal) {
+            (Some(code), _) => Self::Code(code),
+            (None, Some(signal)) => Self::Signal(signal),
+            (None, None) => Self::Code(1),
+        }
+    }
 
     /// The exit code a shell would report: the code itself, or 128 + signal.
     pub(crate) fn exit_code(self) -> u8 {

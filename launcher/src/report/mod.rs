@@ -189,9 +189,6 @@ impl FailureRecord {
 /// `reason` tells why there was no further attempt, if there might have been one.
 ///
 /// The file is replaced by a rename, so a reader never sees half of it.
-///
-/// # Errors
-/// When the folder cannot be written.
 pub(crate) fn write(
     folder: &Path,
     attempts: &[FailureRecord],
@@ -325,13 +322,10 @@ fn parts(end: Option<End>) -> (Option<i32>, Option<i32>) {
 pub(crate) struct LostHead<'a> {
     /// The name of host 0.
     pub(crate) host: &'a str,
-    /// The description of its loss.
     pub(crate) loss: &'a str,
     /// The number of ranks of the job; 0 where none had been started.
     pub(crate) world_size: usize,
-    /// The name of the job.
     pub(crate) job: &'a str,
-    /// The number of restarts before.
     pub(crate) restarts: u64,
     /// The ranks of this host.
     pub(crate) ranks: &'a [KnownRank],
@@ -342,7 +336,6 @@ pub(crate) struct LostHead<'a> {
 pub(crate) struct KnownRank {
     /// Its number among all ranks.
     pub(crate) rank: usize,
-    /// Its process.
     pub(crate) pid: i32,
     /// Its end, if it ended before host 0 was lost.
     pub(crate) end: Option<End>,

@@ -16,7 +16,6 @@ const ORDER: &str = "CUDA_DEVICE_ORDER";
 /// The variable that lets ranks share GPUs.
 const OVERSUBSCRIBE: &str = accelerator_host::OVERSUBSCRIBE_GPUS.name;
 
-/// The GPUs of a launch.
 #[derive(Clone, Debug)]
 pub(crate) struct Gpus {
     /// The GPUs that ranks see, as far as they are known.

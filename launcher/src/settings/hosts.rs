@@ -18,7 +18,6 @@ use accelerator_collective::{Topology, launcher::expand_hosts};
 
 use crate::error::{Error, Result};
 
-/// A host of a list.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct ListedHost {
     /// The user to log in as.
@@ -53,7 +52,6 @@ impl HostList {
         })
     }
 
-    /// The hosts in their order.
     pub(crate) fn hosts(&self) -> &[ListedHost] {
         &self.hosts
     }
@@ -314,7 +312,6 @@ fn without_comments(text: &str) -> String {
 pub(crate) struct Endpoint {
     /// An address or a name.
     pub(crate) host: String,
-    /// The port.
     pub(crate) port: u16,
 }
 

@@ -56,7 +56,6 @@ pub(crate) struct Settings {
     pub(crate) regroups: u64,
     /// The number of restarts so far.
     pub(crate) restart: u64,
-    /// The largest number of restarts.
     pub(crate) max_restarts: u64,
     /// The wait before the first restart.
     pub(crate) restart_delay: Duration,
@@ -113,11 +112,8 @@ impl Elastic {
 /// One setting as text.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Setting {
-    /// Its name.
     pub(crate) name: String,
-    /// Its value.
     pub(crate) value: String,
-    /// Its origin.
     pub(crate) origin: String,
 }
 
@@ -390,7 +386,6 @@ impl Layout {
         Self { hosts }
     }
 
-    /// Returns the number of hosts.
     pub(crate) fn hosts(&self) -> usize {
         self.hosts.len()
     }

@@ -363,43 +363,6 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missing_is_named() {
-        let two = NonZeroUsize::new(2).unwrap();
-        let message = |change: fn(&mut Options)| several(change).unwrap_err().to_string();
-        for (text, says) in [
-            (
-                message(|options| options.node_rank = None),
-                "needs --node-rank",
-            ),
-            (
-                message(|options| options.node_rank = Some(2)),
-                "no host of 2",
-            ),
-            (message(|options| options.nnodes = None), "give --nnodes"),
-            (
-                message(|options| (options.nnodes, options.node_rank) = (None, None)),
-                "--rdzv-endpoint is for a job on several hosts: give --nnodes",
-            ),
-            (
-                message(|options| options.rdzv_endpoint = None),
-                "needs --rdzv-endpoint",
-            ),
-            (
-                message(|options| options.rdzv_endpoint = "h:0".parse().ok()),
-                "0 is a free one",
-            ),
-        ] {
-            assert!(text.contains(says), "{text}");
-        }
-        let error = several(|options| {
-            options.nproc_per_node = None;
-            options.num_processes = Some(Processes::exactly(two));
-        })
-        .unwrap_err();
-        assert!(error.to_string().contains("give --nproc-per-node"));
-    }
-
-    #[test]
     fn a_number_of_ranks_is_read() {
         let read = |text: &str| text.parse::<PerHost>().ok();
         assert_eq!(read("auto"), Some(PerHost::Auto));

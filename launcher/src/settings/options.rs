@@ -399,11 +399,9 @@ fn host(text: &str) -> Result<String, String> {
 /// The number of ranks that a host runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum PerHost {
-    /// This number.
     Count(NonZeroUsize),
     /// One per GPU, or one if there is none.
     Auto,
-    /// One per GPU.
     Gpu,
     /// One per core.
     Cpu,

@@ -33,9 +33,7 @@ pub(crate) enum Selector {
 /// The kinds of cargo targets that can be run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum TargetKind {
-    /// `--example`.
     Example,
-    /// `--bin`.
     Bin,
 }
 

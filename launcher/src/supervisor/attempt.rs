@@ -76,9 +76,6 @@ impl Attempt {
     /// The same for the group that follows one with this output and store; `former` gives, for
     /// each rank of this group, its rank in the one before. All
     /// report to `channel`, and to `wake` that they have.
-    ///
-    /// # Errors
-    /// As [`prepare`](Self::prepare).
     pub(super) fn next(
         output: &Output,
         store: &Store,
@@ -110,7 +107,6 @@ impl Attempt {
         })
     }
 
-    /// Returns its settings.
     pub(crate) fn settings(&self) -> &Settings {
         &self.settings
     }

@@ -35,23 +35,15 @@ pub(super) enum EndedBy {
 /// Receives the events of a running group.
 pub(super) trait Observer {
     /// `rank`, whose process this is, has ended.
-    fn ended(&mut self, rank: usize, process: &dyn RankProcess, end: End, ended_by: EndedBy) {
-        let _ = (rank, process, end, ended_by);
-    }
+    fn ended(&mut self, _rank: usize, _process: &dyn RankProcess, _end: End, _ended_by: EndedBy) {}
 
-    /// `rank` has joined the job.
-    fn joined(&mut self, rank: usize) {
-        let _ = rank;
-    }
+    fn joined(&mut self, _rank: usize) {}
 
     /// These ranks take long to end.
-    fn waiting(&mut self, ranks: &[usize]) {
-        let _ = ranks;
-    }
+    fn waiting(&mut self, _ranks: &[usize]) {}
 
     /// Returns `true` if another group takes over the running processes. Called after each event.
-    fn poll_regroup(&mut self, phase: GroupPhase) -> bool {
-        let _ = phase;
+    fn poll_regroup(&mut self, _phase: GroupPhase) -> bool {
         false
     }
 
@@ -111,7 +103,6 @@ impl GroupOutcome {
         self.asked_to_end.is_some() || self.machine.was_notified()
     }
 
-    /// The exit code of the whole.
     pub(crate) fn exit_code(&self) -> u8 {
         self.machine.exit_code()
     }
@@ -393,7 +384,6 @@ pub(crate) enum Stderr {
 /// The end of a tool, and its output.
 #[derive(Clone, Debug)]
 pub(crate) struct ToolOutput {
-    /// The end of the process.
     pub(crate) end: End,
     /// Its standard output.
     pub(crate) stdout: Vec<u8>,

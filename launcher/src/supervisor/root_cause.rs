@@ -25,9 +25,7 @@ pub(super) struct Evidence {
 /// The rank that failed first, and why it is taken for that.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct RootCause {
-    /// The rank.
     pub(super) rank: usize,
-    /// The class of its failure.
     pub(super) class: FailureClass,
     end: Option<End>,
     is_blamed: bool,
@@ -59,7 +57,6 @@ pub(super) enum FailureClass {
 }
 
 impl Evidence {
-    /// A rank ended.
     pub(super) fn ended(&mut self, rank: usize, end: End) {
         self.known(rank).end = Some(end);
     }

@@ -31,18 +31,12 @@ const LEAVE_WITHIN: Duration = Duration::from_millis(100);
 /// The longest part of a rank's error that the other ranks get.
 const MAX_TOLD: usize = 1000;
 
-/// The end of an attempt.
 #[derive(Debug)]
 pub(crate) enum AttemptOutcome {
     /// All its ranks ran, and have ended.
     Ran(Box<FinishedAttempt>),
     /// The process of this rank could not be started, and those before it were ended.
-    NotStarted {
-        /// The rank.
-        rank: usize,
-        /// The reason.
-        error: Error,
-    },
+    NotStarted { rank: usize, error: Error },
     /// Its ranks run on in another group, of more or fewer of them, which reports on this channel.
     Regrouped(Box<Attempt>, Channel),
 }
@@ -50,15 +44,11 @@ pub(crate) enum AttemptOutcome {
 /// An attempt whose ranks have ended.
 #[derive(Debug)]
 pub(crate) struct FinishedAttempt {
-    /// The end of its group.
     pub(crate) outcome: GroupOutcome,
     /// Their processes, by rank.
     pub(crate) processes: Vec<RankInfo>,
-    /// Their output.
     pub(crate) output: Output,
-    /// Their reports to the store.
     pub(crate) rank_reports: RankReports,
-    /// The settings of the attempt.
     pub(crate) settings: Settings,
     /// True if the ranks had been told to form another group.
     pub(crate) was_to_regroup: bool,

@@ -264,7 +264,10 @@ fn wait(pid: i32) -> (End, BTreeSet<i32>) {
     let mut killed = BTreeSet::new();
     loop {
         match rustix::process::wait(WaitOptions::empty()) {
-            Ok(Some((ended, status))) if ended.as_raw_pid() == pid => return (end(status), killed),
+            Ok(Some((ended, status))) if ended.as_raw_pid() == pid => {
+                let end = End::of(status.exit_status(), status.terminating_signal());
+                return (end, killed);
+            }
             Ok(Some((ended, status))) => killed.extend(killed_by(ended, status)),
             Ok(None) | Err(rustix::io::Errno::INTR) => {}
             // "No such child" cannot be, since nothing else waits for it.
@@ -285,14 +288,6 @@ fn reap_killed() -> BTreeSet<i32> {
 /// Returns the id of the process, if SIGKILL ended it.
 fn killed_by(pid: Pid, status: WaitStatus) -> Option<i32> {
     (status.terminating_signal() == Some(signal::SIGKILL)).then(|| pid.as_raw_pid())
-}
-
-fn end(status: WaitStatus) -> End {
-    match (status.exit_status(), status.terminating_signal()) {
-        (Some(code), _) => End::Code(code),
-        (None, Some(signal)) => End::Signal(signal),
-        (None, None) => End::Code(1),
-    }
 }
 
 fn processes(count: usize) -> String {

@@ -45,9 +45,6 @@ static IS_SUSPENDED: AtomicBool = AtomicBool::new(false);
 /// Installs handlers for the signals that concern a job, and for those of `more`.
 ///
 /// SIGHUP and SIGTSTP stay ignored if the launcher was started so (`nohup`).
-///
-/// # Errors
-/// When the handlers cannot be installed.
 pub(crate) fn receive(more: &[i32]) -> Result<Signals> {
     let mut wanted = vec![SIGINT, SIGTERM, SIGQUIT, SIGUSR1, SIGUSR2, SIGHUP];
     wanted.extend(more);
@@ -60,9 +57,6 @@ pub(crate) fn receive(more: &[i32]) -> Result<Signals> {
 /// Receives signals on a thread of its own from now on, and sends them to `relay`.
 ///
 /// If there is a shim, it alone stops for SIGTSTP: this process serves ranks and other hosts that would miss it.
-///
-/// # Errors
-/// When the handlers cannot be installed, or the thread cannot be started.
 pub(crate) fn listen(relay: Relay, stopper: Stopper) -> Result<()> {
     let mut signals = receive(match stopper {
         Stopper::Shim => &[SIGCHLD, SIGTSTP],
@@ -99,7 +93,6 @@ pub(crate) enum Stopper {
 pub(crate) enum Route {
     /// This process received it.
     Direct,
-    /// The shim received it.
     Shim,
 }
 

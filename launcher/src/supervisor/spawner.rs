@@ -26,17 +26,12 @@ pub(crate) trait Spawner {
     ///
     /// # Errors
     /// When a host does not come in time, or a signal arrives on `channel`.
-    fn gather(&self, settings: Settings, channel: &Channel) -> Result<Settings> {
-        let _ = channel;
+    fn gather(&self, settings: Settings, _channel: &Channel) -> Result<Settings> {
         Ok(settings)
     }
 
     /// Begins an attempt, whose ranks meet at `store`.
-    ///
-    /// # Errors
-    /// When the system gives no pipes or threads.
-    fn begin(&self, settings: &Settings, store: SocketAddr) -> Result<()> {
-        let _ = (settings, store);
+    fn begin(&self, _settings: &Settings, _store: SocketAddr) -> Result<()> {
         Ok(())
     }
 
@@ -45,8 +40,7 @@ pub(crate) trait Spawner {
 
     /// The ranks that the job should have now on other hosts, if they are not those of `settings`: hosts want to leave,
     /// or have come.
-    fn resize(&self, settings: &Settings, growth: Growth) -> Option<Resize> {
-        let _ = (settings, growth);
+    fn resize(&self, _settings: &Settings, _growth: Growth) -> Option<Resize> {
         None
     }
 
@@ -57,11 +51,7 @@ pub(crate) trait Spawner {
 
     /// Begins the group that follows the running one, whose ranks meet at `store`; the next calls of
     /// [`spawn`](Self::spawn) are for those of its ranks that are new.
-    ///
-    /// # Errors
-    /// As [`begin`](Self::begin).
-    fn begin_next(&self, settings: &Settings, store: SocketAddr) -> Result<()> {
-        let _ = (settings, store);
+    fn begin_next(&self, _settings: &Settings, _store: SocketAddr) -> Result<()> {
         Ok(())
     }
 
@@ -82,14 +72,11 @@ pub(crate) trait Spawner {
     }
 
     /// Ranks of the group that was begun last have failed to join: does without their hosts for a while.
-    fn postpone(&self, ranks: &[usize]) {
-        let _ = ranks;
-    }
+    fn postpone(&self, _ranks: &[usize]) {}
 
     /// Checks if the host of `rank`, which failed, was taken in a short while ago. If so, the job does without that
     /// host for a while.
-    fn blame(&self, rank: usize) -> bool {
-        let _ = rank;
+    fn blame(&self, _rank: usize) -> bool {
         false
     }
 
@@ -106,8 +93,7 @@ pub(crate) trait Spawner {
     fn spawn(&self, rank: usize, environment: &RankEnv) -> Result<Box<dyn RankProcess>>;
 
     /// Ends the attempt on other hosts: leftover processes there get `first`, and SIGKILL after `grace`.
-    fn end(&self, first: Signal, grace: Duration, channel: &Channel) -> Swept {
-        let _ = (first, grace, channel);
+    fn end(&self, _first: Signal, _grace: Duration, _channel: &Channel) -> Swept {
         Swept::default()
     }
 }
@@ -135,7 +121,6 @@ pub(crate) struct Resize {
 /// The program that the ranks of this host run.
 #[derive(Debug)]
 pub(crate) struct Program {
-    /// Starts it.
     pub(crate) spawner: LocalSpawner,
     /// The folder of its package, if cargo built it.
     pub(crate) package_dir: Option<PathBuf>,
@@ -144,9 +129,7 @@ pub(crate) struct Program {
 /// Starts every rank on this machine, with the same program and arguments.
 #[derive(Clone, Debug)]
 pub(crate) struct LocalSpawner {
-    /// The program.
     pub(crate) program: PathBuf,
-    /// Its arguments.
     pub(crate) arguments: Vec<OsString>,
 }
 

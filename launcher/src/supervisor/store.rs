@@ -75,9 +75,6 @@ impl Store {
 
     /// Starts the store of the group that follows the one of this store, for the ranks of `settings`: with the same
     /// token, which ranks have that run already.
-    ///
-    /// # Errors
-    /// As [`open`](Self::open).
     pub(super) fn open_next(
         &self,
         settings: &Settings,
@@ -150,14 +147,10 @@ impl Store {
 }
 
 /// Reads `ACCEL_INSECURE`.
-///
-/// # Errors
-/// When it is neither 1 nor 0.
 fn given_security() -> Result<Security> {
     Security::from_env().map_err(|error| Error::usage(chain(&error)))
 }
 
-/// A weak handle to the store.
 #[derive(Clone, Debug)]
 pub(super) struct StoreHandle(Weak<StoreServer>);
 
@@ -193,9 +186,7 @@ pub(crate) struct RankReports {
 /// The first failure report of a rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct FailureReport {
-    /// The rank that reports.
     pub(crate) rank: usize,
-    /// The ranks that it blames.
     pub(crate) blamed: BTreeSet<usize>,
     /// Its error in full.
     pub(crate) text: String,
@@ -288,16 +279,12 @@ impl Received {
 /// The token of `ACCEL_TOKEN_FILE`.
 #[derive(Debug)]
 pub(crate) struct GivenToken {
-    /// The token.
     pub(crate) token: Token,
     /// Its path for ranks, if that differs from the launcher's.
     pub(crate) file: Option<&'static Path>,
 }
 
 /// Returns the token of `ACCEL_TOKEN_FILE`, if that is set. A pipe is read once per process.
-///
-/// # Errors
-/// When the file cannot be read.
 pub(crate) fn given_token() -> Result<Option<GivenToken>> {
     static PIPED: OnceLock<(Token, MemoryFile)> = OnceLock::new();
     static GUESSABLE: Once = Once::new();
@@ -350,9 +337,6 @@ pub(crate) struct MemoryFile {
 
 impl MemoryFile {
     /// A file with the secret of a token.
-    ///
-    /// # Errors
-    /// When the system gives no memory for it.
     pub(crate) fn of_token(secret: &[u8]) -> Result<Self> {
         let write = || -> io::Result<Self> {
             let file = memfd_create("accel-token", MemfdFlags::CLOEXEC)?;
@@ -417,7 +401,6 @@ impl OwnToken {
         Ok((token, file))
     }
 
-    /// Its path for ranks.
     fn path(&self) -> &Path {
         &self.path
     }

@@ -41,7 +41,6 @@ pub(super) enum Refusal {
 }
 
 impl Refusal {
-    /// Returns the reason.
     pub(super) fn text(&self) -> &str {
         match self {
             Self::Retry(text) | Self::Permanent(text) | Self::Conflict(text) => text,

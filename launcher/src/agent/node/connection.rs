@@ -32,7 +32,6 @@ const TELL_AFTER: Duration = Duration::from_secs(10);
 /// The connections of a host that was admitted.
 #[derive(Debug)]
 pub(super) struct Connection {
-    /// The connection for messages.
     pub(super) messages: TcpStream,
     /// The connections for the ranks' output, by stream.
     pub(super) outputs: [TcpStream; 2],

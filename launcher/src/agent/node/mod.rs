@@ -46,7 +46,6 @@ pub(crate) struct Node<'a> {
     pub(crate) place: HostPlace,
     /// The user's options.
     pub(crate) options: &'a Options,
-    /// The settings of this host.
     pub(crate) settings: Settings,
     /// The launcher's own command line.
     pub(crate) command: &'a [OsString],
@@ -109,7 +108,6 @@ struct Agent<'a> {
     node: &'a Node<'a>,
     /// The head: "host 0 (a, 10.0.0.1)".
     head: String,
-    /// The name of its host.
     head_name: String,
     line: Line,
     outputs: [StreamLine; 2],

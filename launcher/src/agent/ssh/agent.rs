@@ -93,10 +93,8 @@ const MAX_NOISE: usize = 1 << 20;
 /// The first bytes of the hello.
 const MAGIC: &[u8] = b"\0accel-launch agent\0";
 
-/// The hello of an agent.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct AgentHello {
-    /// The version of its program.
     pub(super) version: String,
     /// `SSH_CONNECTION`: the addresses and ports of the client and of the host.
     pub(super) connection: Option<String>,
@@ -104,10 +102,8 @@ pub(super) struct AgentHello {
     pub(super) port: u16,
 }
 
-/// The order to an agent.
 #[derive(Clone, Serialize, Deserialize)]
 pub(super) struct Order {
-    /// The token of the job.
     pub(super) token: String,
     /// The current folder.
     pub(super) folder: PathBuf,
@@ -126,7 +122,6 @@ impl fmt::Debug for Order {
     }
 }
 
-/// Says hello.
 fn greet(output: &mut impl Write, hello: &AgentHello) -> io::Result<()> {
     output.write_all(MAGIC)?;
     send(output, hello)?;
@@ -147,7 +142,6 @@ pub(super) fn greeted(input: &mut impl Read) -> io::Result<AgentHello> {
     receive(input, MAX_HELLO)
 }
 
-/// Writes a message.
 pub(super) fn send(output: &mut impl Write, message: &impl Serialize) -> io::Result<()> {
     write_frame(output, &serde_json::to_vec(message)?)
 }

@@ -126,9 +126,6 @@ pub(super) enum Show {
 impl Client {
     /// Starts the agent of a host over SSH, or of this host if `ssh` is `None`. What it prints later is shown as
     /// `show` says; `relay` is told when it has said hello.
-    ///
-    /// # Errors
-    /// When the system gives no process, pipe or thread.
     pub(super) fn start(
         ssh: Option<(&Ssh, &ListedHost)>,
         show: Show,
@@ -197,7 +194,6 @@ impl Client {
         })
     }
 
-    /// Its process.
     pub(super) fn process(&self) -> &dyn RankProcess {
         &self.process
     }

@@ -38,7 +38,6 @@ const KILL_TIMEOUT: Duration = Duration::from_secs(10);
 /// The number of requests to end after which the client has everything killed.
 const MAX_REQUESTS: u32 = 3;
 
-/// A job over SSH.
 pub(super) struct SshJob<'a> {
     ssh: &'a Ssh,
     options: &'a Options,
@@ -51,7 +50,6 @@ pub(super) struct SshJob<'a> {
     starts: Vec<usize>,
 }
 
-/// A host of the job.
 struct AgentHost<'a> {
     listed: &'a ListedHost,
     is_own: bool,
@@ -284,9 +282,6 @@ impl<'a> SshJob<'a> {
     }
 
     /// Handles the end of an agent's process: returns it if the agent had its order, else schedules another start.
-    ///
-    /// # Errors
-    /// When it cannot be started.
     fn ended(&mut self, number: usize, end: End) -> Result<Option<(End, String)>> {
         let host = &mut self.hosts[number];
         let Some(mut client) = host.client.take() else {

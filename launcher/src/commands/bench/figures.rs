@@ -28,7 +28,6 @@ pub(super) struct Sample {
 /// The GPUs of the ranks, and the versions of their drivers.
 #[derive(Debug, Serialize)]
 pub(super) struct GpuInfo {
-    /// The version of NCCL.
     pub(super) nccl: String,
     /// The latest CUDA that the driver knows.
     pub(super) cuda: String,

@@ -108,7 +108,6 @@ fn each(group: &ProcessGroup, arguments: &AllReduceArgs, device: &Device) -> Res
     Ok(())
 }
 
-/// The device of a rank.
 enum Device {
     Host,
     Gpu(GpuRank),
@@ -161,7 +160,6 @@ trait Operand<T> {
     /// Reduces the sums again and again.
     fn reduce(&mut self, operations: usize) -> Result<()>;
 
-    /// Returns the elements.
     fn values(&mut self) -> Result<&[T]>;
 }
 
@@ -215,7 +213,6 @@ fn check<T: Number>(group: &ProcessGroup, operand: &mut impl Operand<T>) -> Resu
     }
 }
 
-/// Memory of the host.
 #[derive(Debug)]
 struct HostOperand<'a> {
     group: &'a ProcessGroup,
@@ -323,7 +320,6 @@ const BLOCKS: usize = 100;
 /// The number of bytes reduced per size if the number of iterations is left open.
 const TRAFFIC: usize = 400_000_000;
 
-/// This rank, with its GPU.
 #[derive(Debug)]
 struct GpuRank {
     communicator: Communicator,

@@ -13,9 +13,6 @@ use crate::text::{columns, print};
 use crate::variables;
 
 /// Prints the program, the ranks and the settings of a launch.
-///
-/// # Errors
-/// When standard output cannot be written.
 pub(super) fn describe(
     program: &FoundProgram<'_>,
     settings: &Settings,

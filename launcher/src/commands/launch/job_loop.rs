@@ -26,7 +26,6 @@ pub(super) struct JobLoop<'a> {
     pub(super) options: &'a Options,
     /// The settings of the first attempt.
     pub(super) settings: Settings,
-    /// Starts the ranks.
     pub(super) spawner: &'a dyn Spawner,
     /// The folder of the program's package, if cargo built it.
     pub(super) package_dir: Option<&'a Path>,
@@ -47,13 +46,11 @@ struct JobHistory {
 /// The end of a job, for the launchers of all hosts.
 #[derive(Clone, Debug)]
 pub(super) struct JobVerdict {
-    /// The exit code.
     pub(super) code: u8,
     /// The cause of its end, if it did not succeed.
     pub(super) text: Option<String>,
 }
 
-/// The end of a job.
 struct JobEnd {
     outcome: JobOutcome,
     code: u8,
@@ -440,7 +437,6 @@ impl JobLoop<'_> {
 
 /// The step after an attempt.
 enum NextStep {
-    /// The job is over.
     End(JobEnd),
     /// The ranks continue in this group, which reports on this channel.
     Continue(Box<Attempt>, Channel),
@@ -448,7 +444,6 @@ enum NextStep {
     Restart(Restart),
 }
 
-/// A restart of the job.
 struct Restart {
     number: u64,
     wait: Duration,

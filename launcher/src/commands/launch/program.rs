@@ -17,7 +17,6 @@ use crate::supervisor::spawner::{LocalSpawner, Program};
 pub(super) struct FoundProgram<'a> {
     source: ProgramSource,
     options: &'a Options,
-    /// Its own arguments.
     pub(super) arguments: &'a [OsString],
 }
 

@@ -40,13 +40,10 @@ pub(super) struct Restarts {
 /// The decision after a failed attempt.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Decision {
-    /// Restart the job.
     Restart {
-        /// The number of this restart.
         restart: u64,
         /// The time to wait before it.
         wait: Duration,
-        /// The slot that is dropped.
         dropped_slot: Option<usize>,
     },
     /// Do not restart: restarts were not asked for.
@@ -55,7 +52,6 @@ pub(super) enum Decision {
     GiveUp(String),
 }
 
-/// The failure of an attempt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum AttemptFailure {
     /// This rank failed first.
@@ -97,7 +93,6 @@ impl Restarts {
         self.most + self.uncounted
     }
 
-    /// Returns the number of ranks.
     pub(super) fn ranks(&self) -> usize {
         self.slots.len()
     }

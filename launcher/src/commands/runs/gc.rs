@@ -140,7 +140,6 @@ impl Garbage {
         self.leftovers.iter().chain(&self.unfinished)
     }
 
-    /// The artifacts that are removed.
     fn versions(&self) -> &[ArtifactId] {
         &self.artifacts.versions
     }

@@ -235,7 +235,6 @@ fn compare_by(key: &str, a: &RunSummary, b: &RunSummary) -> Ordering {
     }
 }
 
-/// The parser of a status.
 fn status() -> impl TypedValueParser<Value = RunStatus> {
     let statuses = [
         RunStatus::Running,

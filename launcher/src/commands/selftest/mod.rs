@@ -84,8 +84,15 @@ enum Stage {
 /// When nothing can be tested at all; a failed stage is in the exit code.
 pub(crate) fn run(arguments: &TestArgs) -> Result<ExitCode> {
     let interrupt = Interrupt::listen()?;
-    let spec = JobSpec::new(arguments.num_processes, arguments.limit, &interrupt)?
-        .with_port(arguments.master_port);
+    let program = std::env::current_exe()
+        .map_err(|error| Error::system("this program cannot find itself").with_source(error))?;
+    let spec = JobSpec {
+        program,
+        processes: arguments.num_processes.get(),
+        port: arguments.master_port,
+        limit: arguments.limit,
+        interrupt: &interrupt,
+    };
     let started = Instant::now();
     let mut report = TestReport::new(arguments.num_processes);
     let show = |line: &str| match arguments.json {
@@ -175,7 +182,7 @@ fn share_memory(spec: &JobSpec<'_>) -> StageResult {
 /// Kills the last rank during all-reduces; all others must name it in time.
 fn lose_rank(spec: &JobSpec<'_>) -> StageResult {
     let mut job = spec.start(Task::Reduce, &[])?;
-    let world_size = spec.processes();
+    let world_size = spec.processes;
     let lost = world_size - 1;
     let mut pid = None;
     for _ in 0..world_size {
@@ -245,7 +252,7 @@ fn processes(text: &str) -> std::result::Result<NonZeroUsize, String> {
 #[derive(Clone, Debug)]
 struct JobSpec<'a> {
     program: PathBuf,
-    processes: NonZeroUsize,
+    processes: usize,
     port: u16,
     limit: Duration,
     interrupt: &'a Interrupt,
@@ -269,33 +276,7 @@ enum JobEvent {
     Ended { end: End, errors: String },
 }
 
-impl<'a> JobSpec<'a> {
-    /// Describes jobs of `processes` ranks that take no longer than `limit`.
-    ///
-    /// # Errors
-    /// When this program cannot find itself.
-    fn new(processes: NonZeroUsize, limit: Duration, interrupt: &'a Interrupt) -> Result<Self> {
-        let program = std::env::current_exe()
-            .map_err(|error| Error::system("this program cannot find itself").with_source(error))?;
-        Ok(Self {
-            program,
-            processes,
-            port: 0,
-            limit,
-            interrupt,
-        })
-    }
-
-    /// Sets the port of the store; 0 takes a free one.
-    fn with_port(self, port: u16) -> Self {
-        Self { port, ..self }
-    }
-
-    /// Returns the number of ranks.
-    fn processes(&self) -> usize {
-        self.processes.get()
-    }
-
+impl JobSpec<'_> {
     /// Starts a job. Threads are ranks of a single process, which needs no port.
     fn start(
         &self,
@@ -304,7 +285,7 @@ impl<'a> JobSpec<'a> {
     ) -> std::result::Result<StageJob<'_>, StageFailure> {
         let (processes, port) = match task {
             Task::Threads => (1, 0),
-            _ => (self.processes(), self.port),
+            _ => (self.processes, self.port),
         };
         let mut command = Command::new(&self.program);
         // No variable of a launch that this test runs in is passed on.
@@ -316,7 +297,11 @@ impl<'a> JobSpec<'a> {
             .args(["--num-processes", &processes.to_string()])
             .args(["--master-port", &port.to_string()])
             .arg(&self.program)
-            .args(["__rank", task.name()])
+            .arg("__rank")
+            .args(
+                task.to_possible_value()
+                    .map(|word| word.get_name().to_owned()),
+            )
             .args(["--threads", &self.processes.to_string()])
             .args(["--limit", &self.limit.as_secs_f64().to_string()])
             .envs(variables.iter().copied())
@@ -410,9 +395,6 @@ struct Interrupt(Arc<AtomicUsize>);
 
 impl Interrupt {
     /// Notes signals from now on.
-    ///
-    /// # Errors
-    /// When the handlers cannot be installed.
     fn listen() -> Result<Self> {
         let received = Arc::new(AtomicUsize::new(0));
         for signal in [SIGINT, SIGTERM, SIGHUP, SIGQUIT] {
@@ -497,9 +479,13 @@ mod tests {
         std::fs::write(&program, format!("#!/bin/sh\n{script}\n")).unwrap();
         std::fs::set_permissions(&program, PermissionsExt::from_mode(0o755)).unwrap();
         let interrupt = Interrupt::default();
-        let limit = Duration::from_millis(500);
-        let mut spec = JobSpec::new(NonZeroUsize::MIN, limit, &interrupt).unwrap();
-        spec.program = program;
+        let spec = JobSpec {
+            program,
+            processes: 1,
+            port: 0,
+            limit: Duration::from_millis(500),
+            interrupt: &interrupt,
+        };
         spec.start(Task::Rendezvous, &[])?.result()
     }
 

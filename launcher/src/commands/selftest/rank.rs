@@ -55,19 +55,6 @@ pub(super) enum Task {
     First,
 }
 
-impl Task {
-    /// Returns its name on the command line.
-    pub(super) fn name(self) -> &'static str {
-        match self {
-            Self::Rendezvous => "rendezvous",
-            Self::Threads => "threads",
-            Self::Collectives => "collectives",
-            Self::Reduce => "reduce",
-            Self::First => "first",
-        }
-    }
-}
-
 /// A line of a rank that reduces.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub(super) enum RankLine {
@@ -395,13 +382,6 @@ fn base(index: usize) -> u8 {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn tasks_are_named_as_on_the_command_line() {
-        for task in Task::value_variants() {
-            assert_eq!(Task::from_str(task.name(), false), Ok(*task));
-        }
-    }
 
     #[test]
     fn a_rank_that_contributes_something_wrong_is_noticed() {

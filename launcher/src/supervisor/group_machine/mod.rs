@@ -27,7 +27,6 @@ const ABANDON_AFTER: Duration = Duration::from_secs(10);
 pub(super) enum Action {
     /// Send this signal to the process groups of these members.
     Signal {
-        /// Its number.
         signal: i32,
         /// The members, of whom some may have ended: they can have left children.
         ranks: Vec<usize>,
@@ -194,7 +193,6 @@ impl GroupMachine {
         self.asked.is_some() || self.has_forwarded
     }
 
-    /// Returns the end of `rank`, if it has ended.
     pub(super) fn end(&self, rank: usize) -> Option<End> {
         self.members.get(rank)?.end
     }

@@ -62,18 +62,123 @@ fn first_failure_ends_the_group_and_gives_the_code() {
     assert!(!machine.ended_by_itself(0));
 }
 
+/// Events, each with the milliseconds from the beginning, the exit code, and the cause.
+type Case<'a> = (&'a [(u64, Event)], u8, Option<Cause>);
+
 #[test]
-fn a_death_by_signal_just_after_a_failing_exit_is_the_root_cause() {
-    let (mut machine, now) = machine(2);
-    machine.step(ended(0, End::Code(1)), now);
-    let actions = machine.step(ended(1, End::Signal(signal::SIGSEGV)), now + DIAGNOSE / 2);
-    // All ranks have ended, so none is left to signal.
-    assert_eq!(actions, []);
-    assert!(machine.is_over());
-    assert_eq!(
-        (machine.exit_code(), machine.cause()),
-        (139, Some(Cause::Failure(1)))
+fn the_exit_code_is_that_of_the_cause() {
+    let killed = |rank, signal| ended(rank, End::Signal(signal));
+    let exited = |rank, code| ended(rank, End::Code(code));
+    let (by_int, by_term) = (
+        Cause::Signal(signal::SIGINT),
+        Cause::Signal(signal::SIGTERM),
     );
+    let cases: [Case<'_>; 11] = [
+        // A death by signal just after a failing exit is the cause.
+        (
+            &[(0, exited(0, 1)), (25, killed(1, signal::SIGSEGV))],
+            139,
+            Some(Cause::Failure(1)),
+        ),
+        // One by the launcher's own signal is not.
+        (
+            &[
+                (0, exited(0, 3)),
+                (50, Event::Tick),
+                (50, killed(1, signal::SIGTERM)),
+            ],
+            3,
+            Some(Cause::Failure(0)),
+        ),
+        // If all fail at once, nothing more is awaited.
+        (
+            &[(0, exited(1, 4)), (0, exited(0, 5))],
+            4,
+            Some(Cause::Failure(1)),
+        ),
+        (
+            &[
+                (0, Event::Signal(signal::SIGTERM)),
+                (0, exited(0, 0)),
+                (0, exited(1, 0)),
+            ],
+            143,
+            Some(by_term),
+        ),
+        // A survivor dies in its clean-up.
+        (
+            &[
+                (0, Event::Joined(0)),
+                (0, Event::Joined(1)),
+                (0, exited(1, 3)),
+                (50, Event::Tick),
+                (100, killed(0, signal::SIGSEGV)),
+            ],
+            3,
+            Some(Cause::Failure(1)),
+        ),
+        // Every rank overcomes a loss.
+        (
+            &[
+                (0, Event::Joined(0)),
+                (0, blamed(0, &[1])),
+                (0, exited(1, 0)),
+                (0, exited(0, 0)),
+            ],
+            0,
+            None,
+        ),
+        // Both would have to be preempted.
+        (
+            &[
+                (0, Event::Signal(signal::SIGTERM)),
+                (0, ended(0, End::PREEMPTED)),
+                (0, killed(1, signal::SIGTERM)),
+            ],
+            143,
+            Some(by_term),
+        ),
+        (
+            &[
+                (0, ended(0, End::PREEMPTED)),
+                (0, killed(1, signal::SIGSEGV)),
+            ],
+            139,
+            Some(Cause::Failure(1)),
+        ),
+        (
+            &[(0, ended(0, End::PREEMPTED)), (0, exited(1, 1))],
+            1,
+            Some(Cause::Failure(1)),
+        ),
+        // A host that is lost later does not hide a failure, nor a signal.
+        (
+            &[(0, killed(0, signal::SIGSEGV)), (0, ended(1, End::Lost))],
+            139,
+            Some(Cause::Failure(0)),
+        ),
+        (
+            &[
+                (0, Event::Signal(signal::SIGINT)),
+                (0, ended(0, End::Lost)),
+                (0, ended(1, End::Lost)),
+            ],
+            130,
+            Some(by_int),
+        ),
+    ];
+    for (events, code, cause) in cases {
+        let (mut machine, start) = machine(2);
+        for (at, event) in events {
+            machine.step(event.clone(), start + Duration::from_millis(*at));
+        }
+        assert!(machine.is_over(), "{events:?}");
+        assert_eq!(
+            (machine.exit_code(), machine.cause()),
+            (code, cause),
+            "{events:?}"
+        );
+    }
 }
 
 #[test]
@@ -97,25 +202,6 @@ fn another_code_just_after_an_error_is_the_root_cause() {
         (machine.exit_code(), machine.cause()),
         (101, Some(Cause::Failure(1)))
     );
-}
-
-#[test]
-fn a_death_by_our_own_signal_is_not_the_root_cause() {
-    let (mut machine, now) = machine(2);
-    machine.step(ended(0, End::Code(3)), now);
-    machine.step(Event::Tick, now + DIAGNOSE);
-    machine.step(ended(1, End::Signal(signal::SIGTERM)), now + DIAGNOSE);
-    assert_eq!(machine.exit_code(), 3);
-}
-
-#[test]
-fn all_failing_at_once_needs_no_wait() {
-    let (mut machine, now) = machine(2);
-    machine.step(ended(1, End::Code(4)), now);
-    machine.step(ended(0, End::Code(5)), now);
-    assert!(machine.is_over());
-    assert_eq!(machine.exit_code(), 4);
-    assert!(machine.ended_by_itself(0));
 }
 
 #[test]
@@ -151,14 +237,6 @@ fn a_second_signal_kills_at_once() {
         [send(signal::SIGKILL, &[0, 1])]
     );
     assert_eq!(machine.step(Event::Signal(signal::SIGINT), now), []);
-    assert_eq!(machine.exit_code(), 143);
-}
-
-#[test]
-fn ranks_that_succeed_on_a_signal_do_not_change_the_code() {
-    let (mut machine, now) = machine(1);
-    machine.step(Event::Signal(signal::SIGTERM), now);
-    machine.step(ended(0, End::Code(0)), now);
     assert_eq!(machine.exit_code(), 143);
 }
 
@@ -246,32 +324,6 @@ fn a_silent_rank_is_the_root_cause_and_the_code_is_that_of_a_rank_that_lost_it()
         (machine.exit_code(), machine.cause()),
         (3, Some(Cause::Failure(1)))
     );
-}
-
-#[test]
-fn later_events_do_not_change_the_root_cause() {
-    let (mut machine, now) = machine(3);
-    (0..3).for_each(|rank| drop(machine.step(Event::Joined(rank), now)));
-    machine.step(ended(1, End::Code(3)), now);
-    machine.step(Event::Tick, now + DIAGNOSE);
-    // A survivor dies in its clean-up.
-    machine.step(ended(2, End::Signal(signal::SIGSEGV)), now + 2 * DIAGNOSE);
-    machine.step(ended(0, End::Code(1)), now + 2 * DIAGNOSE);
-    assert_eq!(
-        (machine.exit_code(), machine.cause()),
-        (3, Some(Cause::Failure(1)))
-    );
-}
-
-#[test]
-fn a_loss_that_every_rank_overcomes_is_none() {
-    let (mut machine, now) = machine(2);
-    machine.step(Event::Joined(0), now);
-    machine.step(blamed(0, &[1]), now);
-    machine.step(ended(1, End::Code(0)), now);
-    machine.step(ended(0, End::Code(0)), now);
-    assert!(machine.is_over());
-    assert_eq!((machine.exit_code(), machine.cause()), (0, None));
 }
 
 #[test]
@@ -390,30 +442,6 @@ fn ranks_that_save_on_a_signal_of_the_launcher_give_the_code() {
 }
 
 #[test]
-fn a_job_of_which_one_rank_did_not_save_is_not_preempted() {
-    let (mut machine, now) = machine(2);
-    machine.step(Event::Signal(signal::SIGTERM), now);
-    machine.step(ended(0, End::PREEMPTED), now);
-    machine.step(ended(1, End::Signal(signal::SIGTERM)), now);
-    let by_signal = Cause::Signal(signal::SIGTERM);
-    assert_eq!(
-        (machine.exit_code(), machine.cause()),
-        (143, Some(by_signal))
-    );
-
-    for (end, code) in [(End::Signal(signal::SIGSEGV), 139), (End::Code(1), 1)] {
-        let (mut machine, now) = self::machine(2);
-        machine.step(ended(0, End::PREEMPTED), now);
-        machine.step(ended(1, end), now);
-        assert!(machine.is_over());
-        assert_eq!(
-            (machine.exit_code(), machine.cause()),
-            (code, Some(Cause::Failure(1)))
-        );
-    }
-}
-
-#[test]
 fn a_host_that_is_lost_is_the_cause_of_what_its_ranks_were_blamed_for() {
     let (mut machine, now) = machine(3);
     machine.step(Event::Joined(0), now);
@@ -432,29 +460,4 @@ fn a_host_that_is_lost_is_the_cause_of_what_its_ranks_were_blamed_for() {
         (machine.exit_code(), machine.cause()),
         (75, Some(Cause::Failure(2)))
     );
-}
-
-#[test]
-fn a_host_that_is_lost_later_does_not_hide_a_failure() {
-    let (mut machine, now) = machine(3);
-    for rank in 0..3 {
-        machine.step(Event::Joined(rank), now);
-    }
-    machine.step(ended(0, End::Signal(signal::SIGSEGV)), now);
-    machine.step(ended(2, End::Lost), now);
-    machine.step(ended(1, End::Signal(signal::SIGTERM)), now);
-    assert_eq!(
-        (machine.exit_code(), machine.cause()),
-        (139, Some(Cause::Failure(0)))
-    );
-    let (mut machine, now) = job_of_two_asked_to_end();
-    machine.step(ended(0, End::Lost), now);
-    machine.step(ended(1, End::Lost), now);
-    assert_eq!(machine.exit_code(), 130);
-}
-
-fn job_of_two_asked_to_end() -> (GroupMachine, Instant) {
-    let (mut machine, now) = machine(2);
-    machine.step(Event::Signal(signal::SIGINT), now);
-    (machine, now)
 }
