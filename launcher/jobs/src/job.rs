@@ -24,7 +24,6 @@ use crate::spec::{EngineKind, JobName, JobSpec};
 pub(crate) enum JobStatus {
     /// Waits for its nodes.
     Pending,
-    /// Runs.
     Running,
     /// Was interrupted, and starts again.
     Restarting,
@@ -32,7 +31,6 @@ pub(crate) enum JobStatus {
     Succeeded,
     /// A rank failed, or the engine ended the job.
     Failed,
-    /// A user stopped it.
     Stopped,
     /// The engine does not report it.
     #[default]
@@ -152,7 +150,6 @@ pub(crate) enum Role {
 }
 
 impl Role {
-    /// Returns the role of node `node`.
     pub(crate) fn of_node(node: usize) -> Self {
         match node {
             0 => Self::Master,
@@ -499,9 +496,6 @@ impl Records {
     }
 
     /// Removes the folder of `job` with its contents, unless another job has its name by now.
-    ///
-    /// # Errors
-    /// When it cannot be removed.
     pub(crate) fn remove(&self, job: &JobRecord) -> Result<()> {
         let _lock = self.lock()?;
         match self.same(job) {
@@ -512,9 +506,6 @@ impl Records {
     }
 
     /// Removes the folder of a job that has no record, or none that this version can read.
-    ///
-    /// # Errors
-    /// When it cannot be removed.
     pub(crate) fn remove_unread(&self, name: &JobName) -> Result<()> {
         let _lock = self.lock()?;
         match self.read(name) {

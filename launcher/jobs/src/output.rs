@@ -35,17 +35,11 @@ pub(crate) fn now() -> u64 {
 const POLL: Duration = Duration::from_millis(50);
 
 /// Writes the last `tail` lines of a file, or all of it. A file that does not exist yet has none.
-///
-/// # Errors
-/// When it cannot be read, or `output` not written.
 pub(crate) fn copy_tail(path: &Path, tail: Option<usize>, output: &mut dyn Write) -> Result<()> {
     follow(path, tail, output, || true)
 }
 
 /// Does the same, and then copies the text that is appended until `is_over` returns true.
-///
-/// # Errors
-/// When it cannot be read, or `output` not written.
 pub(crate) fn follow(
     path: &Path,
     tail: Option<usize>,
@@ -81,9 +75,6 @@ pub(crate) fn follow(
 }
 
 /// Returns the last lines of a file.
-///
-/// # Errors
-/// When it cannot be read.
 pub(crate) fn last_lines(path: &Path, lines: usize) -> Result<Vec<String>> {
     let mut text = Vec::new();
     copy_tail(path, Some(lines), &mut text)?;

@@ -146,10 +146,7 @@ fn show_tells_what_a_checkpoint_says() {
         .launch("checkpoint show checkpoints/a 3")
         .expect(1)
         .says("seal");
-    folder
-        .launch("checkpoint show checkpoints/a 9")
-        .expect(2)
-        .says("no checkpoint 9");
+    folder.refuses("checkpoint show checkpoints/a 9", "no checkpoint 9");
 }
 
 #[test]
@@ -275,16 +272,10 @@ fn wrong_places_are_told() {
                 .says(place);
         }
     }
-    folder
-        .launch("checkpoint show empty")
-        .expect(2)
-        .says("no checkpoints");
+    folder.refuses("checkpoint show empty", "no checkpoints");
     // The manifest belongs to no checkpoint, and the folder's name merely looks like a checkpoint's.
     folder.write("odd/manifest.json", "{}");
-    folder
-        .launch("checkpoint verify odd")
-        .expect(2)
-        .says("seal");
+    folder.refuses("checkpoint verify odd", "seal");
     runs(&folder);
     fs::rename(
         folder.path().join("checkpoints/a"),

@@ -156,10 +156,7 @@ fn a_specification_that_cannot_be_is_refused_with_its_place() {
         ),
     ] {
         folder.write("spec.toml", &text);
-        folder
-            .launch("tune spec.toml -- true")
-            .expect(2)
-            .says(expected);
+        folder.refuses("tune spec.toml -- true", expected);
     }
     folder
         .launch("tune best nowhere")

@@ -107,7 +107,7 @@ fn options_that_make_no_sense() {
             "auto, gpu or cpu",
         ),
     ] {
-        folder.launch(line).expect(2).says(says);
+        folder.refuses(line, says);
     }
     assert!(!folder.path().join("ran").exists());
     // Options that depend on a feature may accompany one that turns it off.

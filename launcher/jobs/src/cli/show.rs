@@ -23,7 +23,6 @@ pub(super) struct ListArgs {
     json: bool,
 }
 
-/// Lists the jobs.
 pub(super) fn list(arguments: &ListArgs, location: &JobsLocation) -> Result<ExitCode> {
     let jobs = jobs(location, arguments.engine)?;
     print(&match arguments.json {
@@ -178,7 +177,6 @@ pub(super) struct GetArgs {
     json: bool,
 }
 
-/// Shows a job.
 pub(super) fn get(arguments: &GetArgs, location: &JobsLocation) -> Result<ExitCode> {
     let (records, mut record, engine) = location.job(&arguments.name)?;
     let details = details(&records, &mut record, engine.as_ref())?;

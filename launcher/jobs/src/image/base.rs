@@ -342,7 +342,6 @@ impl ImageArchive {
         place.ok_or_else(|| self.broken(&format!("{digest} is not in it")))
     }
 
-    /// Returns the file itself.
     fn file(&self) -> &File {
         &self.file
     }

@@ -148,10 +148,6 @@ impl LayerFiles {
 }
 
 impl Layer {
-    /// Returns a reader of its bytes.
-    ///
-    /// # Errors
-    /// When they cannot be read.
     pub(super) fn reader(&self) -> Result<&File> {
         let mut file = &self.file;
         let begun = file.rewind();
@@ -161,7 +157,6 @@ impl Layer {
 }
 
 impl<W: Write> DigestWriter<W> {
-    /// Writes to `inner`.
     pub(super) fn new(inner: W) -> Self {
         Self {
             inner,

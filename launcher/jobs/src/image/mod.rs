@@ -137,21 +137,16 @@ impl BuiltImage {
         })
     }
 
-    /// Returns the digest of its manifest.
     pub(crate) fn digest(&self) -> &str {
         &self.digest
     }
 
-    /// Returns the size of its layer.
     pub(crate) fn layer_bytes(&self) -> u64 {
         self.layer.size
     }
 
     /// Pushes the parts that the registry lacks. Layers of a base in the same registry are mounted; those of another
     /// registry are copied.
-    ///
-    /// # Errors
-    /// When the registry does not answer, or refuses the image.
     pub(crate) fn push(&self, registries: &Registries, reference: &str) -> Result<PushedImage> {
         let target = registries.open(reference, Access::Push)?;
         if target.reference.digest().is_some() {

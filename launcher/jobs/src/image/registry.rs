@@ -112,9 +112,6 @@ impl Registries {
 
 impl Repository<'_> {
     /// Returns the manifest that `reference` names, and its digest.
-    ///
-    /// # Errors
-    /// When there is none.
     pub(super) fn manifest(&self, reference: &Reference) -> Result<(OciManifest, String)> {
         // The registry is known already, by the credentials of `open`.
         let auth = RegistryAuth::Anonymous;
@@ -136,9 +133,6 @@ impl Repository<'_> {
     }
 
     /// Returns `true` if the registry has the blob.
-    ///
-    /// # Errors
-    /// When the registry does not answer.
     pub(super) fn has(&self, digest: &str) -> Result<bool> {
         self.wait(self.client.blob_exists(&self.reference, digest))
     }
@@ -169,9 +163,6 @@ impl Repository<'_> {
     }
 
     /// Sends a small blob.
-    ///
-    /// # Errors
-    /// When the registry does not accept it.
     pub(super) fn push_bytes(&self, digest: &str, bytes: &[u8]) -> Result<()> {
         let blob = self
             .client
@@ -193,9 +184,6 @@ impl Repository<'_> {
     }
 
     /// Names the image: stores its manifest under the reference.
-    ///
-    /// # Errors
-    /// When the registry does not accept it.
     pub(super) fn push_manifest(&self, manifest: &[u8]) -> Result<()> {
         let Ok(kind) = OCI_IMAGE_MEDIA_TYPE.parse() else {
             return Err(Error::system("the type of a manifest is no header of HTTP"));
@@ -274,7 +262,6 @@ fn credentials(registry: &str) -> Result<RegistryAuth> {
 /// Explains the errors of a registry.
 #[derive(Debug)]
 struct Refusal {
-    /// The image of the request.
     image: String,
     registry: String,
     /// True if the registry got no name and no password.
@@ -284,7 +271,6 @@ struct Refusal {
 }
 
 impl Refusal {
-    /// Explains an error.
     fn of(&self, error: OciDistributionError) -> Error {
         let (image, registry) = (&self.image, &self.registry);
         match &error {

@@ -50,9 +50,7 @@ pub(crate) struct JobSpec {
     pub(crate) tensorboard: bool,
     /// The folder of event files, as the program sees it.
     pub(crate) logdir: PathBuf,
-    /// The program and its arguments.
     pub(crate) program: Vec<String>,
-    /// The address of its engine.
     pub(crate) address: EngineAddress,
     /// The options that only one engine knows.
     pub(crate) options: EngineOptions,
@@ -213,7 +211,6 @@ impl<'a> AgentCommand<'a> {
         self
     }
 
-    /// Returns the words of the command.
     pub(crate) fn words(&self) -> Vec<String> {
         let spec = self.spec;
         let mut words = vec![self.launcher.clone()];
@@ -248,9 +245,6 @@ impl<'a> AgentCommand<'a> {
 }
 
 /// Finds the `accel-launch` of this machine: installed with this program, else on the PATH.
-///
-/// # Errors
-/// When there is none.
 pub(crate) fn launcher_here() -> Result<PathBuf> {
     find_installed("accel-launch").ok_or_else(|| {
         Error::usage("accel-launch is neither beside accel-jobs nor on the PATH; install it: cargo install --path launcher")

@@ -69,7 +69,6 @@ impl fmt::Display for JobName {
 pub(crate) struct Memory(u64);
 
 impl Memory {
-    /// Returns the amount in bytes.
     #[cfg(any(feature = "kubernetes", feature = "ray"))]
     pub(crate) fn bytes(self) -> u64 {
         self.0

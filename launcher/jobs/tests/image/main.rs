@@ -17,6 +17,9 @@ use registry::Registry;
 use serde_json::Value;
 use tempfile::TempDir;
 
+/// The options of an image of a script.
+const SCRIPT: &str = "script --launcher script --base scratch";
+
 /// A folder with the files that tests build from.
 struct Site {
     folder: TempDir,
@@ -34,39 +37,50 @@ impl Site {
     }
 
     /// Runs `accel-jobs image build`. The launcher is this crate's own program, an ELF file like any other.
-    fn build(&self, arguments: &[&str]) -> Output {
+    fn build(&self, line: &str) -> Output {
         let launcher = env!("CARGO_BIN_EXE_accel-jobs");
         let mut command = Command::new(launcher);
         command.args(["image", "build"]);
-        if !arguments.contains(&"--launcher") {
+        if !line.contains("--launcher") {
             command.args(["--launcher", launcher]);
         }
-        command.args(arguments).current_dir(self.folder.path());
+        command
+            .args(line.split(' '))
+            .current_dir(self.folder.path());
         command.env("DOCKER_CONFIG", self.path("docker"));
         command.output().unwrap()
     }
 
     /// Builds, and returns the report.
-    fn report(&self, arguments: &[&str]) -> Value {
-        let output = self.build(&[arguments, &["--json"]].concat());
+    fn report(&self, line: &str) -> Value {
+        let output = self.build(&format!("{line} --json"));
         let stderr = String::from_utf8_lossy(&output.stderr);
-        assert!(output.status.success(), "{arguments:?}: {stderr}");
+        assert!(output.status.success(), "{line}: {stderr}");
         serde_json::from_slice(&output.stdout).unwrap()
     }
 
     /// Builds, which must fail, and returns the exit code and standard error.
-    fn failure(&self, arguments: &[&str]) -> (i32, String) {
-        let output = self.build(arguments);
+    fn failure(&self, line: &str) -> (i32, String) {
+        let output = self.build(line);
         let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert!(!output.status.success(), "{arguments:?}");
+        assert!(!output.status.success(), "{line}");
         assert!(stderr.contains("error: "), "{stderr}");
         (output.status.code().unwrap(), stderr)
     }
 
+    /// Builds, which must fail with this code and this text.
+    #[track_caller]
+    fn refused(&self, line: &str, code: i32, text: &str) {
+        let (found, said) = self.failure(line);
+        assert!(
+            found == code && said.contains(text),
+            "{line}: {found} {said}"
+        );
+    }
+
     /// Pushes a base with a layer of its own.
     fn push_base(&self, reference: &str) {
-        let script = ["script", "--launcher", "script", "--base", "scratch"];
-        self.report(&[&script[..], &["--push", reference]].concat());
+        self.report(&format!("{SCRIPT} --push {reference}"));
     }
 }
 
@@ -99,15 +113,7 @@ fn an_image_is_pushed_once_and_pulled_by_its_digest() {
     );
     site.push_base(&base);
     program_of_20_mb(&site.path("mnist"));
-    let arguments = [
-        "mnist",
-        "--include",
-        "script:data/script",
-        "--base",
-        &base,
-        "--push",
-        &image,
-    ];
+    let arguments = format!("mnist --include script:data/script --base {base} --push {image}");
     let began = Instant::now();
     let first = site.report(&arguments);
     println!(
@@ -160,17 +166,8 @@ fn the_same_files_in_another_folder_are_the_same_image() {
             fs::write(site.path(name), name).unwrap();
             std::thread::sleep(Duration::from_millis(600));
         }
-        let report = site.report(&[
-            "program",
-            "--launcher",
-            "script",
-            "--include",
-            "data",
-            "--base",
-            "scratch",
-            "--archive",
-            "image.tar",
-        ]);
+        let report = site
+            .report("program --launcher script --include data --base scratch --archive image.tar");
         (
             text(&report, "digest").to_owned(),
             fs::read(site.path("image.tar")).unwrap(),
@@ -194,7 +191,7 @@ fn layers_of_the_base_are_copied_to_another_registry() {
     site.push_base(&base);
     let program = env!("CARGO_BIN_EXE_accel-jobs");
     let image = second.reference("mnist:1");
-    let report = site.report(&[program, "--base", &base, "--push", &image]);
+    let report = site.report(&format!("{program} --base {base} --push {image}"));
     let manifest = second.manifest("mnist", text(&report, "digest"));
     for layer in manifest["layers"].as_array().unwrap() {
         let size = second.blob("mnist", text(layer, "digest")).len();
@@ -202,15 +199,9 @@ fn layers_of_the_base_are_copied_to_another_registry() {
     }
 
     // An archive has the layers too, and can be a base itself.
-    site.report(&[program, "--base", &base, "--archive", "image.tar"]);
+    site.report(&format!("{program} --base {base} --archive image.tar"));
     let image = second.reference("above:1");
-    let above = [
-        "script",
-        "--base",
-        "oci-archive:image.tar",
-        "--push",
-        &image,
-    ];
+    let above = format!("script --base oci-archive:image.tar --push {image}");
     let report = site.report(&above);
     let manifest = second.manifest("above", text(&report, "digest"));
     assert_eq!(manifest["layers"].as_array().unwrap().len(), 3);
@@ -236,13 +227,8 @@ fn of_an_index_the_image_for_the_program_is_taken() {
     push("index", here);
     let program = env!("CARGO_BIN_EXE_accel-jobs");
     let image = registry.reference("mnist:1");
-    let report = site.report(&[
-        program,
-        "--base",
-        &registry.reference("base:index"),
-        "--push",
-        &image,
-    ]);
+    let base = registry.reference("base:index");
+    let report = site.report(&format!("{program} --base {base} --push {image}"));
     let above = registry.manifest("mnist", text(&report, "digest"));
     assert_eq!(
         above["layers"][0]["digest"],
@@ -251,7 +237,7 @@ fn of_an_index_the_image_for_the_program_is_taken() {
 
     push("other", "s390x");
     let other = registry.reference("base:other");
-    let (code, said) = site.failure(&[program, "--base", &other, "--push", &image]);
+    let (code, said) = site.failure(&format!("{program} --base {other} --push {image}"));
     assert_eq!(code, 2);
     assert!(
         said.contains("is there for linux/s390x, and the program is for linux/"),
@@ -267,8 +253,11 @@ fn a_base_on_which_the_program_cannot_run_is_refused() {
     let program = env!("CARGO_BIN_EXE_accel-jobs");
     let image = registry.reference("mnist:1");
     let site = Site::new();
-    let (code, said) = site.failure(&[program, "--base", "scratch", "--push", &image]);
-    assert!(code == 2 && said.contains("has no C library"), "{said}");
+    site.refused(
+        &format!("{program} --base scratch --push {image}"),
+        2,
+        "has no C library",
+    );
     let base = registry.reference("base:1");
     site.push_base(&base);
 
@@ -280,75 +269,49 @@ fn a_base_on_which_the_program_cannot_run_is_refused() {
     };
     other[18] = machine;
     fs::write(site.path("other"), other).unwrap();
-    let arguments = ["other", "--base", &base, "--push", &image];
-    let (_, said) = site.failure(&arguments);
     assert!(
-        said.contains("compile one of them for the other's processor"),
-        "{said}"
+        site.failure(&format!("other --base {base} --push {image}"))
+            .1
+            .contains("compile one of them for the other's processor")
     );
-    let arguments = [
-        "other",
-        "--launcher",
-        "other",
-        "--base",
-        &base,
-        "--push",
-        &image,
-    ];
-    let (_, said) = site.failure(&arguments);
-    assert!(said.contains("take a base for it"), "{said}");
+    let other = format!("other --launcher other --base {base} --push {image}");
+    assert!(site.failure(&other).1.contains("take a base for it"));
 }
 
 #[test]
 fn what_is_wrong_is_said() {
     let site = Site::new();
-    let script = [
-        "script",
-        "--launcher",
-        "script",
-        "--base",
-        "scratch",
-        "--push",
-    ];
-    let failure = |last: &str| site.failure(&[&script[..], &[last]].concat());
+    let refused = |image: &str, code, text| {
+        site.refused(&format!("{SCRIPT} --push {image}"), code, text);
+    };
     // No program listens there.
-    let (code, said) = failure("127.0.0.1:1/mnist:1");
-    assert!(
-        code == 75 && said.contains("registry 127.0.0.1:1 does not answer"),
-        "{code} {said}"
+    refused(
+        "127.0.0.1:1/mnist:1",
+        75,
+        "registry 127.0.0.1:1 does not answer",
     );
-    let (code, said) = failure("UPPER CASE");
-    assert!(
-        code == 2 && said.contains("is not a reference"),
-        "{code} {said}"
-    );
-    let (code, said) = site.failure(&["none", "--base", "scratch", "--push", "localhost:1/x"]);
-    assert!(
-        code == 2 && said.contains("there is no file none"),
-        "{code} {said}"
+    refused("UPPER/CASE", 2, "is not a reference");
+    site.refused(
+        "none --base scratch --push localhost:1/x",
+        2,
+        "there is no file none",
     );
 
     let Some(registry) = Registry::start("") else {
         return;
     };
     let missing = registry.reference("none:1");
-    let (code, said) = site.failure(&["script", "--base", &missing, "--push", &missing]);
-    assert!(code == 1 && said.contains("none:1 (404)"), "{said}");
+    site.refused(
+        &format!("script --base {missing} --push {missing}"),
+        1,
+        "none:1 (404)",
+    );
     let by_digest = format!("{}@sha256:{}", registry.reference("x"), "0".repeat(64));
-    let (code, said) = failure(&by_digest);
-    assert!(code == 2 && said.contains("give a tag"), "{code} {said}");
-    let (code, said) = site.failure(&[
-        "script",
-        "--launcher",
-        "script",
-        "--base",
-        "scratch",
-        "--archive",
-        "/proc/image.tar",
-    ]);
-    assert!(
-        code == 1 && said.contains("/proc/image.tar cannot be written"),
-        "{code} {said}"
+    refused(&by_digest, 2, "give a tag");
+    site.refused(
+        "script --launcher script --base scratch --archive /proc/image.tar",
+        1,
+        "/proc/image.tar cannot be written",
     );
 }
 
@@ -361,15 +324,7 @@ fn a_registry_is_told_who_asks() {
     };
     let site = Site::new();
     let image = registry.reference("mnist:1");
-    let arguments = [
-        "script",
-        "--launcher",
-        "script",
-        "--base",
-        "scratch",
-        "--push",
-        &image,
-    ];
+    let arguments = format!("{SCRIPT} --push {image}");
     let (_, said) = site.failure(&arguments);
     assert!(
         said.contains("(401)") && said.contains("docker login 127.0.0.1"),
@@ -382,10 +337,10 @@ fn a_registry_is_told_who_asks() {
         fs::write(site.path("docker/config.json"), config.to_string()).unwrap();
     };
     login("YW5uOndyb25n");
-    let (_, said) = site.failure(&arguments);
     assert!(
-        said.contains("does not take the name and the password"),
-        "{said}"
+        site.failure(&arguments)
+            .1
+            .contains("does not take the name and the password")
     );
     login("YW5uOnNlY3JldA==");
     site.report(&arguments);
@@ -394,37 +349,21 @@ fn a_registry_is_told_who_asks() {
 #[test]
 fn registries_do_what_they_want() {
     let site = Site::new();
-    let failure = |status: &'static str, body: &'static str| {
+    let refused = |status: &'static str, body: &'static str, code, text| {
         let address = registry::answer_with(status, body);
         let image = format!("{address}/mnist:1");
-        let arguments = [
-            "script",
-            "--launcher",
-            "script",
-            "--base",
-            "scratch",
-            "--push",
-            &image,
-        ];
-        site.failure(&arguments)
+        site.refused(&format!("{SCRIPT} --push {image}"), code, text);
     };
     let denied = r#"{"errors":[{"code":"DENIED","message":"quota exceeded"}]}"#;
-    let (code, said) = failure("403 Forbidden", denied);
-    assert!(
-        code == 1 && said.contains("denies") && said.contains("(403): quota exceeded"),
-        "{said}"
-    );
-    let (code, said) = failure("500 Internal Server Error", "no space left on device");
-    assert!(
-        code == 75 && said.contains("(500): no space left on device"),
-        "{code} {said}"
+    refused("403 Forbidden", denied, 1, "to this user (403): quota exceeded");
+    refused(
+        "500 Internal Server Error",
+        "no space left on device",
+        75,
+        "(500): no space left on device",
     );
     let taken = r#"{"errors":[{"code":"TAG_INVALID","message":"tag is immutable"}]}"#;
-    let (code, said) = failure("409 Conflict", taken);
-    assert!(
-        code == 1 && said.contains("(409): tag is immutable"),
-        "{said}"
-    );
+    refused("409 Conflict", taken, 1, "(409): tag is immutable");
 }
 
 #[test]
@@ -433,17 +372,7 @@ fn containerd_takes_the_archive() {
         return;
     };
     let site = Site::new();
-    site.report(&[
-        "script",
-        "--launcher",
-        "script",
-        "--base",
-        "scratch",
-        "--archive",
-        "image.tar",
-        "--name",
-        "team/mnist:1",
-    ]);
+    site.report("script --launcher script --base scratch --archive image.tar --name team/mnist:1");
     let import = |arguments: &[&str]| {
         let output = containerd.ctr(arguments);
         let said = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -467,14 +396,10 @@ fn containerd_takes_the_archive() {
 fn an_archive_that_is_no_image_is_refused() {
     let site = Site::new();
     fs::write(site.path("image.tar"), "no archive").unwrap();
-    let arguments = [
-        "script",
-        "--base",
-        "oci-archive:image.tar",
-        "--archive",
-        "out.tar",
-    ];
-    let (code, said) = site.failure(&arguments);
-    assert!(code == 2 && said.contains("image.tar"), "{said}");
+    site.refused(
+        "script --base oci-archive:image.tar --archive out.tar",
+        2,
+        "image.tar",
+    );
     assert!(!site.path("out.tar").exists());
 }

@@ -128,9 +128,10 @@ fn submitted(name: &str) -> (Jobs, Dashboard) {
     launcher();
     let (jobs, dashboard) = (Jobs::new(), Dashboard::new());
     let address = dashboard.address.clone();
-    let words = ["submit", "--engine", "ray", "--ray-address", &address];
-    let job = ["--name", name, "--no-upload", "--", "sh", "-c", "true"];
-    jobs.ok(&[&words[..], &job].concat());
+    let engine = format!("--engine ray --ray-address {address}");
+    jobs.ok(&format!(
+        "submit {engine} --name {name} --no-upload -- sh -c true"
+    ));
     dashboard.asked();
     (jobs, dashboard)
 }
@@ -139,9 +140,9 @@ fn submitted(name: &str) -> (Jobs, Dashboard) {
 #[test]
 fn another_users_job_of_the_same_name_is_left_alone() {
     let (jobs, dashboard) = submitted("a");
-    jobs.until(&["get", "a"], "STATUS: PENDING");
+    jobs.until("get a", "STATUS: PENDING");
     dashboard.replace("a");
-    for words in [&["logs", "a"][..], &["logs", "-f", "a"]] {
+    for words in ["logs a", "logs -f a"] {
         let shown = jobs.run(words);
         assert_eq!(shown.stdout, "", "{words:?}");
         assert!(
@@ -149,10 +150,9 @@ fn another_users_job_of_the_same_name_is_left_alone() {
             "{shown:?}"
         );
     }
-    assert!(jobs.ok(&["get", "a"]).contains("STATUS: UNKNOWN"));
-    let stopped = jobs.ok(&["stop", "a"]);
-    assert!(stopped.contains("another job of the name a"), "{stopped}");
-    jobs.ok(&["stop", "--forget", "a"]);
+    jobs.shows("get a", "STATUS: UNKNOWN");
+    jobs.shows("stop a", "another job of the name a");
+    jobs.ok("stop --forget a");
     let asked = dashboard.asked();
     let reads = |asked: &String| asked == "get /api/jobs/a";
     assert!(asked.iter().all(reads), "{asked:?}");
@@ -162,17 +162,13 @@ fn another_users_job_of_the_same_name_is_left_alone() {
 #[test]
 fn a_job_that_was_stopped_asks_ray_nothing_more() {
     let (jobs, dashboard) = submitted("a");
-    assert_eq!(jobs.ok(&["stop", "a"]), "job a stopped\n");
+    assert_eq!(jobs.ok("stop a"), "job a stopped\n");
     let asked = dashboard.asked();
     for wanted in ["post /api/jobs/a/stop", "delete /api/jobs/a"] {
         assert!(asked.iter().any(|asked| asked == wanted), "{asked:?}");
     }
     dashboard.replace("a");
-    for words in [
-        &["get", "a"][..],
-        &["stop", "a"],
-        &["stop", "--forget", "a"],
-    ] {
+    for words in ["get a", "stop a", "stop --forget a"] {
         jobs.ok(words);
         assert_eq!(dashboard.asked(), [""; 0], "{words:?}");
     }
@@ -184,11 +180,11 @@ fn a_job_that_has_ended_by_itself_is_removed_from_ray() {
     for other in [false, true] {
         let (jobs, dashboard) = submitted("a");
         dashboard.set_status("a", "SUCCEEDED");
-        jobs.ok(&["wait", "a"]);
+        jobs.ok("wait a");
         if other {
             dashboard.replace("a");
         }
-        assert!(jobs.ok(&["stop", "a"]).contains("had ended as SUCCEEDED"));
+        jobs.shows("stop a", "had ended as SUCCEEDED");
         assert_eq!(dashboard.jobs.lock().unwrap().contains_key("a"), other);
     }
 }
@@ -198,7 +194,7 @@ fn a_job_that_has_ended_by_itself_is_removed_from_ray() {
 fn what_an_interrupted_stop_has_left_is_removed_by_the_next() {
     let (jobs, dashboard) = submitted("a");
     dashboard.lose("a");
-    jobs.ok(&["stop", "a"]);
+    jobs.ok("stop a");
     assert!(dashboard.jobs.lock().unwrap().is_empty());
 }
 
@@ -214,8 +210,8 @@ fn a_job_that_was_half_submitted_is_ended_when_it_is_forgotten() {
         if other {
             dashboard.replace("a");
         }
-        jobs.refused(&["stop", "a"], 1, "--forget` ends it, and frees the name");
-        assert_eq!(jobs.ok(&["stop", "--forget", "a"]), "job a stopped\n");
+        jobs.refused("stop a", 1, "--forget` ends it, and frees the name");
+        assert_eq!(jobs.ok("stop --forget a"), "job a stopped\n");
         assert_eq!(dashboard.jobs.lock().unwrap().contains_key("a"), other);
     }
 }

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use tempfile::TempDir;
 
-use crate::support::{Jobs, launcher};
+use crate::support::{Jobs, Printed, launcher};
 
 /// A folder with Slurm commands, each a script that first records its call.
 pub(crate) struct Commands {
@@ -48,20 +48,10 @@ impl Commands {
     }
 }
 
-fn submit(
-    jobs: &Jobs,
-    commands: &Commands,
-    name: &str,
-    options: &[&str],
-) -> crate::support::Printed {
+fn submit(jobs: &Jobs, commands: &Commands, name: &str, options: &str) -> Printed {
     launcher();
-    let words = [
-        &["submit", "--engine", "slurm", "--name", name],
-        options,
-        &["--", "true"],
-    ]
-    .concat();
-    jobs.run_with_path(&words, &commands.path())
+    let line = format!("submit --engine slurm --name {name} {options} -- true");
+    jobs.run_with(&line, &[("PATH", &commands.path())])
 }
 
 #[test]
@@ -69,10 +59,10 @@ fn a_controller_that_does_not_answer_is_asked_once_for_all_jobs() {
     let jobs = Jobs::new();
     let commands = Commands::new(&[("sbatch", "cat >/dev/null; echo 7"), ("scontrol", BUSY)]);
     for name in ["a", "b", "c"] {
-        assert_eq!(submit(&jobs, &commands, name, &[]).code, Some(0));
+        assert_eq!(submit(&jobs, &commands, name, "").code, Some(0));
     }
     commands.calls();
-    let listed = jobs.run_with_path(&["list"], &commands.path());
+    let listed = jobs.run_with("list", &[("PATH", &commands.path())]);
     assert_eq!(listed.code, Some(0));
     assert_eq!(listed.stdout.matches("UNKNOWN").count(), 3, "{listed:?}");
     assert_eq!(listed.stderr.matches("warning: ").count(), 1, "{listed:?}");
@@ -95,14 +85,14 @@ fn a_job_that_slurm_may_have_taken_is_cancelled() {
     );
     let timed_out = "cat >/dev/null; echo 'sbatch: error: Batch job submission failed: Socket timed out' >&2; exit 1";
     let commands = Commands::new(&[("sbatch", timed_out), ("squeue", &squeue), ("scancel", "")]);
-    let submitted = submit(&jobs, &commands, "a", &[]);
+    let submitted = submit(&jobs, &commands, "a", "");
     assert_eq!(submitted.code, Some(75), "{submitted:?}");
     assert!(submitted.stderr.contains("try again"), "{submitted:?}");
     assert_eq!(commands.calls().last().unwrap(), "scancel 7");
     assert!(!Path::new(&jobs.folder().join("a")).exists());
 
     let commands = Commands::new(&[("sbatch", timed_out), ("squeue", BUSY)]);
-    let submitted = submit(&jobs, &commands, "a", &[]);
+    let submitted = submit(&jobs, &commands, "a", "");
     assert!(
         submitted
             .stderr
@@ -115,36 +105,17 @@ fn a_job_that_slurm_may_have_taken_is_cancelled() {
 fn options_that_the_engine_ignores_are_named() {
     let jobs = Jobs::new();
     let commands = Commands::new(&[("sbatch", "cat >/dev/null; echo 7")]);
-    let options = [
-        "--kind",
-        "trainjob",
-        "--namespace",
-        "team",
-        "--partition",
-        "gpu",
-        "--dry-run",
-    ];
-    let submitted = submit(&jobs, &commands, "a", &options);
+    let options = "--kind trainjob --namespace team --partition gpu --dry-run";
+    let submitted = submit(&jobs, &commands, "a", options);
     let warning = "warning: the engine slurm ignores --kind, --namespace\n";
     assert_eq!(
         (submitted.code, submitted.stderr.as_str()),
         (Some(0), warning)
     );
 
-    let words = [
-        "submit",
-        "--name",
-        "a",
-        "--memory",
-        "1Gi",
-        "--priority",
-        "high",
-        "--dry-run",
-        "--",
-        "true",
-    ];
+    let line = "submit --name a --memory 1Gi --priority high --dry-run -- true";
     let warning = "warning: the engine local ignores --memory, --priority\n";
-    assert_eq!(jobs.run(&words).stderr, warning);
+    assert_eq!(jobs.run(line).stderr, warning);
 }
 
 /// A controller that lost its state reuses the same numbers.
@@ -157,14 +128,14 @@ fn a_number_that_slurm_gave_to_another_job_is_not_touched() {
         ("scontrol", other),
         ("scancel", ""),
     ]);
-    assert_eq!(submit(&jobs, &commands, "a", &[]).code, Some(0));
-    let run = |words: &[&str]| jobs.run_with_path(words, &commands.path());
-    let found = run(&["get", "a"]);
+    assert_eq!(submit(&jobs, &commands, "a", "").code, Some(0));
+    let run = |words: &str| jobs.run_with(words, &[("PATH", &commands.path())]);
+    let found = run("get a");
     assert!(
         found.stderr.contains("given the number 7 to another job"),
         "{found:?}"
     );
-    let stopped = run(&["stop", "a"]).stdout;
+    let stopped = run("stop a").stdout;
     assert!(
         stopped.contains("is gone: Slurm has given the number 7 to another job"),
         "{stopped}"
@@ -181,7 +152,7 @@ fn a_number_that_slurm_gave_to_another_job_is_not_touched() {
 fn sbatch_has_to_give_a_number() {
     let jobs = Jobs::new();
     let commands = Commands::new(&[("sbatch", "cat >/dev/null")]);
-    let submitted = submit(&jobs, &commands, "a", &[]);
+    let submitted = submit(&jobs, &commands, "a", "");
     assert!(
         submitted
             .stderr
@@ -214,8 +185,8 @@ fn a_job_is_known_by_the_folder_of_its_output() {
             ("sbatch", "cat >/dev/null; echo 7"),
             ("scontrol", &scontrol),
         ]);
-        assert_eq!(submit(&jobs, &commands, name, &[]).code, Some(0));
-        let found = jobs.run_with_path(&["get", name], &commands.path());
+        assert_eq!(submit(&jobs, &commands, name, "").code, Some(0));
+        let found = jobs.run_with(&format!("get {name}"), &[("PATH", &commands.path())]);
         let said = found.stdout + &found.stderr;
         assert!(said.contains(shown), "{folder}, {name}: {said}");
     }
@@ -238,25 +209,8 @@ fn options_count_more_than_the_environment() {
     let jobs = Jobs::new();
     let commands = Commands::new(&[("sbatch", SBATCH)]);
     let resolved = jobs.folder().join("_resolved");
-    let words = [
-        "submit",
-        "--engine",
-        "slurm",
-        "--name",
-        "a",
-        "--partition",
-        "p",
-        "--account",
-        "a",
-        "--priority",
-        "q",
-        "--time",
-        "1h",
-        "--",
-        "true",
-    ];
     let printed = jobs.run_with(
-        &words,
+        "submit --engine slurm --name a --partition p --account a --priority q --time 1h -- true",
         &[
             ("PATH", &commands.path()),
             ("RESOLVED", resolved.to_str().unwrap()),
@@ -280,13 +234,13 @@ fn what_would_hide_a_job_is_refused() {
     let commands = Commands::new(&[("sbatch", "cat >/dev/null; echo 7")]);
     for option in ["--output=/tmp/x", "-o/tmp/x", "--clusters=b", "-Mb"] {
         let option = format!("--sbatch-arg={option}");
-        let submitted = submit(&jobs, &commands, "a", &[&option]);
+        let submitted = submit(&jobs, &commands, "a", &format!("{option}"));
         assert_eq!(submitted.code, Some(2), "{submitted:?}");
         assert!(submitted.stderr.contains(&option[2..12]), "{submitted:?}");
     }
     for variable in ["SBATCH_ARRAY_INX", "SBATCH_WAIT", "SLURM_CLUSTERS"] {
-        let words = ["submit", "--engine", "slurm", "--name", "a", "--", "true"];
-        let submitted = jobs.run_with(&words, &[("PATH", &commands.path()), (variable, "1")]);
+        let line = "submit --engine slurm --name a -- true";
+        let submitted = jobs.run_with(line, &[("PATH", &commands.path()), (variable, "1")]);
         assert_eq!(submitted.code, Some(2), "{submitted:?}");
         assert!(submitted.stderr.contains(variable), "{submitted:?}");
     }
@@ -304,7 +258,7 @@ fn a_job_whose_number_sbatch_does_not_say_is_cancelled() {
         ("squeue", &squeue),
         ("scancel", ""),
     ]);
-    assert_eq!(submit(&jobs, &commands, "a", &[]).code, Some(1));
+    assert_eq!(submit(&jobs, &commands, "a", "").code, Some(1));
     assert_eq!(commands.calls().last().unwrap(), "scancel 7");
 }
 
@@ -316,7 +270,7 @@ struct SlowQuestion {
 
 impl SlowQuestion {
     /// Submits job `a`, asks Slurm about it, runs `meanwhile`, and then lets Slurm answer that the job runs.
-    fn ask(question: &[&str], meanwhile: impl FnOnce(&Self)) -> Self {
+    fn ask(question: &str, meanwhile: impl FnOnce(&Self)) -> Self {
         let jobs = Jobs::new();
         let folder = jobs.folder().display();
         let running = format!(
@@ -333,9 +287,9 @@ impl SlowQuestion {
         let commands = Commands::new(&[sbatch, ("scontrol", &cancelled), ("scancel", &scancel)]);
         let slow = Commands::new(&[sbatch, ("scontrol", &slow)]);
         let this = Self { jobs, commands };
-        assert_eq!(submit(&this.jobs, &this.commands, "a", &[]).code, Some(0));
+        assert_eq!(submit(&this.jobs, &this.commands, "a", "").code, Some(0));
         std::thread::scope(|scope| {
-            let asked = scope.spawn(|| this.jobs.run_with_path(question, &slow.path()));
+            let asked = scope.spawn(|| this.jobs.run_with(question, &[("PATH", &slow.path())]));
             while !this.jobs.folder().join("_asked").exists() {
                 assert!(!asked.is_finished(), "{:?}", asked.join());
                 std::thread::sleep(std::time::Duration::from_millis(10));
@@ -346,20 +300,21 @@ impl SlowQuestion {
         this
     }
 
-    fn run(&self, words: &[&str]) -> crate::support::Printed {
-        self.jobs.run_with_path(words, &self.commands.path())
+    fn run(&self, words: &str) -> Printed {
+        self.jobs
+            .run_with(words, &[("PATH", &self.commands.path())])
     }
 
     fn record(&self) -> serde_json::Value {
-        serde_json::from_slice(&fs::read(self.jobs.folder().join("a/job.json")).unwrap()).unwrap()
+        self.jobs.json("a", "job.json")
     }
 }
 
 #[test]
 fn how_a_job_ended_is_not_overwritten_by_an_older_answer() {
-    for question in [&["get", "a"][..], &["list"], &["wait", "a"]] {
+    for question in ["get a", "list", "wait a"] {
         let slow = SlowQuestion::ask(question, |slow| {
-            let stopped = slow.run(&["stop", "a"]);
+            let stopped = slow.run("stop a");
             assert_eq!(stopped.stdout, "job a stopped\n", "{stopped:?}");
         });
         assert_eq!(slow.record()["last"]["status"], "STOPPED", "{question:?}");
@@ -368,10 +323,10 @@ fn how_a_job_ended_is_not_overwritten_by_an_older_answer() {
 
 #[test]
 fn an_older_answer_is_not_written_into_the_record_of_another_job() {
-    let slow = SlowQuestion::ask(&["get", "a"], |slow| {
-        slow.run(&["stop", "--forget", "a"]);
+    let slow = SlowQuestion::ask("get a", |slow| {
+        slow.run("stop --forget a");
         let again = [("sbatch", "cat >/dev/null; echo 8")];
-        let submitted = submit(&slow.jobs, &Commands::new(&again), "a", &[]);
+        let submitted = submit(&slow.jobs, &Commands::new(&again), "a", "");
         assert_eq!(submitted.code, Some(0), "{submitted:?}");
     });
     let record = slow.record();

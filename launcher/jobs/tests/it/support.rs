@@ -41,19 +41,15 @@ impl Jobs {
         self.folder.path()
     }
 
-    /// Runs `accel-jobs` with these words.
-    pub(crate) fn run(&self, words: &[&str]) -> Printed {
-        self.run_with_path(words, &std::env::var("PATH").unwrap())
-    }
-
-    /// Runs `accel-jobs` with another PATH.
-    pub(crate) fn run_with_path(&self, words: &[&str], path: &str) -> Printed {
-        self.run_with(words, &[("PATH", path)])
+    /// Runs `accel-jobs` with the words of this line.
+    pub(crate) fn run(&self, line: &str) -> Printed {
+        self.run_with(line, &[])
     }
 
     /// Runs `accel-jobs` with these variables.
-    pub(crate) fn run_with(&self, words: &[&str], variables: &[(&str, &str)]) -> Printed {
-        self.run_by(Command::new(JOBS).envs(variables.iter().copied()), words)
+    pub(crate) fn run_with(&self, line: &str, variables: &[(&str, &str)]) -> Printed {
+        let words: Vec<_> = line.split_whitespace().collect();
+        self.run_by(Command::new(JOBS).envs(variables.iter().copied()), &words)
     }
 
     /// Runs `accel-jobs` through this command.
@@ -68,17 +64,27 @@ impl Jobs {
     }
 
     /// Runs `accel-jobs`, which must succeed.
-    pub(crate) fn ok(&self, words: &[&str]) -> String {
-        let printed = self.run(words);
-        assert_eq!(printed.code, Some(0), "{words:?}: {printed:?}");
-        printed.stdout
+    #[track_caller]
+    pub(crate) fn ok(&self, line: &str) -> String {
+        self.run(line).ok()
+    }
+
+    /// Runs `accel-jobs`, which must succeed and show this text.
+    #[track_caller]
+    pub(crate) fn shows(&self, line: &str, text: &str) {
+        let shown = self.ok(line);
+        assert!(
+            shown.contains(text),
+            "{line} does not show {text:?}: {shown}"
+        );
     }
 
     /// Runs `accel-jobs`, which must fail with this code and show this text.
-    pub(crate) fn refused(&self, words: &[&str], code: i32, text: &str) {
-        let printed = self.run(words);
-        assert_eq!(printed.code, Some(code), "{words:?}: {printed:?}");
-        assert!(printed.stderr.contains(text), "{words:?}: {printed:?}");
+    #[track_caller]
+    pub(crate) fn refused(&self, line: &str, code: i32, text: &str) {
+        let printed = self.run(line);
+        assert_eq!(printed.code, Some(code), "{line}: {printed:?}");
+        assert!(printed.stderr.contains(text), "{line}: {printed:?}");
     }
 
     /// Returns the state that the supervisor of a job has written.
@@ -91,25 +97,35 @@ impl Jobs {
         self.json(job, "supervisor.lock")
     }
 
-    fn json(&self, job: &str, file: &str) -> serde_json::Value {
+    /// Returns a file in the folder of a job.
+    pub(crate) fn json(&self, job: &str, file: &str) -> serde_json::Value {
         let text = std::fs::read(self.folder().join(job).join(file)).unwrap();
         serde_json::from_slice(&text).unwrap()
     }
 
     /// Waits until a command shows this text.
-    pub(crate) fn until(&self, words: &[&str], text: &str) -> String {
+    pub(crate) fn until(&self, line: &str, text: &str) -> String {
         let deadline = Instant::now() + LIMIT;
         loop {
-            let printed = self.run(words);
+            let printed = self.run(line);
             if printed.stdout.contains(text) {
                 return printed.stdout;
             }
             assert!(
                 Instant::now() < deadline,
-                "{words:?} does not show {text:?}: {printed:?}"
+                "{line} does not show {text:?}: {printed:?}"
             );
             std::thread::sleep(Duration::from_millis(50));
         }
+    }
+}
+
+impl Printed {
+    /// Asserts success; returns standard output.
+    #[track_caller]
+    pub(crate) fn ok(self) -> String {
+        assert_eq!(self.code, Some(0), "{self:?}");
+        self.stdout
     }
 }
 
@@ -120,7 +136,7 @@ impl Drop for Jobs {
             .filter_map(|entry| entry.file_name().into_string().ok())
             .collect();
         for name in names {
-            self.run(&["stop", "--forget", &name]);
+            self.run(&format!("stop --forget {name}"));
         }
     }
 }

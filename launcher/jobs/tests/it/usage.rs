@@ -1,106 +1,53 @@
 //! Command lines that are refused, and command lines that change nothing.
 
-use crate::support::{Jobs, launcher};
+use std::process::Command;
+
+use crate::support::{JOBS, Jobs, launcher};
 
 #[test]
 fn what_is_wrong_is_named() {
     let jobs = Jobs::new();
-    for (words, text) in [
-        (&["submit", "--", "true"][..], "--name"),
+    for (line, text) in [
+        ("submit -- true", "--name"),
+        ("submit --name A_b -- true", "lower-case letters"),
+        ("submit --name a --nodes 0 -- true", "--nodes"),
         (
-            &["submit", "--name", "A_b", "--", "true"],
-            "lower-case letters",
-        ),
-        (
-            &["submit", "--name", "a", "--nodes", "0", "--", "true"],
-            "--nodes",
-        ),
-        (
-            &[
-                "submit",
-                "--name",
-                "a",
-                "--nproc-per-node",
-                "none",
-                "--",
-                "true",
-            ],
+            "submit --name a --nproc-per-node none -- true",
             "auto, gpu or cpu",
         ),
+        ("submit --name a --memory much -- true", "16Gi"),
+        ("submit --name a --time soon -- true", "90m"),
+        ("submit --name a --env 1A=b -- true", "NAME=VALUE"),
+        ("submit --name a --engine pbs -- true", "local"),
         (
-            &["submit", "--name", "a", "--memory", "much", "--", "true"],
-            "16Gi",
-        ),
-        (
-            &["submit", "--name", "a", "--time", "soon", "--", "true"],
-            "90m",
-        ),
-        (
-            &["submit", "--name", "a", "--env", "1A=b", "--", "true"],
-            "NAME=VALUE",
-        ),
-        (
-            &["submit", "--name", "a", "--engine", "pbs", "--", "true"],
-            "local",
-        ),
-        (
-            &[
-                "submit",
-                "--name",
-                "a",
-                "--env",
-                "NOT_SET_ANYWHERE",
-                "--",
-                "true",
-            ],
+            "submit --name a --env NOT_SET_ANYWHERE -- true",
             "NOT_SET_ANYWHERE has no value here",
         ),
-        (&["submit", "--name", "a"], "PROGRAM"),
+        ("submit --name a", "PROGRAM"),
+        ("submit --name a --nodes 65537 -- true", "1 to 65536"),
         (
-            &["submit", "--name", "a", "--nodes", "65537", "--", "true"],
-            "1 to 65536",
-        ),
-        (
-            &[
-                "submit",
-                "--name",
-                "a",
-                "--env",
-                "ACCEL_TOKEN_FILE=/a",
-                "--",
-                "true",
-            ],
+            "submit --name a --env ACCEL_TOKEN_FILE=/a -- true",
             "a token of its own",
         ),
         (
-            &["submit", "--name", "a", "--", "/etc/passwd"],
+            "submit --name a -- /etc/passwd",
             "is not a program of this machine",
         ),
-        (&["logs", "a", "-t", "-1"], "--tail"),
+        (
+            "submit --name a -- ./no-such",
+            "\"./no-such\" is not a program of this machine",
+        ),
+        (
+            "submit --name a --working-dir /no-such -- true",
+            "--working-dir /no-such is no folder",
+        ),
+        ("logs a -t -1", "--tail"),
     ] {
-        jobs.refused(words, 2, text);
+        jobs.refused(line, 2, text);
     }
-    jobs.refused(
-        &["submit", "--name", "a", "--", "./no-such"],
-        2,
-        "\"./no-such\" is not a program of this machine",
-    );
-    jobs.refused(
-        &[
-            "submit",
-            "--name",
-            "a",
-            "--working-dir",
-            "/no-such",
-            "--",
-            "true",
-        ],
-        2,
-        "--working-dir /no-such is no folder",
-    );
-    jobs.refused(&["get", "a"], 1, "there is no job");
+    jobs.refused("get a", 1, "there is no job");
     assert_eq!(
-        jobs.ok(&["list"]).trim_end(),
+        jobs.ok("list").trim_end(),
         "NAME  STATUS  TRAINER  AGE  NODE"
     );
 }
@@ -109,20 +56,9 @@ fn what_is_wrong_is_named() {
 fn a_dry_run_shows_the_agents_and_leaves_nothing() {
     launcher();
     let jobs = Jobs::new();
-    let shown = jobs.ok(&[
-        "submit",
-        "--name",
-        "a",
-        "--workers",
-        "2",
-        "--gpus",
-        "3",
-        "--dry-run",
-        "--",
-        "/bin/true",
-        "--x",
-        "y z",
-    ]);
+    let line = "submit --name a --workers 2 --gpus 3 --dry-run -- /bin/true --x";
+    let words: Vec<_> = line.split(' ').chain(["y z"]).collect();
+    let shown = jobs.run_by(&mut Command::new(JOBS), &words).ok();
     let lines: Vec<_> = shown.lines().collect();
     assert_eq!(lines.len(), 2, "{shown}");
     assert!(lines[1].ends_with("--nnodes 2 --node-rank 1 --rdzv-endpoint 127.0.0.1:PORT --nproc-per-node 3 -- /bin/true --x 'y z'"), "{shown}");
@@ -133,13 +69,14 @@ fn a_dry_run_shows_the_agents_and_leaves_nothing() {
 fn a_command_line_in_one_word_is_the_shells() {
     launcher();
     let jobs = Jobs::new();
-    let shown = jobs.ok(&[
+    let words = [
         "submit",
         "--name",
         "a",
         "--dry-run",
         "python train.py --epochs 3",
-    ]);
+    ];
+    let shown = jobs.run_by(&mut Command::new(JOBS), &words).ok();
     assert!(
         shown
             .trim_end()
@@ -153,22 +90,21 @@ fn a_command_line_in_one_word_is_the_shells() {
 fn a_job_whose_submission_was_interrupted_is_not_stopped_by_its_name() {
     let jobs = Jobs::new();
     launcher();
-    jobs.ok(&["submit", "--name", "a", "--", "true"]);
-    jobs.ok(&["wait", "a"]);
+    jobs.ok("submit --name a -- true");
+    jobs.ok("wait a");
     let path = jobs.folder().join("a/job.json");
-    let mut record: serde_json::Value =
-        serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    let mut record = jobs.json("a", "job.json");
     record["id"] = "".into();
     record["spec"]["engine"] = "slurm".into();
     std::fs::write(&path, record.to_string()).unwrap();
     for command in ["get", "logs", "stop"] {
         jobs.refused(
-            &[command, "a"],
+            &format!("{command} a"),
             1,
             "was interrupted, and whether slurm has it is not known",
         );
     }
-    assert_eq!(jobs.ok(&["stop", "--forget", "a"]), "job a forgotten\n");
+    assert_eq!(jobs.ok("stop --forget a"), "job a forgotten\n");
 }
 
 #[test]
@@ -176,7 +112,7 @@ fn a_record_that_cannot_be_read_is_a_warning() {
     let jobs = Jobs::new();
     std::fs::create_dir(jobs.folder().join("a")).unwrap();
     std::fs::write(jobs.folder().join("a/job.json"), "{}").unwrap();
-    let printed = jobs.run(&["list"]);
+    let printed = jobs.run("list");
     assert_eq!(printed.code, Some(0));
     assert!(
         printed.stderr.contains("warning: ") && printed.stderr.contains("no record of a job"),

@@ -22,17 +22,22 @@ fn entry() -> JoinRequest {
     }
 }
 
+/// Returns both ends of a connection, the head's last.
+fn connection() -> (TcpStream, TcpStream) {
+    let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    (stream, listener.accept().unwrap().0)
+}
+
 /// Returns the results of both sides: the host that asks with `asking`, and the head that holds `held`.
 fn meet(
     asking: Option<Token>,
     held: Option<Token>,
     verdict: Result<(), Refusal>,
 ) -> (Result<u64, Refusal>, Result<usize, Refusal>) {
-    let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
-    let address = listener.local_addr().unwrap();
+    let (stream, head) = connection();
     let head = thread::spawn(move || {
-        let (stream, _) = listener.accept().unwrap();
-        answer(&stream, held.as_ref(), LIMIT, |entry| {
+        answer(&head, held.as_ref(), LIMIT, |entry| {
             verdict?;
             let welcome = JoinReply {
                 session: 9,
@@ -42,7 +47,6 @@ fn meet(
             Ok((welcome, entry.host))
         })
     });
-    let stream = TcpStream::connect(address).unwrap();
     let asked = ask(&stream, asking.as_ref(), &entry(), Instant::now() + LIMIT);
     (asked.map(|welcome| welcome.session), head.join().unwrap())
 }
@@ -78,12 +82,10 @@ fn both_sides_learn_why_a_host_is_refused() {
 
 #[test]
 fn another_version_is_named_on_both_sides() {
-    let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
-    let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let (stream, head) = connection();
     begin(&stream).unwrap();
     let hello = r#"{"protocol":7,"version":"9.9\u001b[2J","nonce":[0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0],"proves_token":false,"more":1}"#;
     write_frame(&mut &stream, hello.as_bytes()).unwrap();
-    let (head, _) = listener.accept().unwrap();
     let refusal = answer(&head, None, LIMIT, |_| -> Result<(JoinReply, ()), _> {
         panic!("it is not admitted")
     });
@@ -105,9 +107,7 @@ fn another_version_is_named_on_both_sides() {
 /// Any program that listens there can send any text.
 #[test]
 fn the_words_of_a_head_that_has_proved_nothing_are_not_shown() {
-    let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
-    let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-    let (head, _) = listener.accept().unwrap();
+    let (stream, head) = connection();
     begin(&head).unwrap();
     send(
         &head,
@@ -128,22 +128,15 @@ fn a_peer_that_never_fits_is_told_apart_from_one_that_does_not_answer_yet() {
         (&b"HTTP/1.1 400 Bad Request\r\n"[..], true),
         (b"acc", false),
     ] {
-        let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
-        let address = listener.local_addr().unwrap();
-        let sent = sent.to_vec();
-        let server = thread::spawn(move || {
-            let (mut stream, _) = listener.accept().unwrap();
-            stream.write_all(&sent).unwrap();
-            stream.shutdown(std::net::Shutdown::Write).unwrap();
-            stream
-        });
-        let stream = TcpStream::connect(address).unwrap();
+        let (stream, mut head) = connection();
+        head.write_all(sent).unwrap();
+        head.shutdown(std::net::Shutdown::Write).unwrap();
         let refusal = ask(&stream, None, &entry(), Instant::now() + LIMIT).unwrap_err();
         assert_eq!(
             matches!(refusal, Refusal::Permanent(_)),
             is_final,
             "{refusal:?}"
         );
-        drop(server.join().unwrap());
+        drop(head);
     }
 }

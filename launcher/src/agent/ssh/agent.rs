@@ -270,45 +270,33 @@ mod tests {
         assert!(!format!("{received:?}").contains("secret"));
     }
 
-    #[test]
-    fn what_is_sent_is_run_and_no_file_is_left() {
-        let folder = tempfile::tempdir().unwrap();
-        // `cat` copies the rest of its input where it is not told otherwise: `__agent` is a file here.
-        let program = std::fs::read("/bin/cat").unwrap();
+    /// Runs the command for a program of `length` bytes, of which `sent` are sent; expects that no file is left.
+    fn run_sent(length: usize, sent: &[u8]) -> (Option<i32>, String) {
+        let (folder, temporary) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         std::fs::write(folder.path().join("__agent"), "it runs").unwrap();
-        let temporary = tempfile::tempdir().unwrap();
         let mut shell = Command::new("/bin/sh")
-            .args(["-c", &command_of_sent(program.len())])
+            .args(["-c", &command_of_sent(length)])
             .env("TMPDIR", temporary.path())
             .current_dir(folder.path())
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
             .unwrap();
-        shell.stdin.take().unwrap().write_all(&program).unwrap();
+        let _ = shell.stdin.take().unwrap().write_all(sent);
         let ended = shell.wait_with_output().unwrap();
-        assert_eq!(String::from_utf8_lossy(&ended.stdout), "it runs");
         assert_eq!(std::fs::read_dir(temporary.path()).unwrap().count(), 0);
+        let said = String::from_utf8_lossy(&ended.stdout).into_owned();
+        (ended.status.code(), said)
     }
 
     #[test]
-    fn half_a_program_is_not_run() {
-        let temporary = tempfile::tempdir().unwrap();
-        let mut shell = Command::new("/bin/sh")
-            .args(["-c", &command_of_sent(1000)])
-            .env("TMPDIR", temporary.path())
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let _ = shell
-            .stdin
-            .take()
-            .unwrap()
-            .write_all(b"#!/bin/sh\necho it runs\n");
-        let ended = shell.wait_with_output().unwrap();
-        assert_eq!((ended.status.code(), ended.stdout.len()), (Some(1), 0));
-        assert_eq!(std::fs::read_dir(temporary.path()).unwrap().count(), 0);
+    fn what_is_sent_is_run_if_it_is_whole() {
+        // `cat` copies the rest of its input where it is not told otherwise: `__agent` is a file there.
+        let program = std::fs::read("/bin/cat").unwrap();
+        let ended = run_sent(program.len(), &program);
+        assert_eq!(ended, (Some(0), "it runs".to_owned()));
+        let half = run_sent(1000, b"#!/bin/sh\necho it runs\n");
+        assert_eq!(half, (Some(1), String::new()));
     }
 
     #[test]

@@ -136,11 +136,11 @@ fn accelerates_options_and_addresses_of_node_0_are_understood() {
     hosts.folder.script("show.sh", "echo $RANK $WORLD_SIZE");
     let runs = (0..2).map(|host| {
         let mut command = hosts.folder.command(&format!(
-            "--num_machines 2 --machine_rank {host} --main_process_ip localhost --main_process_port"
+            "--num_machines 2 --machine_rank {host} --main_process_ip localhost \
+             --main_process_port {} --nproc_per_node=1 show.sh",
+            hosts.port
         ));
-        command
-            .args([&hosts.port.to_string(), "--nproc_per_node=1", "show.sh"])
-            .env("ACCEL_INSECURE", "1");
+        command.env("ACCEL_INSECURE", "1");
         Run::start(command)
     });
     let ended = end(runs, &[0, 0]);

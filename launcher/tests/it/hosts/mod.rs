@@ -71,6 +71,8 @@ impl Hosts {
 /// Waits until all launchers have ended, with these codes.
 #[track_caller]
 fn end(runs: impl IntoIterator<Item = Run>, codes: &[i32]) -> Vec<Ended> {
+    // All are started before the first is waited for.
+    let runs: Vec<Run> = runs.into_iter().collect();
     let ended: Vec<Ended> = runs.into_iter().map(Run::end).collect();
     let found: Vec<i32> = ended.iter().map(Ended::code).collect();
     assert_eq!(found, codes, "{ended:?}");

@@ -111,10 +111,10 @@ fn hosts_that_cannot_be_used_are_named() {
     }
     let file = folder.write("hosts", "u@a slots=2\nu@b slots=two\n");
     let (file, script) = (file.display(), script.display());
-    folder
-        .launch(&format!("--hostfile {file} {script}"))
-        .expect(2)
-        .says("hosts:2: expected a number of ranks");
+    folder.refuses(
+        &format!("--hostfile {file} {script}"),
+        "hosts:2: expected a number of ranks",
+    );
 }
 
 #[test]

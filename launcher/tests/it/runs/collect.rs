@@ -34,10 +34,7 @@ fn gc_removes_what_was_selected_and_nothing_else() {
         folder.launch("runs gc --dry-run").expect(0).lines(),
         ["leftover runs/a/metrics.csv.new 5 B", "would free 5 B"]
     );
-    folder
-        .launch("runs gc --status interrupted")
-        .expect(2)
-        .says("add --yes");
+    folder.refuses("runs gc --status interrupted", "add --yes");
     assert_eq!(left(&folder), all);
     folder.launch("runs gc --yes").expect(0);
     assert!(!folder.path().join("runs/a/metrics.csv.new").exists());

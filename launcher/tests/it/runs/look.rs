@@ -108,10 +108,7 @@ fn show_tells_everything_about_a_run() {
     let points = points.expect(0).text();
     let values = points.lines().skip(1).map(|x| x.split(' ').next().unwrap());
     assert_eq!(values.collect::<Vec<_>>(), ["1", "0.5", "0.25"]);
-    folder
-        .launch("runs show second --metric loss")
-        .expect(2)
-        .says("it has train/loss");
+    folder.refuses("runs show second --metric loss", "it has train/loss");
 
     let line = "runs show second --metric train/loss --json";
     let details = folder.launch(line).expect(0).json();
@@ -220,14 +217,8 @@ fn wrong_places_are_told() {
     let listed = folder.launch("runs list --runs notes").expect(0);
     assert_eq!(listed.text(), "no runs in notes\n");
     folder.launch("runs").expect(2);
-    folder
-        .launch("runs show x")
-        .expect(2)
-        .says("the folder of all runs at runs");
-    folder
-        .launch("runs show ./notes")
-        .expect(2)
-        .says("there is no run in ./notes");
+    folder.refuses("runs show x", "the folder of all runs at runs");
+    folder.refuses("runs show ./notes", "there is no run in ./notes");
     finished(&folder, "a", 0.1);
     folder
         .launch("runs show x")

@@ -124,15 +124,9 @@ fn what_cannot_be_run_again_is_told() {
     let shown = folder.launch("runs reproduce a --dry-run").expect(0);
     shown.prints(PROGRAM[0]);
     fs::remove_file(folder.path().join("rate")).unwrap();
-    folder
-        .launch("runs reproduce a")
-        .expect(2)
-        .says("the program could not be run again");
+    folder.refuses("runs reproduce a", "the program could not be run again");
     let run = super::builder(&folder, "b").start().unwrap();
-    folder
-        .launch("runs reproduce b")
-        .expect(2)
-        .says("is still being written");
+    folder.refuses("runs reproduce b", "is still being written");
     run.finish().unwrap();
     folder
         .launch("runs reproduce b")

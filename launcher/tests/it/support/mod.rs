@@ -77,7 +77,13 @@ impl Folder {
         self.start(line).end()
     }
 
-    /// Does the same with these variables in addition.
+    /// Runs the launcher, which must refuse the words of `line` with exit code 2 and this text.
+    #[track_caller]
+    pub(crate) fn refuses(&self, line: &str, text: &str) {
+        self.launch(line).expect(2).says(text);
+    }
+
+    /// Does the same as [`launch`](Self::launch) with these variables in addition.
     pub(crate) fn launch_with<'a>(
         &self,
         line: &str,

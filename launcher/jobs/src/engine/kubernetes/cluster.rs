@@ -115,9 +115,6 @@ impl Cluster {
     }
 
     /// Lists the objects that have the label.
-    ///
-    /// # Errors
-    /// When the server refuses it or does not answer.
     pub(super) async fn labelled<K>(
         &self,
         what: &str,
@@ -133,9 +130,6 @@ impl Cluster {
     }
 
     /// Sends a request about `what`, and repeats it if the server is only busy.
-    ///
-    /// # Errors
-    /// When the server refuses it, or does not answer in time.
     pub(super) async fn ask<T, F>(&self, what: &str, question: impl Fn() -> F) -> Result<T>
     where
         F: Future<Output = kube::Result<T>>,
@@ -153,13 +147,13 @@ impl Cluster {
     where
         F: Future<Output = kube::Result<T>>,
     {
-        self.ask_while(is_passing, question).await
+        self.ask_while(is_transient, question).await
     }
 
-    /// Does the same, and repeats the request while `is_passing` returns true for its error.
+    /// Does the same, and repeats the request while `is_transient` returns true for its error.
     pub(super) async fn ask_while<T, F>(
         &self,
-        is_passing: fn(&kube::Error) -> bool,
+        is_transient: fn(&kube::Error) -> bool,
         question: impl Fn() -> F,
     ) -> std::result::Result<T, ApiError>
     where
@@ -170,7 +164,7 @@ impl Cluster {
             let answer = tokio::time::timeout(ANSWER_LIMIT, question()).await;
             match (answer, pauses.next()) {
                 (Ok(Ok(answer)), _) => return Ok(answer),
-                (Ok(Err(error)), Some(pause)) if is_passing(&error) => {
+                (Ok(Err(error)), Some(pause)) if is_transient(&error) => {
                     tokio::time::sleep(*pause).await;
                 }
                 (Ok(Err(error)), _) => return Err(ApiError::Answered(error)),
@@ -240,7 +234,7 @@ pub(super) enum ApiError {
 }
 
 /// Returns `true` if the same request may succeed in a moment.
-fn is_passing(error: &kube::Error) -> bool {
+fn is_transient(error: &kube::Error) -> bool {
     matches!(error, kube::Error::Api(status) if matches!(status.code, 429 | 500 | 503 | 504))
 }
 
@@ -440,7 +434,7 @@ mod tests {
                 ..Status::default()
             }))
         };
-        assert!(is_passing(&error(429)) && is_passing(&error(500)));
-        assert!(!is_passing(&error(409)) && !is_passing(&error(403)));
+        assert!(is_transient(&error(429)) && is_transient(&error(500)));
+        assert!(!is_transient(&error(409)) && !is_transient(&error(403)));
     }
 }

@@ -29,7 +29,6 @@ use cluster::{Cluster, ServerVersion};
 use details::Changes;
 use objects::Objects;
 
-/// Jobs of Kubernetes.
 pub(crate) struct KubernetesEngine {
     runtime: Runtime,
     cluster: Cluster,
@@ -60,7 +59,6 @@ impl KubernetesEngine {
         })
     }
 
-    /// Returns the cluster and the namespace of a job.
     fn of_job(&self, job: &JobRecord, folder: &Path) -> Result<Cluster> {
         let name = &job.spec.name;
         // If a submission was killed, its record has no such file.
@@ -235,9 +233,6 @@ impl JobImage {
     }
 
     /// Pushes the image that was built. Returns the lines to print.
-    ///
-    /// # Errors
-    /// When the registry does not answer, or refuses it.
     pub(super) fn push(&self) -> Result<Vec<String>> {
         let Some(built) = &self.built else {
             return Ok(Vec::new());

@@ -61,9 +61,6 @@ pub(super) async fn nodes(cluster: &Cluster) -> Result<Vec<NodeUsage>> {
 }
 
 /// Lists the PersistentVolumeClaims of the namespace.
-///
-/// # Errors
-/// When the server refuses it or does not answer.
 pub(super) async fn volumes(cluster: &Cluster) -> Result<Vec<Volume>> {
     let api = cluster.api::<PersistentVolumeClaim>();
     let parameters = ListParams::default();

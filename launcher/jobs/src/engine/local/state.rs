@@ -25,7 +25,6 @@ const LOCK: &str = "supervisor.lock";
 /// The time for which a supervisor waits for commands that hold its lock to look at it.
 const LONGEST_LOOK: Duration = Duration::from_secs(1);
 
-/// The state of a job.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct LocalState {
     pub(super) status: JobStatus,

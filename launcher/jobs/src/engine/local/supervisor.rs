@@ -74,7 +74,6 @@ pub(crate) fn supervise(folder: &Path) -> Result<()> {
     done
 }
 
-/// A running job.
 struct LocalJob<'a> {
     spec: &'a JobSpec,
     folder: &'a Path,
@@ -86,7 +85,6 @@ struct LocalJob<'a> {
     deadline: Option<Instant>,
 }
 
-/// The agent of a node.
 struct Agent {
     process: Option<Child>,
     /// The time of its restart.
@@ -95,7 +93,6 @@ struct Agent {
 
 /// The consequence of an agent's end.
 enum Next {
-    /// It is started again.
     Restart,
     /// Its part of the job is over.
     Over,

@@ -55,7 +55,6 @@ impl RayClient {
         })
     }
 
-    /// Returns the address of the dashboard.
     pub(super) fn address(&self) -> &str {
         &self.address
     }
@@ -65,7 +64,7 @@ impl RayClient {
     /// # Errors
     /// When nothing answers, or it is not Ray, or too old.
     pub(super) fn check_version(&self) -> Result<()> {
-        let answer: RayVersion = self.json(Method::GET, "/api/version", None)?;
+        let answer: RayVersion = self.get("/api/version")?;
         let major = answer.ray_version.split('.').next().unwrap_or_default();
         match major.parse::<u64>() {
             Ok(major) if major < OLDEST => Err(Error::refused(format!(
@@ -77,9 +76,6 @@ impl RayClient {
     }
 
     /// Returns `true` if Ray has the package with this name.
-    ///
-    /// # Errors
-    /// When Ray does not answer.
     pub(super) fn has_package(&self, name: &str) -> Result<bool> {
         match self.ask(Method::GET, &package_path(name), None, TIMEOUT) {
             Ok(_) => Ok(true),
@@ -117,7 +113,7 @@ impl RayClient {
     /// # Errors
     /// [`Error::is_not_found`] when Ray has no such job.
     pub(super) fn job(&self, id: &str) -> Result<RayJob> {
-        self.json(Method::GET, &format!("/api/jobs/{id}"), None)
+        self.get(&format!("/api/jobs/{id}"))
     }
 
     /// Returns the whole output of a job's driver.
@@ -125,7 +121,7 @@ impl RayClient {
     /// # Errors
     /// [`Error::is_not_found`] when Ray has no such job.
     pub(super) fn logs(&self, id: &str) -> Result<String> {
-        let answer: RayLogs = self.json(Method::GET, &format!("/api/jobs/{id}/logs"), None)?;
+        let answer: RayLogs = self.get(&format!("/api/jobs/{id}/logs"))?;
         Ok(answer.logs)
     }
 
@@ -157,31 +153,19 @@ impl RayClient {
     }
 
     /// Lists the nodes, including those that are gone.
-    ///
-    /// # Errors
-    /// When Ray does not answer.
     pub(super) fn nodes(&self) -> Result<Vec<RayNode>> {
-        let answer: StateAnswer<StateList<RayNode>> =
-            self.json(Method::GET, "/api/v0/nodes?limit=10000", None)?;
+        let answer: StateAnswer<StateList<RayNode>> = self.get("/api/v0/nodes?limit=10000")?;
         Ok(answer.data.result.result)
     }
 
     /// Returns the used resources of each node.
-    ///
-    /// # Errors
-    /// When Ray does not answer.
     pub(super) fn usage(&self) -> Result<RayUsage> {
-        let answer: StateAnswer<RayUsage> = self.json(Method::GET, "/api/cluster_status", None)?;
+        let answer: StateAnswer<RayUsage> = self.get("/api/cluster_status")?;
         Ok(answer.data)
     }
 
-    fn json<T: DeserializeOwned>(
-        &self,
-        method: Method,
-        path: &str,
-        body: Option<&[u8]>,
-    ) -> Result<T> {
-        let answer = self.ask(method, path, body, TIMEOUT)?;
+    fn get<T: DeserializeOwned>(&self, path: &str) -> Result<T> {
+        let answer = self.ask(Method::GET, path, None, TIMEOUT)?;
         serde_json::from_slice(&answer).map_err(|error| {
             Error::system(format!(
                 "what answers {path} at {} is not Ray's dashboard, or not one that this version knows",
@@ -339,7 +323,6 @@ struct RayLogs {
     logs: String,
 }
 
-/// The version of Ray.
 #[derive(Deserialize)]
 struct RayVersion {
     ray_version: String,
@@ -357,7 +340,6 @@ struct StateList<T> {
     result: StateRows<T>,
 }
 
-/// The rows of a list.
 #[derive(Deserialize)]
 struct StateRows<T> {
     result: Vec<T>,

@@ -25,7 +25,6 @@ use client::{NONCE, RayClient, RayJob, output_of};
 use gang::{GangJob, GangState, details};
 use package::Package;
 
-/// Jobs of Ray.
 #[derive(Debug)]
 pub(crate) struct RayEngine {
     client: RayClient,

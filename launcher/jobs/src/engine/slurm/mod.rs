@@ -34,7 +34,6 @@ use state::{
     READY, Run, RunEnd, SlurmJob, agent_exit, batch_log, is_output_of, nodes, out_of_memory,
 };
 
-/// Jobs of Slurm.
 #[derive(Debug)]
 pub(crate) struct SlurmEngine;
 

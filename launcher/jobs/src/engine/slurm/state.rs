@@ -240,7 +240,6 @@ pub(super) const START_MARK: &str = "restart ";
 /// The start of a job.
 #[derive(Clone, Debug, Deserialize)]
 pub(super) struct Run {
-    /// The number of starts before this one.
     pub(super) restarts: u32,
     /// Seconds since 1970.
     pub(super) started: u64,

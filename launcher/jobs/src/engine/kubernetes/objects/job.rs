@@ -148,13 +148,11 @@ const MASTER_PORT: u16 = 23456;
 const RUNTIME: &str = "torch-distributed";
 const NODE: &str = "node";
 
-/// The resource of PyTorchJobs.
 pub(crate) fn pytorch_job() -> ApiResource {
     let kind = GroupVersionKind::gvk("kubeflow.org", "v1", "PyTorchJob");
     ApiResource::from_gvk_with_plural(&kind, "pytorchjobs")
 }
 
-/// The resource of TrainJobs.
 pub(crate) fn train_job() -> ApiResource {
     let kind = GroupVersionKind::gvk("trainer.kubeflow.org", "v1alpha1", "TrainJob");
     ApiResource::from_gvk_with_plural(&kind, "trainjobs")

@@ -66,9 +66,6 @@ impl Objects {
     }
 
     /// Writes the objects as YAML, one document per object.
-    ///
-    /// # Errors
-    /// When they cannot be written.
     pub(super) fn yaml(&self) -> Result<String> {
         let values: Vec<_> = self.all().map(|object| &object.value).collect();
         // A long word stays on its line, where readers look for it.
