@@ -520,27 +520,32 @@ mod tests {
                 .contains(&name)
                 .then(|| "3".to_owned())
         });
-        let find = |name: &str| {
-            let setting = settings
-                .table
-                .iter()
-                .find(|setting| setting.name == name)
-                .unwrap();
-            (setting.value.as_str(), setting.origin.as_str())
-        };
-        assert_eq!(find("processes"), ("2", "--num-processes"));
-        assert_eq!(find("store port"), ("7", "--master-port"));
-        assert_eq!(find("store host"), ("127.0.0.1", "default"));
-        assert_eq!(find("OMP_NUM_THREADS"), ("3", "environment"));
-        assert_eq!(find("MALLOC_TOP_PAD_"), ("3", "environment"));
-        assert_eq!(find("GLIBC_TUNABLES").0, "glibc.malloc.hugetlb=1");
-        assert!(find("GLIBC_TUNABLES").1.starts_with("default"));
-        assert!(find("RAYON_NUM_THREADS").1.ends_with("over 2 local ranks"));
-        assert_eq!(find("line prefix"), ("[rank]", "default"));
-        assert_eq!(find("grace"), ("5 s", "default"));
-        assert_eq!(find("restarts"), ("0", "default"));
-        assert_eq!(find("GPUs"), ("all", "default"));
-        assert_eq!(find("GPU sharing"), ("refused", "default"));
+        for (name, value, origin) in [
+            ("processes", "2", "--num-processes"),
+            ("store port", "7", "--master-port"),
+            ("store host", "127.0.0.1", "default"),
+            ("OMP_NUM_THREADS", "3", "environment"),
+            ("MALLOC_TOP_PAD_", "3", "environment"),
+            ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1", KEPT),
+            ("line prefix", "[rank]", "default"),
+            ("grace", "5 s", "default"),
+            ("restarts", "0", "default"),
+            ("GPUs", "all", "default"),
+            ("GPU sharing", "refused", "default"),
+        ] {
+            let setting = settings.table.iter().find(|setting| setting.name == name);
+            let setting = setting.unwrap();
+            assert_eq!(
+                (&*setting.value, &*setting.origin),
+                (value, origin),
+                "{name}"
+            );
+        }
+        let pool = settings
+            .table
+            .iter()
+            .find(|setting| setting.name == "RAYON_NUM_THREADS");
+        assert!(pool.unwrap().origin.ends_with("over 2 local ranks"));
     }
 
     #[test]
@@ -579,32 +584,26 @@ mod tests {
         NonZeroUsize::new(value).unwrap()
     }
 
-    fn chosen(
-        option: Option<usize>,
-        inherited: Option<&str>,
-        ranks: usize,
-        cores: usize,
-    ) -> Option<usize> {
-        let inherited = inherited.map(str::to_owned);
-        match Threads::choose(option.map(number), inherited, number(ranks), number(cores)) {
-            Threads::Set { count, .. } => Some(count.get()),
-            Threads::Inherited(_) | Threads::Unset => None,
+    #[test]
+    fn cores_are_divided_between_ranks_if_the_user_does_not_say_otherwise() {
+        for (option, inherited, ranks, cores, expected) in [
+            (None, None, 2, 16, Some(8)),
+            (None, None, 3, 16, Some(5)),
+            (None, Some(""), 8, 2, Some(1)),
+            (None, None, 1, 16, None),
+            (None, Some("3"), 2, 16, None),
+            (Some(7), Some("3"), 2, 16, Some(7)),
+            (Some(7), None, 1, 16, Some(7)),
+        ] {
+            let inherited = inherited.map(str::to_owned);
+            let chosen =
+                Threads::choose(option.map(number), inherited, number(ranks), number(cores));
+            let count = match chosen {
+                Threads::Set { count, .. } => Some(count.get()),
+                Threads::Inherited(_) | Threads::Unset => None,
+            };
+            assert_eq!(count, expected, "{option:?}, {ranks} of {cores}");
         }
-    }
-
-    #[test]
-    fn cores_are_divided_between_ranks() {
-        assert_eq!(chosen(None, None, 2, 16), Some(8));
-        assert_eq!(chosen(None, None, 3, 16), Some(5));
-        assert_eq!(chosen(None, Some(""), 8, 2), Some(1));
-        assert_eq!(chosen(None, None, 1, 16), None);
-    }
-
-    #[test]
-    fn the_users_thread_count_wins() {
-        assert_eq!(chosen(None, Some("3"), 2, 16), None);
-        assert_eq!(chosen(Some(7), Some("3"), 2, 16), Some(7));
-        assert_eq!(chosen(Some(7), None, 1, 16), Some(7));
     }
 
     #[test]

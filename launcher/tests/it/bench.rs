@@ -209,10 +209,7 @@ fn by_default_two_ranks_choose_a_transport_and_the_table_has_every_field() {
 
 #[test]
 fn help_says_what_is_timed_and_what_the_bound_is() {
-    let text = Folder::new()
-        .launch("bench all-reduce --help")
-        .expect(0)
-        .text();
+    let text = Folder::new().ok("bench all-reduce --help");
     for words in [
         "slowest rank",
         "`bytes` read",
@@ -223,6 +220,6 @@ fn help_says_what_is_timed_and_what_the_bound_is() {
     ] {
         assert!(text.contains(words), "{words} is not in {text}");
     }
-    let text = Folder::new().launch("bench --help").expect(0).text();
+    let text = Folder::new().ok("bench --help");
     assert!(text.contains("all-reduce"), "{text}");
 }

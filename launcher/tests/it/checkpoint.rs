@@ -94,8 +94,7 @@ fn list_shows_what_is_there_and_what_is_cut_off() {
         "{shown:?}"
     );
 
-    let list = folder.launch("checkpoint list checkpoints/a --json");
-    let list = list.expect(0).json();
+    let list = folder.json("checkpoint list checkpoints/a --json");
     assert_eq!(list["latest"], 3);
     assert_eq!(list["checkpoints"][2]["kind"], "emergency");
     assert_eq!(list["checkpoints"][2]["bytes"], 3002);
@@ -131,8 +130,7 @@ fn show_tells_what_a_checkpoint_says() {
         let is_file = |line: &String| line.starts_with("model.safetensors 2.9 KiB model ");
         assert!(ended.lines().iter().any(is_file), "{ended:?}");
 
-        let manifest = folder.launch(&format!("{line} --json"));
-        let manifest = manifest.expect(0).json();
+        let manifest = folder.json(&format!("{line} --json"));
         assert_eq!(manifest["step"], step);
         assert_eq!(manifest["files"]["ranks/00000.json"]["bytes"], 2);
     }
@@ -153,10 +151,7 @@ fn show_tells_what_a_checkpoint_says() {
 fn verify_names_every_defect() {
     let folder = Folder::new();
     let saved = runs(&folder);
-    let text = folder
-        .launch("checkpoint verify checkpoints/a")
-        .expect(0)
-        .text();
+    let text = folder.ok("checkpoint verify checkpoints/a");
     assert_eq!(
         text.matches(": good (2 files, 2.9 KiB)").count(),
         3,
@@ -282,10 +277,7 @@ fn wrong_places_are_told() {
         folder.path().join("checkpoint-000009"),
     )
     .unwrap();
-    let text = folder
-        .launch("checkpoint list checkpoint-000009")
-        .expect(0)
-        .text();
+    let text = folder.ok("checkpoint list checkpoint-000009");
     assert_eq!(text.matches("sizes ok").count(), 3, "{text}");
     // No checkpoint is not success, since a script that asks must not continue.
     folder.launch("checkpoint verify empty").expect(1);
@@ -300,9 +292,6 @@ fn wrong_places_are_told() {
 fn a_program_called_checkpoint_can_be_run() {
     let folder = Folder::new();
     folder.script("checkpoint", "echo \"ran $1\"");
-    let text = folder
-        .launch("--no-prefix ./checkpoint list")
-        .expect(0)
-        .text();
+    let text = folder.ok("--no-prefix ./checkpoint list");
     assert_eq!(text, "ran list\n");
 }

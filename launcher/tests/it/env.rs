@@ -5,7 +5,7 @@ use crate::support::Folder;
 #[test]
 fn json_tells_what_is_there() {
     let folder = Folder::new();
-    let report = folder.launch("env --json").expect(0).json();
+    let report = folder.json("env --json");
     let cores = std::thread::available_parallelism().unwrap().get();
     assert_eq!(report["cores"], cores);
     assert_eq!(report["threads"][0]["threads_per_rank"], cores);
@@ -137,7 +137,7 @@ fn wrong_variables_are_errors_in_every_command() {
 
 #[test]
 fn variables_that_are_not_set_are_listed_with_their_defaults() {
-    let report = Folder::new().launch("env --json").expect(0).json();
+    let report = Folder::new().json("env --json");
     let settings = report["settings"].as_array().unwrap();
     for (name, default) in [("ACCEL_OVERLAP", "auto"), ("ACCEL_COMPRESSION", "none")] {
         let entry = settings.iter().find(|entry| entry["name"] == name).unwrap();
@@ -182,6 +182,6 @@ fn an_empty_variable_is_not_set() {
     ];
     let empty = empty.map(|name| (name, ""));
     let run = |line: &str| folder.launch_with(line, empty).expect(0).text();
-    assert_eq!(run("env"), folder.launch("env").expect(0).text());
+    assert_eq!(run("env"), folder.ok("env"));
     assert_eq!(run("-n 1 --no-prefix rank.sh"), "rank 0\n");
 }

@@ -33,7 +33,7 @@ fn lines_are_prefixed_by_rank() {
 fn one_rank_or_no_prefix_leaves_lines_alone() {
     let folder = Folder::new();
     folder.script("talk.sh", "echo \"rank $RANK\"");
-    assert_eq!(folder.launch("-n 1 talk.sh").expect(0).text(), "rank 0\n");
+    assert_eq!(folder.ok("-n 1 talk.sh"), "rank 0\n");
     assert_eq!(
         folder.launch("-n 2 --no-prefix talk.sh").expect(0).sorted(),
         ["rank 0", "rank 1"]
@@ -45,7 +45,7 @@ fn lines_of_ranks_do_not_mix() {
     let folder = Folder::new();
     let body = "i=0; while [ $i -lt 300 ]; do printf 'a%s' $RANK; printf 'b%s' $RANK; echo 'c' $i; i=$((i + 1)); done";
     folder.script("talk.sh", body);
-    let text = folder.launch("-n 3 talk.sh").expect(0).text();
+    let text = folder.ok("-n 3 talk.sh");
     for rank in 0..3 {
         let prefix = format!("[{rank}] ");
         let lines: Vec<&str> = text
@@ -97,24 +97,6 @@ fn a_job_goes_on_where_its_output_cannot_be_written() {
     let ended = Run::start_into(command, full.unwrap().into()).end();
     ended.expect(0).says("the job goes on without it");
     assert_eq!(folder.wait_for_lines("ran", 2).len(), 2);
-}
-
-#[test]
-fn progress_lines_come_through_as_they_are_drawn() {
-    let folder = Folder::new();
-    folder.script("talk.sh", "printf '10%%\\r20%%\\rdone\\n'");
-    assert_eq!(
-        folder.launch("-n 1 talk.sh").expect(0).text(),
-        "10%\r20%\rdone\n"
-    );
-    folder.script(
-        "talk.sh",
-        "[ $RANK = 0 ] || exit 0; printf '10%%\\r20%%\\rdone\\n'",
-    );
-    assert_eq!(
-        folder.launch("-n 2 talk.sh").expect(0).text(),
-        "[0] 10%\r[0] 20%\r[0] done\n"
-    );
 }
 
 #[test]

@@ -254,17 +254,6 @@ fn a_hangup_is_ignored_under_nohup() {
 }
 
 #[test]
-fn nothing_stays_in_the_temporary_folder() {
-    let folder = Folder::new();
-    let temporary = tempfile::tempdir().unwrap();
-    folder.script("job.sh", "[ $RANK = 0 ] && exit 1; sleep 0.2");
-    let mut command = folder.command("-n 2 job.sh");
-    command.env("TMPDIR", temporary.path());
-    Run::start(command).end().expect(1);
-    assert_eq!(std::fs::read_dir(temporary.path()).unwrap().count(), 0);
-}
-
-#[test]
 fn what_the_launcher_has_inherited_of_signals_is_undone() {
     let start = |body: &str| {
         let folder = Folder::new();

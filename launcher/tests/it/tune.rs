@@ -48,7 +48,7 @@ fn any_program_that_prints_json_lines_is_tuned() {
         .find_map(|line| line.strip_prefix("Best config is: "))
         .unwrap();
     folder.launch("tune best two").expect(0).prints(best);
-    let show = |line: &str| folder.launch(line).expect(0).json();
+    let show = |line: &str| folder.json(line);
     let shown = show("tune best two --json");
     assert_eq!(shown["config"].to_string(), best);
     assert_eq!(shown["training_iteration"], 8);
@@ -341,7 +341,7 @@ fn infinite_parameters_and_values_are_shown_as_json_can_hold_them() {
     let ended = folder.launch(&format!("{line} {program}")).expect(0);
     let config = r#"{"clip":"Infinity","low":"NaN"}"#;
     ended.prints(&format!("Best config is: {config}"));
-    let show = |line: &str| folder.launch(line).expect(0).json();
+    let show = |line: &str| folder.json(line);
     let best = show("tune best all/s --json");
     assert_eq!(best["config"].to_string(), config);
     assert_eq!(best["value"], "Infinity");

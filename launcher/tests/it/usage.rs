@@ -130,7 +130,7 @@ fn an_address_of_another_machine() {
 #[test]
 fn help_and_version() {
     let folder = Folder::new();
-    let help = folder.launch("--help").expect(0).text();
+    let help = folder.ok("--help");
     for word in [
         "--num-processes",
         "--log-dir",
@@ -141,26 +141,17 @@ fn help_and_version() {
     ] {
         assert!(help.contains(word), "{word} is not in {help}");
     }
-    assert!(
-        folder
-            .launch("--version")
-            .expect(0)
-            .text()
-            .starts_with("accel-launch ")
-    );
+    assert!(folder.ok("--version").starts_with("accel-launch "));
 }
 
 #[test]
 fn completions_and_a_manual_page_are_printed() {
     let folder = Folder::new();
     for shell in ["bash", "zsh", "fish"] {
-        let text = folder
-            .launch(&format!("completions {shell}"))
-            .expect(0)
-            .text();
+        let text = folder.ok(&format!("completions {shell}"));
         assert!(text.contains("num-processes"), "{shell}: {text}");
     }
-    let page = folder.launch("man").expect(0).text();
+    let page = folder.ok("man");
     assert!(
         page.starts_with(".ie") || page.contains(".TH accel-launch"),
         "{page}"

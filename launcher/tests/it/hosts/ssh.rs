@@ -11,8 +11,9 @@ use rustix::process::Signal;
 use crate::signals::wait_until_stopped;
 use crate::support::{Folder, LONG_SLEEP, Run, wait_until_dead};
 
-/// Returns the launcher for these hosts, with more arguments, in a folder with a program `ssh`. The host `down` is unreachable, the launcher does not run on
-/// `old`, a start-up file hangs on `stuck`, and `poor` lacks a folder of libraries that the others have.
+/// Returns the launcher for these hosts, with more arguments, in a folder with a program `ssh`. The host `down` is
+/// unreachable, the launcher does not run on `old`, a start-up file hangs on `stuck`, and `poor` lacks a folder of
+/// libraries that the others have.
 fn launcher(folder: &Folder, hosts: &str, line: &str) -> Command {
     folder.script(
         "bin/ssh",

@@ -39,7 +39,7 @@ fn gc_removes_what_was_selected_and_nothing_else() {
     folder.launch("runs gc --yes").expect(0);
     assert!(!folder.path().join("runs/a/metrics.csv.new").exists());
     assert_eq!(left(&folder), all);
-    let text = folder.launch("runs gc -y").expect(0).text();
+    let text = folder.ok("runs gc -y");
     assert_eq!(text, "nothing to remove\n");
 
     let text = folder
@@ -144,7 +144,7 @@ fn gc_keeps_and_names_what_the_run_did_not_write() {
     assert_eq!(folder.read("runs/a/checkpoint-000001/model.bin"), "weights");
     assert_eq!(folder.read("runs/a/notes.new"), "mine");
     assert!(!folder.path().join("runs/a/journal.jsonl").exists());
-    let list = folder.launch("runs list").expect(0).text();
+    let list = folder.ok("runs list");
     assert_eq!(list, "no runs in runs\n");
 }
 

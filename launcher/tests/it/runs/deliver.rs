@@ -12,7 +12,7 @@ use crate::support::{Folder, Run};
 fn export_writes_what_counts() {
     let folder = Folder::new();
     resumed(&folder, "a");
-    let table = folder.launch("runs export a").expect(0).text();
+    let table = folder.ok("runs export a");
     let rows: Vec<_> = table.lines().collect();
     assert_eq!(rows[0], "n,ms,step,epoch,key,value,count");
     assert_eq!(rows.len(), 4);
@@ -33,10 +33,7 @@ fn export_writes_what_counts() {
         (&3.into(), &0.25.into())
     );
 
-    let run = folder
-        .launch("runs export a --format json")
-        .expect(0)
-        .json();
+    let run = folder.json("runs export a --format json");
     assert_eq!(run["status"], "failed");
     assert_eq!(run["series"][0]["points"].as_array().unwrap().len(), 3);
     assert_eq!(run["checkpoints"][0], 2);
@@ -54,10 +51,7 @@ fn what_is_no_number_is_valid_json() {
     let folder = Folder::new();
     finished(&folder, "a", 0.1);
     for format in ["json", "jsonl"] {
-        let text = folder
-            .launch(&format!("runs export a --format {format}"))
-            .expect(0)
-            .text();
+        let text = folder.ok(&format!("runs export a --format {format}"));
         assert_eq!(text.matches("\"value\":\"NaN\"").count(), 3, "{text}");
         text.lines().for_each(|line| drop(json_of(line)));
     }
@@ -68,10 +62,7 @@ fn sync_delivers_what_is_missing() {
     let folder = Folder::new();
     finished(&folder, "a", 0.1);
     resumed(&folder, "b");
-    let text = folder
-        .launch("runs sync --all --to csv --dry-run")
-        .expect(0)
-        .text();
+    let text = folder.ok("runs sync --all --to csv --dry-run");
     assert_eq!(
         text,
         "a: would be delivered to metrics.csv\nb: would be delivered to metrics.csv\n"
@@ -127,10 +118,7 @@ fn a_report_is_one_file() {
     let folder = Folder::new();
     finished(&folder, "a", 0.1);
     resumed(&folder, "b");
-    let text = folder
-        .launch("runs report a b -o both.html")
-        .expect(0)
-        .text();
+    let text = folder.ok("runs report a b -o both.html");
     assert_eq!(text, "both.html: the report of 2 runs\n");
     let page = folder.read("both.html");
     assert!(page.contains("train/loss") && page.contains("model.layers"));

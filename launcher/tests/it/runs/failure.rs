@@ -30,7 +30,7 @@ fn a_run_names_the_rank_that_failed_first() {
     let folder = Folder::new();
     let program = test_as_program("runs::failure::a_rank");
     folder.launch(&format!("-n 2 {program}")).expect(3);
-    let shown = folder.launch("runs show a").expect(0).text();
+    let shown = folder.ok("runs show a");
     assert!(
         shown.contains("failed") && !shown.contains("killed"),
         "{shown}"

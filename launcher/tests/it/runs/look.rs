@@ -39,8 +39,7 @@ fn list_shows_runs_and_what_is_wrong_with_others() {
     assert!(shown[7].contains("its journal is empty"), "{ended:?}");
 
     let names = |options: &str| {
-        let list = folder.launch(&format!("runs list --json {options}"));
-        let list = list.expect(0).json();
+        let list = folder.json(&format!("runs list --json {options}"));
         let runs = list["runs"].as_array().unwrap().iter();
         runs.map(|x| x["name"].as_str().unwrap().to_owned())
             .collect::<Vec<_>>()
@@ -62,7 +61,7 @@ fn list_shows_runs_and_what_is_wrong_with_others() {
     drop(running);
     assert_eq!(names("--status interrupted"), ["third"]);
 
-    let list = folder.launch("runs list --json").expect(0).json();
+    let list = folder.json("runs list --json");
     assert_eq!(list["runs"][2]["series"][1]["last"], "NaN");
     assert_eq!(list["damaged"][1]["folder"], "runs/empty");
 }
@@ -104,14 +103,13 @@ fn show_tells_everything_about_a_run() {
         assert!(!ended.text().contains('\u{1b}'), "{ended:?}");
     }
     // The points that the resume superseded are not shown.
-    let points = folder.launch("runs show second --metric train/loss");
-    let points = points.expect(0).text();
+    let points = folder.ok("runs show second --metric train/loss");
     let values = points.lines().skip(1).map(|x| x.split(' ').next().unwrap());
     assert_eq!(values.collect::<Vec<_>>(), ["1", "0.5", "0.25"]);
     folder.refuses("runs show second --metric loss", "it has train/loss");
 
     let line = "runs show second --metric train/loss --json";
-    let details = folder.launch(line).expect(0).json();
+    let details = folder.json(line);
     assert_eq!(details["points"][0]["points"][2]["value"], 0.25);
     assert_eq!(details["starts"][1]["resumed"], 2);
     assert_eq!(details["status"], "failed");
@@ -161,7 +159,7 @@ fn compare_marks_what_differs() {
     let line = "runs compare a b --changed --metric test/accuracy";
     let changed = folder.launch(line).expect(0).lines();
     assert_eq!(changed[2..], ["* lr 0.1 0.2"]);
-    let comparison = folder.launch("runs compare a b --json").expect(0).json();
+    let comparison = folder.json("runs compare a b --json");
     assert_eq!(
         comparison["rows"][0],
         json!({ "name": "lr", "differs": true, "values": [0.1, 0.2] })
@@ -249,7 +247,7 @@ fn wrong_places_are_told() {
     assert_eq!(shown[1], "a newer");
     assert!(shown[2].starts_with("newer: the run in runs/a is of format 2"));
     assert!(!shown.join("\n").contains("damaged"), "{shown:?}");
-    let list = folder.launch("runs list --json").expect(0).json();
+    let list = folder.json("runs list --json");
     assert_eq!(list["newer"][0]["folder"], "runs/a");
     assert_eq!(list["damaged"], json!([]));
 }

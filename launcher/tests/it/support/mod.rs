@@ -77,6 +77,18 @@ impl Folder {
         self.start(line).end()
     }
 
+    /// Runs the launcher, which must succeed, and returns its standard output.
+    #[track_caller]
+    pub(crate) fn ok(&self, line: &str) -> String {
+        self.launch(line).expect(0).text()
+    }
+
+    /// Does the same, and reads the output as JSON.
+    #[track_caller]
+    pub(crate) fn json(&self, line: &str) -> Value {
+        self.launch(line).expect(0).json()
+    }
+
     /// Runs the launcher, which must refuse the words of `line` with exit code 2 and this text.
     #[track_caller]
     pub(crate) fn refuses(&self, line: &str, text: &str) {
