@@ -42,24 +42,6 @@ impl Error {
     pub fn is_start(&self) -> bool {
         self.0.kind == Kind::Start
     }
-
-    /// Returns `true` if a word names no tail policy.
-    #[must_use]
-    pub fn is_tail(&self) -> bool {
-        self.0.kind == Kind::Tail
-    }
-
-    /// Returns `true` if samples cannot be drawn by their weights.
-    #[must_use]
-    pub fn is_weights(&self) -> bool {
-        self.0.kind == Kind::Weights
-    }
-
-    /// Returns `true` if samples, batch size and world size are together too large to count.
-    #[must_use]
-    pub fn is_too_large(&self) -> bool {
-        self.0.kind == Kind::TooLarge
-    }
 }
 
 impl fmt::Display for Error {
@@ -75,9 +57,7 @@ pub(crate) enum Kind {
     BatchSize,
     WorldSize,
     Start,
-    Tail,
-    TooLarge,
-    Weights,
+    Other,
 }
 
 #[derive(Debug)]

@@ -35,13 +35,11 @@
 //! The order of a shuffled epoch is a [`Permutation`], computed by index; randomness that belongs
 //! to one sample, such as augmentation, is seeded by [`sample_rng_seed`].
 
-pub use crate::permutation::{mix, sample_rng_seed};
-pub use crate::plan::TailPolicy;
 pub use batch_plan::BatchPlan;
 pub use config::{BatchSize, PlanConfig};
 pub use error::{Error, Result};
-pub use permutation::Permutation;
-pub use plan::{BatchKind, EpochPlan, Order, Plan, PlannedBatch, RankBatches};
+pub use permutation::{Permutation, mix, sample_rng_seed};
+pub use plan::{BatchKind, EpochPlan, Order, Plan, PlannedBatch, RankBatches, TailPolicy};
 pub use weighted::WeightedSampler;
 
 mod batch_plan;

@@ -1,46 +1,5 @@
 //! Shuffled orders, computed index by index, and the mixing of numbers into seeds.
 
-/// Mixes numbers into one well-spread seed; it depends on every part, on their order and on how
-/// many there are.
-///
-/// Each part is folded into the state by exclusive or, followed by one step of SplitMix64 (Steele,
-/// Lea and Flood, "Fast splittable pseudorandom number generators", 2014), whose finalizer is
-/// variant 13 of Stafford's mixers. The results are part of the format of a run: the same parts
-/// give the same seed in every version. It is no cryptographic hash.
-#[must_use]
-pub fn mix(parts: &[u64]) -> u64 {
-    parts
-        .iter()
-        .fold(step(parts.len() as u64), |state, part| step(state ^ part))
-}
-
-/// The seed of the random numbers that belong to one sample in one epoch, such as its
-/// augmentation: the same on whichever rank, worker or world size the sample is loaded.
-///
-/// It shares no values with the seeds of a [`Permutation`](crate::Permutation), by a tag of its own.
-///
-/// ```
-/// use accelerator_plan::sample_rng_seed;
-///
-/// assert_ne!(sample_rng_seed(42, 0, 7), sample_rng_seed(42, 1, 7));
-/// assert_ne!(sample_rng_seed(42, 0, 7), sample_rng_seed(42, 0, 8));
-/// ```
-#[must_use]
-pub fn sample_rng_seed(seed: u64, epoch: u64, index: u64) -> u64 {
-    mix(&[SAMPLE_TAG, seed, epoch, index])
-}
-
-/// Advances the state of SplitMix64 by the golden ratio, and finalizes it.
-pub(crate) fn step(state: u64) -> u64 {
-    let mut z = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
-}
-
-/// "sample" in ASCII.
-const SAMPLE_TAG: u64 = 0x7361_6d70_6c65;
-
 /// A keyed permutation of `0..len`: the shuffled order of one epoch, in constant memory.
 ///
 /// [`index`](Self::index) answers for any position, so there is no list of indices in memory,
@@ -59,10 +18,9 @@ const SAMPLE_TAG: u64 = 0x7361_6d70_6c65;
 /// use accelerator_plan::Permutation;
 ///
 /// let order = Permutation::new(5, 42, 0);
-/// let mut seen: Vec<u64> = (0..order.len()).map(|position| order.index(position)).collect();
+/// let mut seen: Vec<u64> = (0..5).map(|position| order.index(position)).collect();
 /// seen.sort();
 /// assert_eq!(seen, [0, 1, 2, 3, 4]);
-/// assert!(Permutation::new(0, 42, 0).is_empty());
 ///
 /// // Any position of a huge data set, at once.
 /// assert!(Permutation::new(1_000_000_000_000, 42, 3).index(999_999_999_999) < 1_000_000_000_000);
@@ -87,23 +45,11 @@ impl Permutation {
         Self { len, method }
     }
 
-    /// The number of samples.
-    #[must_use]
-    pub fn len(&self) -> u64 {
-        self.len
-    }
-
-    /// Returns `true` if there are no samples.
-    #[must_use]
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
-    }
-
     /// The sample that comes at `position` of the epoch, in constant time.
     ///
     /// # Panics
     ///
-    /// If `position` is not below [`len`](Self::len), as indexing a slice does.
+    /// If `position` is not below the number of samples, as indexing a slice does.
     #[must_use]
     pub fn index(&self, position: u64) -> u64 {
         assert!(
@@ -123,6 +69,36 @@ impl Permutation {
             }
         }
     }
+}
+
+/// Mixes numbers into one well-spread seed; it depends on every part, on their order and on how
+/// many there are.
+///
+/// Each part is folded into the state by exclusive or, followed by one step of SplitMix64 (Steele,
+/// Lea and Flood, "Fast splittable pseudorandom number generators", 2014), whose finalizer is
+/// variant 13 of Stafford's mixers. The results are part of the format of a run: the same parts
+/// give the same seed in every version. It is no cryptographic hash.
+#[must_use]
+pub fn mix(parts: &[u64]) -> u64 {
+    parts
+        .iter()
+        .fold(step(parts.len() as u64), |state, part| step(state ^ part))
+}
+
+/// The seed of the random numbers that belong to one sample in one epoch, such as its
+/// augmentation: the same on whichever rank, worker or world size the sample is loaded.
+///
+/// It shares no values with the seeds of a [`Permutation`], by a tag of its own.
+///
+/// ```
+/// use accelerator_plan::sample_rng_seed;
+///
+/// assert_ne!(sample_rng_seed(42, 0, 7), sample_rng_seed(42, 1, 7));
+/// assert_ne!(sample_rng_seed(42, 0, 7), sample_rng_seed(42, 0, 8));
+/// ```
+#[must_use]
+pub fn sample_rng_seed(seed: u64, epoch: u64, index: u64) -> u64 {
+    mix(&[SAMPLE_TAG, seed, epoch, index])
 }
 
 /// The method by which the order is computed.
@@ -178,6 +154,14 @@ fn shuffled(len: usize, draw: impl Fn(usize) -> u64) -> [u8; TABLE] {
     table
 }
 
+/// Advances the state of SplitMix64 by the golden ratio, and finalizes it.
+fn step(state: u64) -> u64 {
+    let mut z = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
 /// The number of rounds, as many as FF1 has.
 const ROUNDS: usize = 10;
 
@@ -186,6 +170,9 @@ const TABLE: usize = 64;
 
 /// "permute" in ASCII.
 const PERMUTATION_TAG: u64 = 0x0070_6572_6d75_7465;
+
+/// "sample" in ASCII.
+const SAMPLE_TAG: u64 = 0x7361_6d70_6c65;
 
 #[cfg(test)]
 mod tests {

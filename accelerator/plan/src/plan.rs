@@ -47,7 +47,18 @@ impl Plan {
     /// The plan of one epoch, from its beginning.
     #[must_use]
     pub fn epoch(&self, epoch: u64) -> EpochPlan {
-        EpochPlan::new(self.clone(), epoch)
+        let sequence = match self.order {
+            Order::Sequential => Sequence::Sequential,
+            Order::Shuffled { seed } => {
+                Sequence::Permuted(Permutation::new(self.samples, seed, epoch))
+            }
+        };
+        EpochPlan {
+            plan: self.clone(),
+            epoch,
+            sequence,
+            start: 0,
+        }
     }
 
     /// The plan of one epoch whose samples are given, in their order: the choice of a sampler, instead
@@ -67,13 +78,13 @@ impl Plan {
     ///
     /// # Errors
     ///
-    /// If the list is too long to count ([`Error::is_too_large`]).
+    /// If the list is too long to count.
     pub fn listed(&self, epoch: u64, order: impl Into<Arc<[u64]>>) -> Result<EpochPlan> {
         let order = order.into();
         let samples = order.len() as u64;
         if samples.checked_add(self.global).is_none() {
             return Err(Error::new(
-                Kind::TooLarge,
+                Kind::Other,
                 format!(
                     "{samples} samples and a global batch of {} cannot be counted together: give a smaller \
                      batch size",
@@ -81,11 +92,15 @@ impl Plan {
                 ),
             ));
         }
-        let plan = Self {
-            samples,
-            ..self.clone()
-        };
-        Ok(EpochPlan::listed(plan, epoch, order))
+        Ok(EpochPlan {
+            plan: Self {
+                samples,
+                ..self.clone()
+            },
+            epoch,
+            sequence: Sequence::Listed(order),
+            start: 0,
+        })
     }
 
     /// The samples of an epoch.
@@ -172,31 +187,6 @@ pub struct EpochPlan {
 }
 
 impl EpochPlan {
-    pub(crate) fn new(plan: Plan, epoch: u64) -> Self {
-        let sequence = match plan.order() {
-            Order::Sequential => Sequence::Sequential,
-            Order::Shuffled { seed } => {
-                Sequence::Permuted(Permutation::new(plan.samples(), seed, epoch))
-            }
-        };
-        Self {
-            plan,
-            epoch,
-            sequence,
-            start: 0,
-        }
-    }
-
-    /// The caller has checked the number of samples.
-    pub(crate) fn listed(plan: Plan, epoch: u64, order: Arc<[u64]>) -> Self {
-        Self {
-            plan,
-            epoch,
-            sequence: Sequence::Listed(order),
-            start: 0,
-        }
-    }
-
     /// The rest of the epoch when `consumed` of its samples, counted from its beginning, have been
     /// used, by however many ranks in batches of whatever size.
     ///
@@ -317,7 +307,11 @@ impl EpochPlan {
     /// All batches of this rank, from where the plan starts.
     #[must_use]
     pub fn rank(&self, rank: usize) -> RankBatches {
-        RankBatches::new(self.clone(), rank)
+        RankBatches {
+            epoch: self.clone(),
+            rank,
+            next: 0,
+        }
     }
 
     /// The number of samples of the epoch that all ranks together have consumed once this step is done: the
@@ -453,16 +447,6 @@ pub struct RankBatches {
     next: u64,
 }
 
-impl RankBatches {
-    pub(crate) fn new(epoch: EpochPlan, rank: usize) -> Self {
-        Self {
-            epoch,
-            rank,
-            next: 0,
-        }
-    }
-}
-
 impl Iterator for RankBatches {
     type Item = PlannedBatch;
 
@@ -558,7 +542,7 @@ impl FromStr for TailPolicy {
             "drop" => Ok(Self::Drop),
             "uneven" => Ok(Self::Uneven),
             _ => Err(Error::new(
-                Kind::Tail,
+                Kind::Other,
                 format!("{word:?} is no tail policy: write exact, pad, drop or uneven"),
             )),
         }
@@ -580,7 +564,6 @@ mod tests {
             assert_eq!(policy.to_string().parse::<TailPolicy>().unwrap(), policy);
         }
         let error = "Pad".parse::<TailPolicy>().unwrap_err();
-        assert!(error.is_tail());
         assert_eq!(
             error.to_string(),
             "\"Pad\" is no tail policy: write exact, pad, drop or uneven"

@@ -251,6 +251,12 @@ fn steps_and_offsets_are_told() {
         (epoch.steps(2), epoch.batch(2, 0), epoch.rank(2).next()),
         (0, None, None)
     );
+    let error = epoch.starting_at(11).unwrap_err();
+    let message = error.to_string();
+    assert!(
+        error.is_start() && message.contains("after 11 samples, it has only 10: give at most 10"),
+        "{message}"
+    );
 }
 
 #[test]
@@ -263,19 +269,6 @@ fn iterators_skip_without_walking() {
     assert!(last.is_last && last.indices == [(1 << 60) - 1]);
     assert_eq!((batches.size_hint(), batches.next()), ((0, Some(0)), None));
     assert_eq!(epoch.rank(0).nth(usize::MAX), None);
-}
-
-#[test]
-fn refuses_to_start_behind_the_end() {
-    let error = epoch(10, 2, 2, TailPolicy::Exact)
-        .starting_at(11)
-        .unwrap_err();
-    assert!(error.is_start());
-    let message = error.to_string();
-    assert!(
-        message.contains("after 11 samples") && message.contains("give at most 10"),
-        "{message}"
-    );
 }
 
 #[test]
