@@ -43,9 +43,15 @@ use crate::vfs::Vfs;
 #[derive(Debug)]
 pub struct Draft {
     folder: PathBuf,
+    /// The hidden folder of the draft.
+    root: PathBuf,
     number: u64,
-    writer: Writer,
-    state: DraftState,
+    rank: usize,
+    vfs: Vfs,
+    files: BTreeMap<FileName, FileEntry>,
+    /// Set once a first write was done in halves.
+    halved: bool,
+    is_committed: bool,
     /// Tells others that it is being written.
     _lock: Option<FileLock>,
 }
@@ -61,13 +67,7 @@ impl Draft {
     /// there.
     #[must_use]
     pub fn path(&self) -> &Path {
-        &self.writer.root
-    }
-
-    /// The files written so far.
-    #[must_use]
-    pub fn files(&self) -> &BTreeMap<FileName, FileEntry> {
-        &self.writer.files
+        &self.root
     }
 
     /// Writes a file: streams it, sums it up, and flushes it to the disk.
@@ -84,7 +84,29 @@ impl Draft {
         role: Role,
         content: impl FnOnce(&mut dyn Write) -> Result<(), E>,
     ) -> Result<&FileEntry> {
-        self.writer.write(name, role, content)
+        self.refuse_taken(name)?;
+        if let Some(folder) = name.folder() {
+            let path = self.root.join(folder);
+            match self.vfs.make_folder(&path) {
+                Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
+                    return Err(Error::io("make the folder", &path, error));
+                }
+                _ => {}
+            }
+        }
+        let path = name.at(&self.root);
+        let file = self
+            .vfs
+            .create(&path)
+            .map_err(|error| Error::io("create", &path, error))?;
+        match self.fill(&path, file, role, content) {
+            Ok(entry) => Ok(self.files.entry(name.clone()).or_insert(entry)),
+            Err(error) => {
+                // The draft is removed with all that is in it at the latest.
+                let _ = self.vfs.remove_file(&path);
+                Err(error)
+            }
+        }
     }
 
     /// Writes a file that is in memory, as [`write`](Self::write) does.
@@ -107,8 +129,8 @@ impl Draft {
         let mut adopted = Vec::new();
         for name in checkpoint::files_of(self.path())? {
             let name = FileName::new(name)?;
-            if !self.writer.files.contains_key(&name) {
-                self.writer.adopt(&name, role)?;
+            if !self.files.contains_key(&name) {
+                self.adopt_file(&name, role)?;
                 adopted.push(name);
             }
         }
@@ -131,13 +153,12 @@ impl Draft {
         let manifest = Manifest {
             format: Manifest::FORMAT,
             number: self.number,
-            created: now(),
+            created: unix_time().as_secs(),
             library: env!("CARGO_PKG_VERSION").to_owned(),
             metadata,
-            files: std::mem::take(&mut self.writer.files),
+            files: std::mem::take(&mut self.files),
         };
-        let writer = &self.writer;
-        let (vfs, root) = (&writer.vfs, &writer.root);
+        let (vfs, root) = (&self.vfs, &self.root);
         let path = root.join(MANIFEST);
         let write = |bytes: &[u8]| {
             let mut file = vfs.create(&path)?;
@@ -155,14 +176,13 @@ impl Draft {
             vfs.sync_folder(&path)
                 .map_err(|error| Error::io("flush", &path, error))?;
         }
-        writer
-            .fail_point(SaveStage::Written)
+        self.fail_point(SaveStage::Written)
             .map_err(|error| Error::io("write", root, error))?;
 
         let path = self.folder.join(name_of(self.number));
         vfs.rename(root, &path)
             .map_err(|error| self.rename_error(&path, error))?;
-        self.state = DraftState::Committed;
+        self.is_committed = true;
         vfs.sync_folder(&self.folder).map_err(|error| {
             let message = format!(
                 "{} is complete, but it is not certain that it survives a power cut: cannot flush \
@@ -172,7 +192,7 @@ impl Draft {
             );
             Error::new(Kind::Io, message).with_source(error)
         })?;
-        let hint = writer
+        let hint = self
             .fail_point(SaveStage::Renamed)
             .and_then(|()| point_latest(vfs, &self.folder, self.number));
         if let Err(error) = hint {
@@ -184,38 +204,28 @@ impl Draft {
         Ok(Checkpoint::committed(path, manifest).with_callback(vfs.progress.clone()))
     }
 
-    /// Removes the draft and returns the error, which dropping it cannot.
-    ///
-    /// # Errors
-    ///
-    /// I/O errors.
-    pub fn abandon(mut self) -> Result<()> {
-        self.state = DraftState::Removed;
-        let root = self.path();
-        let removed = self.writer.vfs.remove_folder(root);
-        removed.map_err(|error| Error::io("remove", root, error))
-    }
-
     /// `folder` exists; the number is free as far as can be seen.
     pub(crate) fn begin(folder: &Path, number: u64, rank: usize, vfs: Vfs) -> Result<Self> {
-        let mut writer = Writer::new(number, rank, vfs);
-        let begin = writer.fail_point(SaveStage::Begin);
+        let begin = fail_save(rank, number, SaveStage::Begin);
         let (root, lock) = begin
-            .and_then(|()| staged::make(&writer.vfs, folder, &name_of(number)))
+            .and_then(|()| staged::make(&vfs, folder, &name_of(number)))
             .map_err(|error| Error::io("write a checkpoint in", folder, error))?;
-        writer.root = root;
         Ok(Self {
             folder: folder.to_owned(),
+            root,
             number,
-            writer,
-            state: DraftState::Open,
+            rank,
+            vfs,
+            files: BTreeMap::new(),
+            halved: false,
+            is_committed: false,
             _lock: lock,
         })
     }
 
     fn refuse_strangers(&self) -> Result<()> {
         let names = checkpoint::files_of(self.path())?;
-        let listed = |x: &&String| !self.writer.files.keys().any(|name| name.as_str() == **x);
+        let listed = |x: &&String| !self.files.keys().any(|name| name.as_str() == **x);
         match names.iter().find(listed) {
             None => Ok(()),
             Some(name) => {
@@ -245,85 +255,6 @@ impl Draft {
             path.display()
         );
         Error::new(Kind::Conflict, message).with_source(error)
-    }
-}
-
-impl Drop for Draft {
-    fn drop(&mut self) {
-        if self.state == DraftState::Open
-            && let Err(error) = self.writer.vfs.remove_folder(self.path())
-        {
-            tracing::debug!("cannot remove the draft {}: {error}", self.path().display());
-        }
-    }
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum DraftState {
-    Open,
-    Committed,
-    Removed,
-}
-
-fn now() -> u64 {
-    unix_time().as_secs()
-}
-
-/// Writes files into a folder, and remembers what they are.
-#[derive(Debug)]
-struct Writer {
-    root: PathBuf,
-    number: u64,
-    rank: usize,
-    vfs: Vfs,
-    files: BTreeMap<FileName, FileEntry>,
-    /// Set once a first write was done in halves.
-    halved: bool,
-}
-
-impl Writer {
-    /// `root` is set when the folder is made.
-    fn new(number: u64, rank: usize, vfs: Vfs) -> Self {
-        let files = BTreeMap::new();
-        Self {
-            root: PathBuf::new(),
-            number,
-            rank,
-            vfs,
-            files,
-            halved: false,
-        }
-    }
-
-    fn write<E: Into<Box<dyn std::error::Error + Send + Sync>>>(
-        &mut self,
-        name: &FileName,
-        role: Role,
-        content: impl FnOnce(&mut dyn Write) -> Result<(), E>,
-    ) -> Result<&FileEntry> {
-        self.refuse_taken(name)?;
-        if let Some(folder) = name.folder() {
-            let path = self.root.join(folder);
-            match self.vfs.make_folder(&path) {
-                Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
-                    return Err(Error::io("make the folder", &path, error));
-                }
-                _ => {}
-            }
-        }
-        let path = name.at(&self.root);
-        let file = self
-            .vfs
-            .create(&path)
-            .map_err(|error| Error::io("create", &path, error))?;
-        match self.fill(&path, file, role, content) {
-            Ok(entry) => Ok(self.files.entry(name.clone()).or_insert(entry)),
-            Err(error) => {
-                // The draft is removed with all that is in it at the latest.
-                let _ = self.vfs.remove_file(&path);
-                Err(error)
-            }
-        }
     }
 
     fn fill<E: Into<Box<dyn std::error::Error + Send + Sync>>>(
@@ -363,7 +294,7 @@ impl Writer {
         })
     }
 
-    fn adopt(&mut self, name: &FileName, role: Role) -> Result<()> {
+    fn adopt_file(&mut self, name: &FileName, role: Role) -> Result<()> {
         self.refuse_taken(name)?;
         let path = name.at(&self.root);
         let mut hash = blake3::Hasher::new();
@@ -408,19 +339,33 @@ impl Writer {
         Err(Error::new(Kind::Misuse, message))
     }
 
-    /// Lets planned faults happen; those that are a failing disk come back as what it would say.
     fn fail_point(&self, stage: SaveStage) -> io::Result<()> {
-        match fail_point(self.rank, Point::Save(self.number, stage)) {
-            Some(Effect::DiskFull) => Err(io::ErrorKind::StorageFull.into()),
-            Some(Effect::FailWrite) => Err(io::Error::other("an injected fault: the write failed")),
-            _ => Ok(()),
+        fail_save(self.rank, self.number, stage)
+    }
+}
+
+impl Drop for Draft {
+    fn drop(&mut self) {
+        if !self.is_committed
+            && let Err(error) = self.vfs.remove_folder(self.path())
+        {
+            tracing::debug!("cannot remove the draft {}: {error}", self.path().display());
         }
+    }
+}
+
+/// Lets planned faults happen; those that are a failing disk come back as what it would say.
+fn fail_save(rank: usize, number: u64, stage: SaveStage) -> io::Result<()> {
+    match fail_point(rank, Point::Save(number, stage)) {
+        Some(Effect::DiskFull) => Err(io::ErrorKind::StorageFull.into()),
+        Some(Effect::FailWrite) => Err(io::Error::other("an injected fault: the write failed")),
+        _ => Ok(()),
     }
 }
 
 /// Sums up what goes to a file.
 struct Summing<'a> {
-    writer: &'a Writer,
+    draft: &'a Draft,
     path: &'a Path,
     file: File,
     hash: blake3::Hasher,
@@ -431,13 +376,13 @@ struct Summing<'a> {
 }
 
 impl<'a> Summing<'a> {
-    fn new(writer: &'a Writer, path: &'a Path, file: File) -> Self {
+    fn new(draft: &'a Draft, path: &'a Path, file: File) -> Self {
         Self {
-            writer,
+            draft,
             path,
             file,
             hash: blake3::Hasher::new(),
-            halved: writer.halved,
+            halved: draft.halved,
             unflushed: 0,
             result: Ok(()),
         }
@@ -450,13 +395,13 @@ impl<'a> Summing<'a> {
             let half;
             (half, bytes) = bytes.split_at(bytes.len() / 2);
             self.put_all(half)?;
-            self.writer.fail_point(SaveStage::Data)?;
+            self.draft.fail_point(SaveStage::Data)?;
         }
         self.put_all(bytes)
     }
 
     fn put_all(&mut self, bytes: &[u8]) -> io::Result<()> {
-        let vfs = &self.writer.vfs;
+        let vfs = &self.draft.vfs;
         vfs.write(self.path, &mut self.file, bytes)?;
         self.hash.update(bytes);
         // One flush of all of a large file would show no progress for long.

@@ -1,6 +1,5 @@
 //! The error of this crate.
 
-use std::error::Error as StdError;
 use std::io;
 use std::path::Path;
 
@@ -11,7 +10,7 @@ accelerator_host::define_error! {
     /// The reason why a checkpoint could not be written, found or read.
     ///
     /// The message says what was expected, what was found, where, and what to do; the predicates
-    /// distinguish causes; [`source`](StdError::source) is the error of the system. Cloning is cheap.
+    /// distinguish causes; [`source`](std::error::Error::source) is the error of the system. Cloning is cheap.
     #[derive(Clone, Debug)]
     pub struct Error;
 
@@ -35,20 +34,6 @@ accelerator_host::define_error! {
 }
 
 impl Error {
-    /// Returns `true` if the disk is full, or a quota is reached.
-    #[must_use]
-    pub fn is_disk_full(&self) -> bool {
-        let mut source = self.source();
-        while let Some(cause) = source {
-            if let Some(error) = cause.downcast_ref::<io::Error>() {
-                let full = [io::ErrorKind::StorageFull, io::ErrorKind::QuotaExceeded];
-                return full.contains(&error.kind());
-            }
-            source = cause.source();
-        }
-        false
-    }
-
     /// Wraps this error, and puts the path that it is about in front of the message.
     pub(crate) fn at(self, path: &Path) -> Self {
         let message = format!("{}: {self}", path.display());

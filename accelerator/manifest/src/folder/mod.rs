@@ -52,9 +52,6 @@ pub struct Search {
 }
 
 impl Folder {
-    /// The largest number of a checkpoint.
-    pub const LARGEST: u64 = LARGEST;
-
     /// A folder that exists.
     ///
     /// # Errors
@@ -187,31 +184,14 @@ impl Folder {
         parse_name(text.trim_end())
     }
 
-    /// The number after the highest that is there, broken checkpoints included; 1 in an empty
-    /// folder.
+    /// Begins a checkpoint, and removes what processes that are gone have left unfinished: processes
+    /// of this host, and of others where nothing has changed for a day. Its number is the one after
+    /// the highest that is there, broken checkpoints included. `rank` is the caller's; fault plans
+    /// name it.
     ///
     /// # Errors
     ///
-    /// I/O errors, and [`Error::is_misuse`] behind [`Folder::LARGEST`].
-    pub fn next_number(&self) -> Result<u64> {
-        let last = self.checkpoints()?.last().map_or(0, Checkpoint::number);
-        if last >= Self::LARGEST {
-            let message = format!(
-                "{} has no number left for a checkpoint",
-                self.path.display()
-            );
-            return Err(Error::new(Kind::Misuse, message));
-        }
-        Ok(last + 1)
-    }
-
-    /// Begins a checkpoint with the [next number](Self::next_number), and removes what processes
-    /// that are gone have left unfinished: processes of this host, and of others where nothing has
-    /// changed for a day. `rank` is the caller's; fault plans name it.
-    ///
-    /// # Errors
-    ///
-    /// I/O errors.
+    /// I/O errors, and [`Error::is_misuse`] if no number of 18 digits is left.
     pub fn begin(&self, rank: usize) -> Result<Draft> {
         // First, since the disk may be full of it.
         self.sweep(None)?;
@@ -276,18 +256,10 @@ impl Folder {
         Ok(removed)
     }
 
-    /// Removes a checkpoint of this folder, good or broken. It loses its name first, so that no
-    /// half of it can be taken for a checkpoint.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::is_misuse`] for a checkpoint of another folder, and I/O errors.
-    pub fn remove(&self, checkpoint: &Checkpoint) -> Result<()> {
+    /// Removes a checkpoint of this folder. It loses its name first, so that no half of it can be
+    /// taken for a checkpoint.
+    fn remove(&self, checkpoint: &Checkpoint) -> Result<()> {
         let path = checkpoint.path();
-        if path.parent() != Some(&*self.path) {
-            let message = format!("{} is not in {}", path.display(), self.path.display());
-            return Err(Error::new(Kind::Misuse, message));
-        }
         let name = name_of(checkpoint.number());
         let away = self.path.join(temporary(&name, State::Removed));
         let remove = || {
@@ -298,6 +270,18 @@ impl Folder {
             self.vfs.remove_any(&away)
         };
         remove().map_err(|error| Error::io("remove", path, error))
+    }
+
+    fn next_number(&self) -> Result<u64> {
+        let last = self.checkpoints()?.last().map_or(0, Checkpoint::number);
+        if last >= LARGEST {
+            let message = format!(
+                "{} has no number left for a checkpoint",
+                self.path.display()
+            );
+            return Err(Error::new(Kind::Misuse, message));
+        }
+        Ok(last + 1)
     }
 
     fn create_on(vfs: Vfs, path: PathBuf) -> Result<Self> {
@@ -327,51 +311,6 @@ impl Folder {
     fn names(&self) -> Result<Vec<String>> {
         list(&self.path).map_err(|error| Error::io("list", &self.path, error))
     }
-}
-
-/// Makes a folder and those above it, from the top down, and flushes the name of each: files are
-/// lost with a folder that has none.
-fn make_folders(vfs: &Vfs, path: &Path) -> io::Result<()> {
-    // The empty path has no parent, and is refused when it is opened.
-    let Some(parent) = path.parent().filter(|_| !path.is_dir()) else {
-        return Ok(());
-    };
-    let parent = match parent {
-        here if here.as_os_str().is_empty() => Path::new("."),
-        other => other,
-    };
-    if !parent.exists() {
-        make_folders(vfs, parent)?;
-    }
-    match vfs.make_folder(path) {
-        // Another process was faster, and may not have flushed it yet.
-        Err(error) if error.kind() == io::ErrorKind::AlreadyExists && path.is_dir() => {
-            vfs.sync_folder(parent)
-        }
-        Err(error) => Err(error),
-        // Found by the next try, it would be taken for one that lasts.
-        Ok(()) => vfs.sync_folder(parent).inspect_err(|_| {
-            let _ = vfs.remove_empty(path);
-        }),
-    }
-}
-
-fn list(folder: &Path) -> io::Result<Vec<String>> {
-    let mut names = Vec::new();
-    for entry in fs::read_dir(folder)? {
-        if let Ok(name) = entry?.file_name().into_string() {
-            names.push(name);
-        }
-    }
-    Ok(names)
-}
-
-fn not_a_folder(path: &Path) -> Error {
-    let message = format!(
-        "expected a folder for checkpoints at {}, found a file; choose another name",
-        path.display()
-    );
-    Error::new(Kind::Misuse, message)
 }
 
 /// A folder of checkpoints or a checkpoint, at a path that a user gave.
@@ -438,6 +377,51 @@ impl Place {
             Self::Checkpoint(checkpoint) => Ok(vec![checkpoint.clone()]),
         }
     }
+}
+
+/// Makes a folder and those above it, from the top down, and flushes the name of each: files are
+/// lost with a folder that has none.
+fn make_folders(vfs: &Vfs, path: &Path) -> io::Result<()> {
+    // The empty path has no parent, and is refused when it is opened.
+    let Some(parent) = path.parent().filter(|_| !path.is_dir()) else {
+        return Ok(());
+    };
+    let parent = match parent {
+        here if here.as_os_str().is_empty() => Path::new("."),
+        other => other,
+    };
+    if !parent.exists() {
+        make_folders(vfs, parent)?;
+    }
+    match vfs.make_folder(path) {
+        // Another process was faster, and may not have flushed it yet.
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists && path.is_dir() => {
+            vfs.sync_folder(parent)
+        }
+        Err(error) => Err(error),
+        // Found by the next try, it would be taken for one that lasts.
+        Ok(()) => vfs.sync_folder(parent).inspect_err(|_| {
+            let _ = vfs.remove_empty(path);
+        }),
+    }
+}
+
+fn list(folder: &Path) -> io::Result<Vec<String>> {
+    let mut names = Vec::new();
+    for entry in fs::read_dir(folder)? {
+        if let Ok(name) = entry?.file_name().into_string() {
+            names.push(name);
+        }
+    }
+    Ok(names)
+}
+
+fn not_a_folder(path: &Path) -> Error {
+    let message = format!(
+        "expected a folder for checkpoints at {}, found a file; choose another name",
+        path.display()
+    );
+    Error::new(Kind::Misuse, message)
 }
 
 #[cfg(test)]
