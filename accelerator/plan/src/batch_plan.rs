@@ -98,16 +98,10 @@ impl BatchPlan {
                 format!(
                     "the epoch cannot start after {consumed} samples, where no batch ends: the batches hold {} \
                      samples; check that they are those of the run that the offset was saved in",
-                    self.samples()
+                    self.before.last().copied().unwrap_or(0)
                 ),
             )),
         }
-    }
-
-    /// The samples of all batches together.
-    #[must_use]
-    pub fn samples(&self) -> u64 {
-        self.before.last().copied().unwrap_or(0)
     }
 
     /// The steps of this rank, from where the plan starts: as [`EpochPlan::steps`].

@@ -4,6 +4,13 @@ use accelerator_plan::{
     BatchKind, BatchPlan, BatchSize, EpochPlan, PlanConfig, PlannedBatch, TailPolicy,
 };
 
+const TAILS: [TailPolicy; 4] = [
+    TailPolicy::Exact,
+    TailPolicy::Pad,
+    TailPolicy::Drop,
+    TailPolicy::Uneven,
+];
+
 fn epoch(samples: u64, batch_size: usize, world_size: usize, tail: TailPolicy) -> EpochPlan {
     PlanConfig::new(samples, BatchSize::per_rank(batch_size).unwrap())
         .with_world_size(world_size)
@@ -65,12 +72,7 @@ fn given_batches_go_round_as_in_accelerate() {
     assert_eq!(drop, ["0 1 2 | 5 6 7 8", "3 4 | 9 10 11"]);
     let exact = deal(&five, 2, TailPolicy::Exact);
     assert_eq!(exact, [zero, "3 4 | 9 10 11 | [9, 10, 11]"]);
-    for tail in [
-        TailPolicy::Pad,
-        TailPolicy::Exact,
-        TailPolicy::Drop,
-        TailPolicy::Uneven,
-    ] {
+    for tail in TAILS {
         assert_eq!(
             deal(&five[..4], 2, tail),
             ["0 1 2 | 5 6 7 8", "3 4 | 9 10 11"]
@@ -134,85 +136,56 @@ fn a_list_of_samples_is_dealt_as_an_epoch_of_its_own() {
     assert_eq!(rows(TailPolicy::Exact), ["9 9 | 0", "7 5 | [7, 5]"]);
     assert_eq!(rows(TailPolicy::Pad), ["9 9 | 0 (9)", "7 5 | (9) (7)"]);
     let plan = plan.init().unwrap();
-    let rest = plan
-        .listed(3, [9, 9, 7, 5, 0])
-        .unwrap()
-        .starting_at(1)
-        .unwrap();
+    let listed = plan.listed(3, [9, 9, 7, 5, 0]).unwrap();
+    let rest = listed.clone().starting_at(1).unwrap();
     assert_eq!(table(&rest), ["9 7", "5 0"]);
-    assert!(
-        plan.listed(3, [1])
-            .unwrap()
-            .starting_at(2)
-            .unwrap_err()
-            .is_start()
-    );
+    assert!(listed.starting_at(6).unwrap_err().is_start());
 }
 
+/// The rows are those of the ranks, with ` / ` between.
 #[test]
-fn exact_divides_the_tail_evenly() {
-    let exact = |samples, size, ranks| table(&epoch(samples, size, ranks, TailPolicy::Exact));
-    assert_eq!(exact(12, 3, 2), ["0 1 2 | 6 7 8", "3 4 5 | 9 10 11"]);
-    assert_eq!(exact(11, 3, 2), ["0 1 2 | 6 7 8", "3 4 5 | 9 10"]);
-    assert_eq!(exact(9, 3, 2), ["0 1 2 | 6 7", "3 4 5 | 8"]);
-    assert_eq!(exact(8, 3, 2), ["0 1 2 | 6", "3 4 5 | 7"]);
-    assert_eq!(exact(2, 3, 2), ["0", "1"]);
-    assert_eq!(exact(11, 4, 3), ["0 1 2 3", "4 5 6 7", "8 9 10"]);
-    assert_eq!(exact(10, 4, 3), ["0 1 2 3", "4 5 6", "7 8 9"]);
-}
-
-#[test]
-fn exact_idles_ranks_only_below_one_sample_each() {
-    let exact = |samples, size, ranks| table(&epoch(samples, size, ranks, TailPolicy::Exact));
-    // An idle rank repeats its previous batch, or rank 0's if it has none.
-    assert_eq!(exact(7, 3, 2), ["0 1 2 | 6", "3 4 5 | [3, 4, 5]"]);
-    assert_eq!(exact(8, 2, 3), ["0 1 | 6", "2 3 | 7", "4 5 | [4, 5]"]);
-    assert_eq!(exact(2, 4, 4), ["0", "1", "[0]", "[0]"]);
-    let resumed = epoch(8, 2, 3, TailPolicy::Exact).starting_at(7).unwrap();
-    assert_eq!(table(&resumed), ["7", "[7]", "[7]"]);
-}
-
-#[test]
-fn pad_cycles_the_start_of_the_epoch() {
-    let pad = |samples, size, ranks| table(&epoch(samples, size, ranks, TailPolicy::Pad));
-    assert_eq!(pad(9, 3, 2), ["0 1 2 | 6 7 8", "3 4 5 | (0) (1) (2)"]);
-    assert_eq!(pad(8, 3, 2), ["0 1 2 | 6 7 (0)", "3 4 5 | (1) (2) (3)"]);
-    assert_eq!(pad(2, 3, 2), ["0 1 (0)", "(1) (0) (1)"]);
-    assert_eq!(pad(1, 4, 2), ["0 (0) (0) (0)", "(0) (0) (0) (0)"]);
-    assert_eq!(pad(5, 2, 4), ["0 1", "2 3", "4 (0)", "(1) (2)"]);
-    // After a resume, the padding still comes from the start of the whole epoch.
-    let resumed = epoch(8, 3, 2, TailPolicy::Pad).starting_at(6).unwrap();
-    assert_eq!(table(&resumed), ["6 7 (0)", "(1) (2) (3)"]);
-    let resumed = epoch(8, 3, 2, TailPolicy::Pad).starting_at(7).unwrap();
-    assert_eq!(table(&resumed), ["7 (0) (1)", "(2) (3) (4)"]);
-}
-
-#[test]
-fn drop_leaves_out_the_incomplete_global_batch() {
-    let drop = |samples, size, ranks| table(&epoch(samples, size, ranks, TailPolicy::Drop));
-    assert_eq!(drop(11, 3, 2), ["0 1 2", "3 4 5"]);
-    assert_eq!(drop(12, 3, 2), ["0 1 2 | 6 7 8", "3 4 5 | 9 10 11"]);
-    assert_eq!(drop(5, 3, 2), ["", ""]);
-    let epoch = epoch(11, 3, 2, TailPolicy::Drop);
+fn each_tail_policy_shares_the_last_batch_out_in_its_way() {
+    use TailPolicy::{Drop, Exact, Pad, Uneven};
+    for (tail, samples, size, ranks, start, expected) in [
+        (Exact, 12, 3, 2, 0, "0 1 2 | 6 7 8 / 3 4 5 | 9 10 11"),
+        (Exact, 11, 3, 2, 0, "0 1 2 | 6 7 8 / 3 4 5 | 9 10"),
+        (Exact, 9, 3, 2, 0, "0 1 2 | 6 7 / 3 4 5 | 8"),
+        (Exact, 8, 3, 2, 0, "0 1 2 | 6 / 3 4 5 | 7"),
+        (Exact, 2, 3, 2, 0, "0 / 1"),
+        (Exact, 11, 4, 3, 0, "0 1 2 3 / 4 5 6 7 / 8 9 10"),
+        (Exact, 10, 4, 3, 0, "0 1 2 3 / 4 5 6 / 7 8 9"),
+        // An idle rank repeats its previous batch, or rank 0's if it has none.
+        (Exact, 7, 3, 2, 0, "0 1 2 | 6 / 3 4 5 | [3, 4, 5]"),
+        (Exact, 8, 2, 3, 0, "0 1 | 6 / 2 3 | 7 / 4 5 | [4, 5]"),
+        (Exact, 2, 4, 4, 0, "0 / 1 / [0] / [0]"),
+        (Exact, 8, 2, 3, 7, "7 / [7] / [7]"),
+        (Pad, 9, 3, 2, 0, "0 1 2 | 6 7 8 / 3 4 5 | (0) (1) (2)"),
+        (Pad, 8, 3, 2, 0, "0 1 2 | 6 7 (0) / 3 4 5 | (1) (2) (3)"),
+        (Pad, 2, 3, 2, 0, "0 1 (0) / (1) (0) (1)"),
+        (Pad, 1, 4, 2, 0, "0 (0) (0) (0) / (0) (0) (0) (0)"),
+        (Pad, 5, 2, 4, 0, "0 1 / 2 3 / 4 (0) / (1) (2)"),
+        // After a resume, the padding still comes from the start of the whole epoch.
+        (Pad, 8, 3, 2, 6, "6 7 (0) / (1) (2) (3)"),
+        (Pad, 8, 3, 2, 7, "7 (0) (1) / (2) (3) (4)"),
+        (Drop, 11, 3, 2, 0, "0 1 2 / 3 4 5"),
+        (Drop, 12, 3, 2, 0, "0 1 2 | 6 7 8 / 3 4 5 | 9 10 11"),
+        (Drop, 5, 3, 2, 0, " / "),
+        (Uneven, 10, 3, 2, 0, "0 1 2 | 6 7 8 / 3 4 5 | 9"),
+        (Uneven, 8, 3, 2, 0, "0 1 2 | 6 7 / 3 4 5"),
+        (Uneven, 1, 3, 2, 0, "0 / "),
+    ] {
+        let epoch = epoch(samples, size, ranks, tail)
+            .starting_at(start)
+            .unwrap();
+        assert_eq!(table(&epoch).join(" / "), expected, "{tail} of {samples}");
+    }
+    let epoch = epoch(11, 3, 2, Drop);
     assert_eq!((epoch.consumed_after(0), epoch.consumed_after(9)), (6, 6));
 }
 
 #[test]
-fn uneven_gives_what_is_left_to_the_first_ranks() {
-    let uneven = |samples, size, ranks| table(&epoch(samples, size, ranks, TailPolicy::Uneven));
-    assert_eq!(uneven(10, 3, 2), ["0 1 2 | 6 7 8", "3 4 5 | 9"]);
-    assert_eq!(uneven(8, 3, 2), ["0 1 2 | 6 7", "3 4 5"]);
-    assert_eq!(uneven(1, 3, 2), ["0", ""]);
-}
-
-#[test]
 fn an_empty_epoch_has_no_steps() {
-    for tail in [
-        TailPolicy::Exact,
-        TailPolicy::Pad,
-        TailPolicy::Drop,
-        TailPolicy::Uneven,
-    ] {
+    for tail in TAILS {
         for epoch in [
             epoch(0, 4, 3, tail),
             epoch(7, 4, 3, tail).starting_at(7).unwrap(),
