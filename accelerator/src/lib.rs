@@ -205,13 +205,12 @@ pub mod track {
     #[cfg(feature = "kubeflow")]
     pub use accelerator_track::KubeflowSink;
     pub use accelerator_track::{
-        Artifact, ArtifactFile, ArtifactId, ArtifactReader, ArtifactReference, ArtifactRole,
-        ArtifactStore, ArtifactUse, Capture, CsvFile, Delivery, EndStatus, Entry, Error,
-        FolderDigest, Histogram, Hyperparameter, Media, MediaContent, Metrics, Number, Origin,
-        Point, PointValue, Record, Report, Result, Run, RunAttempt, RunBuilder, RunEnd, RunHistory,
-        RunId, RunInfo, RunMark, RunStatus, RunSummary, Runs, Series, SeriesSummary, Sink,
-        SinkPosition, StoredArtifact, SystemPoint, TensorBoard, UploadReport, WeightsDigest,
-        digest_folder, upload,
+        Artifact, ArtifactFile, ArtifactId, ArtifactReference, ArtifactRole, ArtifactStore,
+        ArtifactUse, Capture, CsvFile, Delivery, EndStatus, Entry, Error, FolderDigest, Histogram,
+        Hyperparameter, Media, MediaContent, Metrics, Number, Origin, Point, PointValue, Record,
+        Report, Result, Run, RunAttempt, RunBuilder, RunEnd, RunHistory, RunId, RunInfo, RunMark,
+        RunStatus, RunSummary, Runs, Series, SeriesSummary, Sink, SinkPosition, StoredArtifact,
+        SystemPoint, TensorBoard, UploadReport, WeightsDigest, digest_folder, upload,
     };
     #[cfg(feature = "mlflow")]
     pub use accelerator_track::{MlflowServer, MlflowSink};

@@ -261,7 +261,8 @@ impl Accelerator {
         }
         #[cfg(feature = "kubeflow")]
         match accelerator_track::KubeflowSink::from_env() {
-            Ok(sink) => run = run.sinks(sink.map(|sink| Box::new(sink) as _)),
+            Ok(Some(sink)) => run = run.sink(sink),
+            Ok(None) => {}
             Err(error) => error::warn(&format!("Kubeflow Trainer is not told of the run: {error}")),
         }
         run.start()

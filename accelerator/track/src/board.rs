@@ -14,6 +14,7 @@ use crate::error::{Error, Kind, Result};
 use crate::history::{HistoryReader, RunStatus};
 use crate::journal::{JOURNAL, RunLock, rank_journals};
 use crate::report::{BoardState, PageData, PageRun, points_of, runs_page};
+use crate::runs::Runs;
 
 /// The [report](crate::Report) of the runs in a folder, served to browsers on this machine while runs are written.
 ///
@@ -352,15 +353,14 @@ impl RunStamp {
 
 /// Lists the folders of runs in a folder, or the folder itself if it is a run's.
 fn run_folders(folder: &Path) -> Vec<PathBuf> {
-    let is_run = |path: &Path| path.join(JOURNAL).is_file();
-    if is_run(folder) {
+    if Runs::is_run(folder) {
         return vec![folder.to_owned()];
     }
     let Ok(inside) = folder.read_dir() else {
         return Vec::new();
     };
     let folders = inside.filter_map(|entry| Some(entry.ok()?.path()));
-    folders.filter(|path| is_run(path)).collect()
+    folders.filter(|path| Runs::is_run(path)).collect()
 }
 
 #[cfg(test)]

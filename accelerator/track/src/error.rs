@@ -4,15 +4,6 @@ use std::io::{self, Write};
 use std::path::Path;
 
 /// The result of this crate's functions.
-///
-/// ```
-/// use accelerator_track::RunHistory;
-///
-/// fn steps(folder: &str) -> accelerator_track::Result<Option<u64>> {
-///     Ok(RunHistory::read(folder)?.last_step())
-/// }
-/// assert!(steps("no/such/run").unwrap_err().is_not_found());
-/// ```
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 accelerator_host::define_error! {

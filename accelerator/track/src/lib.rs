@@ -4,8 +4,7 @@
 //! reads, tables, reports, and what an MLflow server or Kubeflow Trainer shows.
 
 pub use artifact::{
-    Artifact, ArtifactFile, ArtifactId, ArtifactReader, ArtifactReference, ArtifactStore,
-    StoredArtifact,
+    Artifact, ArtifactFile, ArtifactId, ArtifactReference, ArtifactStore, StoredArtifact,
 };
 pub use error::{Error, Result};
 pub use history::{
@@ -37,7 +36,11 @@ pub mod internal {
     };
     pub use crate::report::{HtmlPage, downsample};
     pub use crate::run::{deliver, export, record_failure};
-    pub use crate::runs::{Leftover, ListedRun};
+    pub use crate::runs::ListedRun;
+    pub use crate::runs::leftovers::{
+        Leftover, leftovers, remove_artifacts, remove_leftovers, remove_unfinished, unfinished,
+        unneeded_artifacts,
+    };
     pub use crate::system::SystemSampler;
 }
 
@@ -60,4 +63,6 @@ mod runs;
 mod sink;
 mod system;
 mod tensorboard;
+#[cfg(test)]
+mod tests;
 mod upload;

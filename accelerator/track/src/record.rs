@@ -13,13 +13,6 @@ use uuid::Uuid;
 use crate::error::{Error, Kind};
 
 /// A line of a journal: a [`Record`], its number and when it was made.
-///
-/// ```
-/// use accelerator_track::{Entry, Record};
-///
-/// let entry = Entry { n: 7, ms: 1_700_000_000_000, record: Record::Checkpoint { step: Some(100), covers: 7 } };
-/// assert_eq!(entry.record, Record::Checkpoint { step: Some(100), covers: 7 });
-/// ```
 #[derive(Clone, Debug, PartialEq)]
 pub struct Entry {
     /// Counts the lines of the journal from 0.
@@ -240,10 +233,6 @@ pub struct PointValue {
 pub struct Number(pub f64);
 
 /// The part of an artifact in a run.
-///
-/// ```
-/// assert_eq!(accelerator_track::ArtifactRole::Output.to_string(), "output");
-/// ```
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ArtifactRole {
@@ -254,10 +243,6 @@ pub enum ArtifactRole {
 }
 
 /// The end of a program.
-///
-/// ```
-/// assert_eq!(accelerator_track::EndStatus::Finished.to_string(), "finished");
-/// ```
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum EndStatus {

@@ -24,8 +24,6 @@ pub(crate) const FAILURE: &str = "failure.json";
 pub(crate) const TABLE: &str = "metrics.csv";
 /// The progress of the delivery to an MLflow server.
 pub(crate) const MLFLOW: &str = "mlflow.json";
-/// The list of files that came with an upload of an earlier version.
-const UPLOAD: &str = "upload.json";
 /// The folder of files named by their contents.
 pub(crate) const BLOBS: &str = "blobs";
 /// The folder of measurements of the hosts of ranks.
@@ -83,13 +81,6 @@ pub(crate) fn is_staged(name: &str) -> bool {
             .is_some_and(|name| [TABLE, MLFLOW].contains(&name))
 }
 
-/// Returns true for the name of such a file of an earlier version, in the run's folder or that of blobs.
-pub(crate) fn is_staged_earlier(name: &str) -> bool {
-    name.strip_prefix(".tmp").is_some_and(|random| {
-        random.len() == 6 && random.bytes().all(|byte| byte.is_ascii_alphanumeric())
-    })
-}
-
 /// Returns the name of a file until it is complete and replaces another one.
 pub(crate) fn new_of(path: &Path) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
@@ -141,18 +132,7 @@ pub(crate) fn remove(folder: &Path) -> Result<Vec<PathBuf>> {
 
 /// Returns true if the removal of the run in a folder was interrupted.
 pub(crate) fn is_cut_off(folder: &Path) -> bool {
-    folder.join(REMOVED).is_file() && !folder.join(JOURNAL).exists() || is_cut_off_earlier(folder)
-}
-
-/// Returns true if an earlier version moved the run away, to `.removed-NAME-ID`, and anything of it is left.
-fn is_cut_off_earlier(folder: &Path) -> bool {
-    let name = folder.file_name().and_then(|name| name.to_str());
-    let rest = name.and_then(|name| name.strip_prefix(".removed-"));
-    let id = rest.and_then(|rest| rest.get(rest.len().checked_sub(ID_LENGTH)?..));
-    id.is_some_and(|id| id.parse::<RunId>().is_ok())
-        && folder.is_dir()
-        && RunFiles::list(folder)
-            .is_ok_and(|files| !files.own.is_empty() || files.foreign.is_empty())
+    folder.join(REMOVED).is_file() && !folder.join(JOURNAL).exists()
 }
 
 /// Fails if a folder holds checkpoints.
@@ -175,7 +155,6 @@ pub(crate) fn expect_no_checkpoints(folder: &Path) -> Result<()> {
 
 fn is_own(path: &Path, name: &str, part: Option<&str>) -> bool {
     is_staged(name)
-        || matches!(part, None | Some(BLOBS)) && is_staged_earlier(name)
         || match part {
             None => FILES.contains(&name) || name.ends_with(".lock") && is_lock(path),
             Some(BLOBS) => name.parse::<ContentHash>().is_ok(),
@@ -203,12 +182,10 @@ fn ignore_missing(done: io::Result<()>) -> io::Result<()> {
     }
 }
 
-const FILES: [&str; 7] = [JOURNAL, LOCK, SUMMARY, FAILURE, TABLE, MLFLOW, UPLOAD];
+const FILES: [&str; 6] = [JOURNAL, LOCK, SUMMARY, FAILURE, TABLE, MLFLOW];
 const FOLDERS: [&str; 3] = [BLOBS, SYSTEM, TENSORBOARD];
 /// The journal's name during the removal of the run.
 const REMOVED: &str = ".accel-removed";
-/// The length of a UUID.
-const ID_LENGTH: usize = 36;
 const NEW: &str = ".new";
 const RANK: &str = "rank-";
 const EXTENSION: &str = ".jsonl";

@@ -108,10 +108,6 @@ impl Sink for Box<dyn Sink> {
 }
 
 /// The time at which entries are delivered to a sink.
-///
-/// ```
-/// assert_ne!(accelerator_track::Delivery::Live, accelerator_track::Delivery::Settled);
-/// ```
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum Delivery {
     /// Delivers entries at once. The sink has to take back those that a resume supersedes.
@@ -124,10 +120,6 @@ pub enum Delivery {
 }
 
 /// The journal that an entry is from.
-///
-/// ```
-/// assert!(accelerator_track::Origin::Run < accelerator_track::Origin::Rank(0));
-/// ```
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
 pub enum Origin {
     /// The run's.
@@ -137,13 +129,6 @@ pub enum Origin {
 }
 
 /// The run that is delivered.
-///
-/// ```
-/// use accelerator_track::{RunId, RunInfo};
-///
-/// let run = RunInfo { id: RunId::new(), name: "mnist".to_owned(), folder: "runs/mnist".into(), created_ms: 0 };
-/// assert_eq!(run.folder.file_name().unwrap(), "mnist");
-/// ```
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct RunInfo {
     /// Its identity.
@@ -157,12 +142,6 @@ pub struct RunInfo {
 }
 
 /// The position up to which a run was delivered to a sink.
-///
-/// ```
-/// use accelerator_track::SinkPosition;
-///
-/// assert_eq!(SinkPosition::default().next, 0);
-/// ```
 #[derive(Clone, Debug, Default, Eq, PartialEq, Serialize, Deserialize)]
 pub struct SinkPosition {
     /// The number of the first entry of the run's journal that has not been delivered.
@@ -215,10 +194,6 @@ impl CsvFile {
     }
 
     /// Writes at a path, whose folder must exist.
-    ///
-    /// ```
-    /// let sink = accelerator_track::CsvFile::at("mnist.csv");
-    /// ```
     #[must_use]
     pub fn at(path: impl Into<PathBuf>) -> Self {
         Self {

@@ -113,12 +113,6 @@ pub fn upload(run_folder: impl AsRef<Path>, destination: impl AsRef<Path>) -> Re
 }
 
 /// The result of an [`upload`].
-///
-/// ```
-/// fn describe(report: &accelerator_track::UploadReport) -> String {
-///     format!("{}: {} bytes", report.folder.display(), report.copied_bytes)
-/// }
-/// ```
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct UploadReport {
@@ -259,10 +253,8 @@ mod tests {
         assert!(report.folder.join("notes.txt").exists());
         assert!(!report.folder.join("lock").exists() && !report.folder.join(SUMMARY).exists());
         let store = ArtifactStore::of_runs(&shared);
-        assert_eq!(
-            store.open("model:v1").unwrap().read("weights").unwrap(),
-            b"one"
-        );
+        let weights = |reference: &str| store.open(reference).unwrap().read("weights").unwrap();
+        assert_eq!(weights("model:v1"), b"one");
 
         // Another run of the name, whose artifact has other contents.
         for copied in [true, false] {
@@ -271,10 +263,7 @@ mod tests {
             assert_eq!(report.copied_bytes > 0, copied);
             assert_eq!(id(&report.folder), id(&second));
         }
-        assert_eq!(
-            store.open("model:v2").unwrap().read("weights").unwrap(),
-            b"two"
-        );
+        assert_eq!(weights("model:v2"), b"two");
 
         // Damage is mended, events that the run replaced go, and what others put there stays.
         let there = shared.join("mnist");
@@ -322,10 +311,8 @@ mod tests {
         assert_eq!(store.open("model:latest").unwrap().version(), 2);
         // The version that had the number may come back.
         upload(&first, &shared).unwrap();
-        assert_eq!(
-            store.open("model:v1").unwrap().read("weights").unwrap(),
-            b"one"
-        );
+        let back = store.open("model:v1").unwrap();
+        assert_eq!(back.read("weights").unwrap(), b"one");
     }
 
     #[test]

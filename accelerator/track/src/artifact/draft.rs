@@ -1,6 +1,6 @@
 //! Artifacts before they are stored.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -43,7 +43,7 @@ pub struct Artifact {
     pub(super) aliases: Vec<String>,
     /// The places of the files, by their paths in the artifact.
     pub(super) files: BTreeMap<String, PathBuf>,
-    pub(super) references: BTreeMap<String, Option<String>>,
+    pub(super) references: BTreeSet<String>,
     pub(super) metadata: Map<String, Value>,
     pub(super) run: Option<RunId>,
 }
@@ -66,16 +66,10 @@ impl Artifact {
             kind: None,
             aliases: Vec::new(),
             files: BTreeMap::new(),
-            references: BTreeMap::new(),
+            references: BTreeSet::new(),
             metadata: Map::new(),
             run: None,
         }
-    }
-
-    /// Its name.
-    #[must_use]
-    pub fn name(&self) -> &str {
-        &self.name
     }
 
     /// Sets the kind: `model`, `dataset`.
@@ -168,8 +162,11 @@ impl Artifact {
     ///
     /// If it cannot be listed, if something in it is a link to a folder, a pipe or a device, or has a name that is no
     /// text, or if the artifact has another file of the same path.
-    pub fn add_dir(self, path: impl AsRef<Path>) -> Result<Self> {
-        self.add_below(path.as_ref(), "")
+    pub fn add_dir(mut self, path: impl AsRef<Path>) -> Result<Self> {
+        for (name, path) in files_below(path.as_ref())? {
+            self.insert(name, &path)?;
+        }
+        Ok(self)
     }
 
     /// Adds something that stays where it is: `s3://bucket/data`, `https://…`. It is not read.
@@ -177,8 +174,35 @@ impl Artifact {
     /// # Errors
     ///
     /// If this is not a URL, or one with a password: artifacts are shared.
-    pub fn add_reference(self, url: impl Into<String>) -> Result<Self> {
-        self.refer(url.into())
+    pub fn add_reference(mut self, url: impl Into<String>) -> Result<Self> {
+        let url = url.into();
+        let misuse = |url: &str, why: &str| {
+            Err(Error::new(
+                Kind::Misuse,
+                format!("{url:?} cannot be a reference: {why}"),
+            ))
+        };
+        let (scheme, rest) = url.split_once(':').unwrap_or_default();
+        let is_scheme = scheme.starts_with(|x: char| x.is_ascii_alphabetic())
+            && scheme
+                .chars()
+                .all(|x| x.is_ascii_alphanumeric() || "+-.".contains(x));
+        if !is_scheme || rest.is_empty() || url.contains(char::is_control) {
+            return misuse(&url, "expected a URL, as \"s3://bucket/data\"");
+        }
+        let host = rest
+            .strip_prefix("//")
+            .and_then(|rest| rest.split(['/', '?', '#']).next());
+        if let Some((user, host)) = host.and_then(|host| host.rsplit_once('@'))
+            && user.contains(':')
+        {
+            return misuse(
+                &format!("{scheme}://…@{host}"),
+                "it holds a password, which everybody would read",
+            );
+        }
+        self.references.insert(url);
+        Ok(self)
     }
 
     /// Adds the fields of a value to the artifact's metadata.
@@ -217,13 +241,6 @@ impl Artifact {
         Ok(self)
     }
 
-    fn add_below(mut self, folder: &Path, prefix: &str) -> Result<Self> {
-        for (name, path) in files_below(folder)? {
-            self.insert(format!("{prefix}{name}"), &path)?;
-        }
-        Ok(self)
-    }
-
     fn insert(&mut self, name: String, path: &Path) -> Result<()> {
         check_path(&name)?;
         // The program may go to another folder before the commit.
@@ -253,35 +270,5 @@ impl Artifact {
         }
         self.files.insert(name, path);
         Ok(())
-    }
-
-    fn refer(mut self, url: String) -> Result<Self> {
-        let misuse = |url: &str, why: &str| {
-            Err(Error::new(
-                Kind::Misuse,
-                format!("{url:?} cannot be a reference: {why}"),
-            ))
-        };
-        let (scheme, rest) = url.split_once(':').unwrap_or_default();
-        let is_scheme = scheme.starts_with(|x: char| x.is_ascii_alphabetic())
-            && scheme
-                .chars()
-                .all(|x| x.is_ascii_alphanumeric() || "+-.".contains(x));
-        if !is_scheme || rest.is_empty() || url.contains(char::is_control) {
-            return misuse(&url, "expected a URL, as \"s3://bucket/data\"");
-        }
-        let host = rest
-            .strip_prefix("//")
-            .and_then(|rest| rest.split(['/', '?', '#']).next());
-        if let Some((user, host)) = host.and_then(|host| host.rsplit_once('@'))
-            && user.contains(':')
-        {
-            return misuse(
-                &format!("{scheme}://…@{host}"),
-                "it holds a password, which everybody would read",
-            );
-        }
-        self.references.insert(url, None);
-        Ok(self)
     }
 }

@@ -13,7 +13,7 @@ pub use draft::Artifact;
 pub use retention::PruneReport;
 pub(crate) use retention::Retention;
 pub use store::ArtifactStore;
-pub use stored::{ArtifactReader, StoredArtifact};
+pub use stored::StoredArtifact;
 
 mod draft;
 pub(crate) mod objects;
@@ -24,14 +24,6 @@ mod stored;
 mod tests;
 
 /// A file of an artifact.
-///
-/// ```
-/// use accelerator_manifest::ContentHash;
-/// use accelerator_track::ArtifactFile;
-///
-/// let file = ArtifactFile { path: "weights/model.bin".to_owned(), hash: ContentHash::of(b"weights"), bytes: 7 };
-/// assert!(serde_json::to_string(&file).unwrap().starts_with(r#"{"path":"weights/model.bin","hash":""#));
-/// ```
 #[derive(Clone, Debug, Eq, PartialEq, Serialize, Deserialize)]
 pub struct ArtifactFile {
     /// The path in the artifact, with `/` between folders.
@@ -43,13 +35,6 @@ pub struct ArtifactFile {
 }
 
 /// Something that belongs to an artifact and is stored elsewhere.
-///
-/// ```
-/// use accelerator_track::ArtifactReference;
-///
-/// let data = ArtifactReference { url: "s3://bucket/train.parquet".to_owned(), digest: None };
-/// assert_eq!(serde_json::to_string(&data).unwrap(), r#"{"url":"s3://bucket/train.parquet"}"#);
-/// ```
 #[derive(Clone, Debug, Eq, PartialEq, Serialize, Deserialize)]
 pub struct ArtifactReference {
     /// The URL.
@@ -196,13 +181,6 @@ const FORMAT: u32 = 1;
 const SEAL: &str = ",\"seal\":\"";
 
 /// A version of an artifact, in whatever store. The digest tells apart versions that got one number in two stores.
-///
-/// ```
-/// use accelerator_track::ArtifactId;
-///
-/// let model = ArtifactId { name: "model".to_owned(), version: 3, digest: "af13".to_owned() };
-/// assert_eq!(model.to_string(), "model:v3");
-/// ```
 #[derive(Clone, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub struct ArtifactId {
     /// The artifact's name.
@@ -240,29 +218,6 @@ impl fmt::Display for ArtifactName {
     }
 }
 
-/// A name that a version has beside its number, and that can move to another.
-#[derive(Clone, Debug, Eq, Ord, PartialEq, PartialOrd)]
-struct Alias(String);
-
-impl Alias {
-    fn parse(alias: &str) -> Result<Self> {
-        check("an alias", alias)?;
-        if alias == LATEST || parse_version(alias).is_some() {
-            return Err(Error::new(
-                Kind::Misuse,
-                format!(
-                    "{alias:?} cannot be set as an alias: {LATEST:?} is the greatest version, and \"v1\" the first; choose another"
-                ),
-            ));
-        }
-        Ok(Self(alias.to_owned()))
-    }
-
-    fn into_string(self) -> String {
-        self.0
-    }
-}
-
 /// `name`, `name:latest`, `name:v3` or `name:alias`.
 #[derive(Clone, Debug, Eq, PartialEq)]
 struct Query {
@@ -283,13 +238,27 @@ impl Query {
         let version = match parse_version(version) {
             Some(number) => VersionQuery::Number(number),
             None if version == LATEST => VersionQuery::Latest,
-            None => VersionQuery::Alias(Alias::parse(version)?.into_string()),
+            None => VersionQuery::Alias(parse_alias(version)?),
         };
         Ok(Self {
             name: ArtifactName::parse(name)?,
             version,
         })
     }
+}
+
+/// A name that a version has beside its number, and that can move to another.
+fn parse_alias(alias: &str) -> Result<String> {
+    check("an alias", alias)?;
+    if alias == LATEST || parse_version(alias).is_some() {
+        return Err(Error::new(
+            Kind::Misuse,
+            format!(
+                "{alias:?} cannot be set as an alias: {LATEST:?} is the greatest version, and \"v1\" the first; choose another"
+            ),
+        ));
+    }
+    Ok(alias.to_owned())
 }
 
 /// The number of `v3`; only as it is written, so that no two texts are one number.
@@ -364,7 +333,10 @@ mod name_tests {
                 hash: ContentHash::of(b""),
                 bytes: 0,
             }],
-            references: Vec::new(),
+            references: vec![ArtifactReference {
+                url: "s3://bucket/data".to_owned(),
+                digest: None,
+            }],
             metadata: Map::new(),
         };
         Version {
@@ -381,6 +353,11 @@ mod name_tests {
     #[test]
     fn every_changed_bit_of_a_manifest_is_found() {
         let bytes = version("x").to_bytes().unwrap();
+        let (empty, digest) = (ContentHash::of(b""), version("x").digest);
+        let text = format!(
+            r#"{{"format":1,"name":"a","version":1,"created_ms":0,"digest":"{digest}","files":[{{"path":"x","hash":"{empty}","bytes":0}}],"references":[{{"url":"s3://bucket/data"}}],"seal":""#
+        );
+        assert!(bytes.starts_with(text.as_bytes()));
         assert_eq!(Version::parse(&bytes).unwrap(), version("x"));
         for at in 0..bytes.len() {
             assert!(Version::parse(&bytes[..at]).unwrap_err().is_corrupt());
@@ -426,10 +403,10 @@ mod name_tests {
             assert_eq!(ArtifactName::parse(name).unwrap().as_str(), name);
         }
         for alias in ["latest", "v1", "v30", "a/b", ""] {
-            assert!(Alias::parse(alias).unwrap_err().is_misuse(), "{alias:?}");
+            assert!(parse_alias(alias).unwrap_err().is_misuse(), "{alias:?}");
         }
         for alias in ["best", "v", "v0", "v01", "v+1", "version"] {
-            assert!(Alias::parse(alias).is_ok(), "{alias:?}");
+            assert!(parse_alias(alias).is_ok(), "{alias:?}");
         }
     }
 

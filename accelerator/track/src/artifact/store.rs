@@ -12,8 +12,8 @@ use super::objects::{
 };
 use super::stored::StoredArtifact;
 use super::{
-    Alias, ArtifactFile, ArtifactName, ArtifactReference, Contents, FORMAT, Query, Version,
-    VersionQuery, parse_version,
+    ArtifactFile, ArtifactName, ArtifactReference, Contents, FORMAT, Query, Version, VersionQuery,
+    parse_alias, parse_version,
 };
 use crate::error::{Error, Kind, Result};
 use crate::journal::now_ms;
@@ -53,9 +53,7 @@ impl ArtifactStore {
         }
     }
 
-    /// The folder of the store.
-    #[must_use]
-    pub fn folder(&self) -> &Path {
+    pub(crate) fn folder(&self) -> &Path {
         &self.root
     }
 
@@ -68,7 +66,7 @@ impl ArtifactStore {
     /// name cannot be one. There is then no new version.
     pub fn commit(&self, artifact: &Artifact) -> Result<StoredArtifact> {
         let name = ArtifactName::parse(&artifact.name)?;
-        let aliases = artifact.aliases.iter().map(|alias| Alias::parse(alias));
+        let aliases = artifact.aliases.iter().map(|alias| parse_alias(alias));
         let aliases = aliases.collect::<Result<Vec<_>>>()?;
         let sources = artifact
             .files
@@ -82,11 +80,9 @@ impl ArtifactStore {
                 hash: source.hash,
                 bytes: source.bytes,
             })),
-            references: Vec::from_iter(artifact.references.iter().map(|(url, digest)| {
-                ArtifactReference {
-                    url: url.clone(),
-                    digest: digest.clone(),
-                }
+            references: Vec::from_iter(artifact.references.iter().map(|url| ArtifactReference {
+                url: url.clone(),
+                digest: None,
             })),
             metadata: artifact.metadata.clone(),
         };
@@ -121,9 +117,7 @@ impl ArtifactStore {
                 version
             }
         };
-        let aliased = aliases
-            .into_iter()
-            .map(|alias| (alias.into_string(), version.version));
+        let aliased = aliases.into_iter().map(|alias| (alias, version.version));
         self.change_aliases(&adding, &name, index, |of| of.extend(aliased))?;
         Ok(self.stored(version))
     }
@@ -208,15 +202,6 @@ impl ArtifactStore {
         ))
     }
 
-    /// The aliases of a name, with the versions that have them.
-    ///
-    /// # Errors
-    ///
-    /// If the store cannot be read.
-    pub fn aliases(&self, name: &str) -> Result<BTreeMap<String, u32>> {
-        Ok(self.index(&ArtifactName::parse(name)?)?.aliases)
-    }
-
     /// Gives a version an alias; another version of the name that has it loses it.
     ///
     /// ```
@@ -236,7 +221,7 @@ impl ArtifactStore {
     ///
     /// If there is no such version, if the alias cannot be one, or if the store cannot be written.
     pub fn set_alias(&self, reference: &str, alias: &str) -> Result<()> {
-        let alias = Alias::parse(alias)?;
+        let alias = parse_alias(alias)?;
         let Query { name, .. } = Query::parse(reference)?;
         // Fails before it creates a folder.
         self.open(reference)?;
@@ -245,7 +230,7 @@ impl ArtifactStore {
         let version = self.open(reference)?.version();
         let index = self.index(&name)?;
         self.change_aliases(&adding, &name, index, |aliases| {
-            aliases.insert(alias.into_string(), version);
+            aliases.insert(alias, version);
         })
     }
 
@@ -287,7 +272,7 @@ impl ArtifactStore {
         Ok(())
     }
 
-    pub(super) fn change_aliases(
+    fn change_aliases(
         &self,
         adding: &Adding,
         name: &ArtifactName,
@@ -302,94 +287,6 @@ impl ArtifactStore {
         self.write_index(adding, name, &changed)
     }
 
-    /// Keeps versions and their contents from being removed: a holder of the lock may record that a run uses one.
-    pub(crate) fn keep(&self) -> Result<StoreLock> {
-        StoreLock::take(&self.root, LockKind::Read)
-    }
-
-    /// Makes the store, and keeps versions and their contents from being removed, including those that are stored
-    /// meanwhile.
-    pub(crate) fn make(&self) -> Result<StoreLock> {
-        fs::create_dir_all(&self.root)
-            .map_err(|error| Error::io("create the folder", &self.root, error))?;
-        StoreLock::take(&self.root, LockKind::Add)
-    }
-
-    /// Makes the store, and keeps its objects from being removed.
-    pub(super) fn begin(&self) -> Result<Adding> {
-        Adding::begin(&self.root, self.make()?)
-    }
-
-    pub(super) fn stored(&self, version: Version) -> StoredArtifact {
-        StoredArtifact::new(self.root.clone(), version)
-    }
-
-    fn latest(&self, name: &ArtifactName) -> Result<Option<Version>> {
-        let number = self.numbers(name)?.last().copied();
-        number.map_or(Ok(None), |number| self.version(name, number))
-    }
-
-    pub(super) fn version(&self, name: &ArtifactName, number: u32) -> Result<Option<Version>> {
-        match Version::read(&self.version_path(name, number), name.as_str(), number) {
-            Err(error) if error.is_not_found() => Ok(None),
-            read => read.map(Some),
-        }
-    }
-
-    /// The numbers of a name's versions, sorted.
-    pub(super) fn numbers(&self, name: &ArtifactName) -> Result<Vec<u32>> {
-        let folder = self.folder_of(name);
-        let entries = match fs::read_dir(&folder) {
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
-            entries => entries.map_err(|error| Error::io("list the folder", &folder, error))?,
-        };
-        let mut numbers = Vec::new();
-        for entry in entries {
-            let file = entry
-                .map_err(|error| Error::io("list the folder", &folder, error))?
-                .file_name();
-            numbers.extend(
-                file.to_str()
-                    .and_then(|file| parse_version(file.strip_suffix(JSON)?)),
-            );
-        }
-        numbers.sort_unstable();
-        Ok(numbers)
-    }
-
-    pub(super) fn write_version(
-        &self,
-        adding: &Adding,
-        name: &ArtifactName,
-        version: &Version,
-    ) -> Result<()> {
-        adding.write(
-            &self.version_path(name, version.version),
-            &version.to_bytes()?,
-        )
-    }
-
-    pub(super) fn write_index(
-        &self,
-        adding: &Adding,
-        name: &ArtifactName,
-        index: &Index,
-    ) -> Result<()> {
-        adding.write(&self.folder_of(name).join(INDEX), &index.to_bytes())
-    }
-
-    fn version_path(&self, name: &ArtifactName, version: u32) -> PathBuf {
-        self.folder_of(name).join(format!("v{version}{JSON}"))
-    }
-
-    fn folder_of(&self, name: &ArtifactName) -> PathBuf {
-        folder_of(&self.root, name)
-    }
-}
-
-const JSON: &str = ".json";
-
-impl ArtifactStore {
     /// Stores a version of another store under the same number, with those of its aliases that this store does not
     /// have. If other contents have or had the number here, it becomes a new version. Returns the version with these
     /// contents, and the bytes written.
@@ -444,4 +341,80 @@ impl ArtifactStore {
         })?;
         Ok((self.stored(version), bytes))
     }
+
+    /// Keeps versions and their contents from being removed: a holder of the lock may record that a run uses one.
+    pub(crate) fn keep(&self) -> Result<StoreLock> {
+        StoreLock::take(&self.root, LockKind::Read)
+    }
+
+    /// Makes the store, and keeps versions and their contents from being removed, including those that are stored
+    /// meanwhile.
+    pub(crate) fn make(&self) -> Result<StoreLock> {
+        fs::create_dir_all(&self.root)
+            .map_err(|error| Error::io("create the folder", &self.root, error))?;
+        StoreLock::take(&self.root, LockKind::Add)
+    }
+
+    /// Makes the store, and keeps its objects from being removed.
+    fn begin(&self) -> Result<Adding> {
+        Adding::begin(&self.root, self.make()?)
+    }
+
+    fn stored(&self, version: Version) -> StoredArtifact {
+        StoredArtifact::new(self.root.clone(), version)
+    }
+
+    fn latest(&self, name: &ArtifactName) -> Result<Option<Version>> {
+        let number = self.numbers(name)?.last().copied();
+        number.map_or(Ok(None), |number| self.version(name, number))
+    }
+
+    fn version(&self, name: &ArtifactName, number: u32) -> Result<Option<Version>> {
+        match Version::read(&self.version_path(name, number), name.as_str(), number) {
+            Err(error) if error.is_not_found() => Ok(None),
+            read => read.map(Some),
+        }
+    }
+
+    /// The numbers of a name's versions, sorted.
+    fn numbers(&self, name: &ArtifactName) -> Result<Vec<u32>> {
+        let folder = self.folder_of(name);
+        let entries = match fs::read_dir(&folder) {
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+            entries => entries.map_err(|error| Error::io("list the folder", &folder, error))?,
+        };
+        let mut numbers = Vec::new();
+        for entry in entries {
+            let file = entry
+                .map_err(|error| Error::io("list the folder", &folder, error))?
+                .file_name();
+            numbers.extend(
+                file.to_str()
+                    .and_then(|file| parse_version(file.strip_suffix(JSON)?)),
+            );
+        }
+        numbers.sort_unstable();
+        Ok(numbers)
+    }
+
+    fn write_version(&self, adding: &Adding, name: &ArtifactName, version: &Version) -> Result<()> {
+        adding.write(
+            &self.version_path(name, version.version),
+            &version.to_bytes()?,
+        )
+    }
+
+    fn write_index(&self, adding: &Adding, name: &ArtifactName, index: &Index) -> Result<()> {
+        adding.write(&self.folder_of(name).join(INDEX), &index.to_bytes())
+    }
+
+    fn version_path(&self, name: &ArtifactName, version: u32) -> PathBuf {
+        self.folder_of(name).join(format!("v{version}{JSON}"))
+    }
+
+    fn folder_of(&self, name: &ArtifactName) -> PathBuf {
+        folder_of(&self.root, name)
+    }
 }
+
+const JSON: &str = ".json";

@@ -70,12 +70,6 @@ impl StoredArtifact {
         self.version.contents.kind.as_deref()
     }
 
-    /// Returns the time at which it was stored, in milliseconds since 1970.
-    #[must_use]
-    pub fn created_ms(&self) -> u64 {
-        self.version.created_ms
-    }
-
     /// The run that stored it first, if a run did.
     #[must_use]
     pub fn run(&self) -> Option<RunId> {
@@ -100,12 +94,6 @@ impl StoredArtifact {
         &self.version.contents.metadata
     }
 
-    /// The length of all files.
-    #[must_use]
-    pub fn bytes(&self) -> u64 {
-        self.files().iter().map(|file| file.bytes).sum()
-    }
-
     /// The aliases that it has now.
     ///
     /// # Errors
@@ -126,20 +114,6 @@ impl StoredArtifact {
     ///
     /// If there is no such file ([`Error::is_not_found`]), or it is not what was stored ([`Error::is_corrupt`]).
     pub fn read(&self, path: &str) -> Result<Vec<u8>> {
-        let mut reader = self.open_file(path)?;
-        let mut content = Vec::new();
-        match reader.read_to_end(&mut content) {
-            Ok(_) => Ok(content),
-            Err(error) => Err(reader.error(error)),
-        }
-    }
-
-    /// A file, to be read in order; its end is an error if the content is not what was stored.
-    ///
-    /// # Errors
-    ///
-    /// As [`read`](Self::read); the hash is known only when all is read.
-    pub fn open_file(&self, path: &str) -> Result<ArtifactReader> {
         let file = self
             .files()
             .iter()
@@ -160,9 +134,17 @@ impl StoredArtifact {
                     ),
                 )
             })?;
-        let what = format!("{:?} of {}", file.path, self.reference());
-        ArtifactReader::open(what, self.path_of(file), file.clone())
-            .map_err(|error| self.lost(file, &error))
+        let object = self.path_of(file);
+        let mut opened = File::open(&object).map_err(|error| self.lost(file, &error))?;
+        let mut content = Vec::new();
+        opened
+            .read_to_end(&mut content)
+            .map_err(|error| Error::io("read", &object, error))?;
+        let (bytes, hash) = (content.len() as u64, ContentHash::of(&content));
+        match (bytes, hash) == (file.bytes, file.hash) {
+            true => Ok(content),
+            false => Err(self.damaged(file, bytes, hash)),
+        }
     }
 
     /// Reads all files, and compares them with their hashes.
@@ -265,13 +247,7 @@ impl StoredArtifact {
         if (source.hash, source.bytes) == (file.hash, file.bytes) {
             return Ok(source);
         }
-        Err(damaged(
-            &format!("{:?} of {}", file.path, self.reference()),
-            &path,
-            file,
-            source.bytes,
-            source.hash,
-        ))
+        Err(self.damaged(file, source.bytes, source.hash))
     }
 
     /// Returns true if all files are in a folder, and fails if it holds something else.
@@ -319,6 +295,21 @@ impl StoredArtifact {
         Objects::new(&self.root).path(file.hash)
     }
 
+    /// The error for a file that is not what was stored.
+    fn damaged(&self, file: &ArtifactFile, bytes: u64, hash: ContentHash) -> Error {
+        Error::new(
+            Kind::Corrupt,
+            format!(
+                "{:?} of {} is not what was stored: expected {} bytes with the hash {}, found {bytes} with {hash} in {}; store the artifact again",
+                file.path,
+                self.reference(),
+                file.bytes,
+                file.hash,
+                self.path_of(file).display()
+            ),
+        )
+    }
+
     fn lost(&self, file: &ArtifactFile, error: &dyn std::fmt::Display) -> Error {
         Error::new(
             Kind::Corrupt,
@@ -336,95 +327,4 @@ fn at(folder: &Path, file: &ArtifactFile) -> PathBuf {
     file.path
         .split('/')
         .fold(folder.to_owned(), |path, part| path.join(part))
-}
-
-/// Reads a file of an artifact, and fails at its end if it is not what was stored.
-///
-/// ```
-/// use std::io::Read;
-/// use accelerator_track::{Artifact, ArtifactReader, ArtifactStore};
-///
-/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// # let temporary = tempfile::tempdir()?;
-/// # let file = temporary.path().join("model.bin");
-/// # std::fs::write(&file, "weights")?;
-/// let store = ArtifactStore::of_runs(temporary.path());
-/// let model = store.commit(&Artifact::create("model").add_file(&file)?)?;
-/// let mut reader: ArtifactReader = model.open_file("model.bin")?;
-/// let mut content = String::new();
-/// reader.read_to_string(&mut content)?;
-/// assert_eq!((content.as_str(), reader.file().bytes), ("weights", 7));
-/// # Ok(())
-/// # }
-/// ```
-#[derive(Debug)]
-pub struct ArtifactReader {
-    file: File,
-    what: String,
-    path: PathBuf,
-    expected: ArtifactFile,
-    bytes: u64,
-    hash: blake3::Hasher,
-}
-
-impl ArtifactReader {
-    /// `what` is the file in words, `path` the place of its content.
-    pub(super) fn open(what: String, path: PathBuf, expected: ArtifactFile) -> io::Result<Self> {
-        Ok(Self {
-            file: File::open(&path)?,
-            what,
-            path,
-            expected,
-            bytes: 0,
-            hash: blake3::Hasher::new(),
-        })
-    }
-
-    /// The file as the manifest describes it.
-    #[must_use]
-    pub fn file(&self) -> &ArtifactFile {
-        &self.expected
-    }
-
-    pub(super) fn error(&self, error: io::Error) -> Error {
-        match error.downcast::<Error>() {
-            Ok(error) => error,
-            Err(error) => Error::io("read", &self.path, error),
-        }
-    }
-}
-
-impl Read for ArtifactReader {
-    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        let read = self.file.read(buffer)?;
-        self.hash.update(&buffer[..read]);
-        self.bytes += read as u64;
-        if read == 0 && !buffer.is_empty() {
-            let found = self.hash.finalize().into();
-            if (self.bytes, found) != (self.expected.bytes, self.expected.hash) {
-                let error = damaged(&self.what, &self.path, &self.expected, self.bytes, found);
-                return Err(io::Error::new(io::ErrorKind::InvalidData, error));
-            }
-        }
-        Ok(read)
-    }
-}
-
-/// The error for a file that is not what was stored.
-pub(super) fn damaged(
-    what: &str,
-    path: &Path,
-    expected: &ArtifactFile,
-    bytes: u64,
-    hash: ContentHash,
-) -> Error {
-    Error::new(
-        Kind::Corrupt,
-        format!(
-            "{what} is not what was stored: expected {} bytes with the hash {}, found {bytes} with {hash} in {}; store the artifact again",
-            expected.bytes,
-            expected.hash,
-            path.display()
-        ),
-    )
 }

@@ -118,8 +118,7 @@ impl RunHistory {
     }
 
     /// Returns the time from its creation to its last entry, in milliseconds.
-    #[must_use]
-    pub fn duration_ms(&self) -> u64 {
+    pub(crate) fn duration_ms(&self) -> u64 {
         self.last_ms.saturating_sub(self.created_ms)
     }
 

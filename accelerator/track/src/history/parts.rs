@@ -9,10 +9,6 @@ use serde_json::Value;
 use crate::record::{ArtifactRole, EndStatus, Number};
 
 /// The status of a run.
-///
-/// ```
-/// assert_eq!(accelerator_track::RunStatus::Interrupted.to_string(), "interrupted");
-/// ```
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum RunStatus {
@@ -41,12 +37,6 @@ impl fmt::Display for RunStatus {
 }
 
 /// A start of the program.
-///
-/// ```
-/// fn describe(attempt: &accelerator_track::RunAttempt) -> String {
-///     format!("attempt {} on {} ranks", attempt.attempt, attempt.world)
-/// }
-/// ```
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct RunAttempt {
@@ -65,12 +55,6 @@ pub struct RunAttempt {
 }
 
 /// The value of a hyperparameter.
-///
-/// ```
-/// fn has_changed(parameter: &accelerator_track::Hyperparameter) -> bool {
-///     !parameter.earlier.is_empty()
-/// }
-/// ```
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Hyperparameter {
@@ -82,12 +66,6 @@ pub struct Hyperparameter {
 }
 
 /// The values of a metric over steps.
-///
-/// ```
-/// fn last(series: &accelerator_track::Series) -> Option<f64> {
-///     Some(series.points.last()?.value)
-/// }
-/// ```
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Series {
@@ -98,12 +76,6 @@ pub struct Series {
 }
 
 /// The value of a metric at a step.
-///
-/// ```
-/// fn is_good(point: &accelerator_track::Point) -> bool {
-///     point.value.is_finite()
-/// }
-/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Point {
@@ -123,12 +95,6 @@ pub struct Point {
 }
 
 /// A text, histogram, image or plot.
-///
-/// ```
-/// fn title(media: &accelerator_track::Media) -> String {
-///     format!("{} at step {}", media.key, media.step)
-/// }
-/// ```
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Media {
@@ -144,12 +110,6 @@ pub struct Media {
 }
 
 /// The content of a [`Media`].
-///
-/// ```
-/// use accelerator_track::MediaContent;
-///
-/// assert_eq!(MediaContent::Text("**good**".to_owned()), MediaContent::Text("**good**".to_owned()));
-/// ```
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum MediaContent {
@@ -181,12 +141,6 @@ pub enum MediaContent {
 }
 
 /// A version of an artifact that a run made or used.
-///
-/// ```
-/// fn reference(artifact: &accelerator_track::ArtifactUse) -> String {
-///     format!("{}:v{}", artifact.name, artifact.version)
-/// }
-/// ```
 #[derive(Clone, Debug, Eq, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct ArtifactUse {
@@ -225,12 +179,6 @@ pub struct WeightsDigest {
 }
 
 /// A measurement of a rank's host.
-///
-/// ```
-/// fn mib(memory: &accelerator_track::SystemPoint) -> f64 {
-///     memory.value / f64::from(1 << 20)
-/// }
-/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct SystemPoint {
@@ -242,12 +190,6 @@ pub struct SystemPoint {
 }
 
 /// The end of a run.
-///
-/// ```
-/// fn is_good(end: &accelerator_track::RunEnd) -> bool {
-///     end.status == accelerator_track::EndStatus::Finished
-/// }
-/// ```
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct RunEnd {

@@ -6,19 +6,12 @@ use proptest::prelude::*;
 use super::*;
 use crate::error::Result;
 use crate::history::RunHistory;
-use crate::record::{EndStatus, Entry, Metrics, Number, PointValue, Record};
+use crate::record::{EndStatus, Entry, Record};
 use crate::sink::Delivery;
+use crate::tests::{assert_says, end};
 
 fn metrics(step: u64, value: f64) -> Record {
-    Record::Metrics(Metrics {
-        step,
-        epoch: None,
-        points: vec![PointValue {
-            series: 0,
-            value: Number(value),
-            count: None,
-        }],
-    })
+    crate::tests::metrics(step, None, [value])
 }
 
 fn write(path: &Path, records: impl IntoIterator<Item = Record>) -> JournalWriter {
@@ -80,10 +73,7 @@ fn damage_within_is_named_by_its_byte() {
     fs::write(&path, &bytes).unwrap();
     let error = read(&path, Delivery::Live).unwrap_err();
     assert!(error.is_corrupt());
-    assert!(
-        error.to_string().contains(&format!("byte {second} ")),
-        "{error}"
-    );
+    assert_says(&error, &format!("byte {second} "));
     assert!(JournalWriter::open(&path, |_| {}).unwrap_err().is_corrupt());
 }
 
@@ -129,10 +119,7 @@ fn an_attempt_that_logs_nothing_supersedes_nothing() {
     };
     write(&path, (1..=4).map(|step| metrics(step, 1.0)));
     // One program dies before it resumes, and one fails after it has resumed.
-    let failed = Record::End {
-        status: EndStatus::Failed,
-        failure: None,
-    };
+    let failed = end(EndStatus::Failed);
     write(&path, [attempt(), to(None)]);
     write(&path, [attempt(), to(None), to(Some(1)), failed]);
     let all = [(1, 1.0), (2, 1.0), (3, 1.0), (4, 1.0)];
@@ -150,10 +137,6 @@ fn the_end_of_a_run_that_may_go_on_settles_nothing() {
     let checkpoint = |step, covers| Record::Checkpoint {
         step: Some(step),
         covers,
-    };
-    let end = |status| Record::End {
-        status,
-        failure: None,
     };
     write(&path, [metrics(1, 1.0), checkpoint(1, 1), metrics(2, 1.0)]);
     write(&path, [end(EndStatus::Failed)]);
@@ -211,10 +194,8 @@ fn what_is_no_journal_is_told_from_an_empty_one_and_from_a_newer_one() {
     assert!(error(b"").is_not_found());
     for rubbish in [&b"rubbish"[..], b"rub\nbish\n", &[0; 4096]] {
         let error = error(rubbish);
-        assert!(
-            error.is_corrupt() && error.to_string().contains("no journal"),
-            "{error}"
-        );
+        assert!(error.is_corrupt());
+        assert_says(&error, "no journal");
     }
     // Only the version of this head can be understood.
     let text = r#"{"t":"head","n":0,"ms":1,"version":2,"runs":["a"]"#;

@@ -52,12 +52,6 @@ impl KubeflowSink {
     /// # Errors
     ///
     /// If one of the others is not set, or the certificate cannot be read.
-    ///
-    /// ```
-    /// // This is no pod of a TrainJob.
-    /// assert!(accelerator_track::KubeflowSink::from_env()?.is_none());
-    /// # Ok::<(), accelerator_track::Error>(())
-    /// ```
     pub fn from_env() -> Result<Option<Self>> {
         let Some(url) = variable(URL) else {
             return Ok(None);
@@ -74,28 +68,17 @@ impl KubeflowSink {
                 Error::new(Kind::Misuse, message)
             })
         };
-        Self::new(url, &path(CA_CERT)?, path(TOKEN)?).map(Some)
+        Self::new(url, path(CA_CERT)?, path(TOKEN)?).map(Some)
     }
 
     /// Delivers to the server at a URL, with the files of the certificate that signs its own, and of the token that it
     /// asks for.
-    ///
-    /// # Errors
-    ///
-    /// If the certificate cannot be read.
-    ///
-    /// ```
-    /// use accelerator_track::KubeflowSink;
-    ///
-    /// let error = KubeflowSink::new("https://trainer/status", "no/ca.crt".as_ref(), "no/token").unwrap_err();
-    /// assert!(error.is_not_found());
-    /// ```
-    pub fn new(url: &str, ca_cert: &Path, token: impl Into<PathBuf>) -> Result<Self> {
+    fn new(url: &str, ca_cert: PathBuf, token: PathBuf) -> Result<Self> {
         Ok(Self {
             url: url.to_owned(),
-            ca_cert: ca_cert.to_owned(),
-            token: token.into(),
-            agent: agent(ca_cert)?,
+            agent: agent(&ca_cert)?,
+            ca_cert,
+            token,
             progress: Progress::default(),
             changed: Changed::No,
             sent: None,

@@ -10,8 +10,9 @@ use rustls::{ServerConfig, ServerConnection, StreamOwned};
 use serde_json::{Value, json};
 
 use super::*;
-use crate::record::{EndStatus, Metrics, Number, PointValue, Record};
+use crate::record::{EndStatus, Record};
 use crate::run::Run;
+use crate::tests::{assert_says, end, entry, start};
 
 const PEM: &[u8] = include_bytes!("fixtures/server.pem");
 
@@ -95,12 +96,8 @@ fn files() -> tempfile::TempDir {
 }
 
 fn sink(url: &str, folder: &tempfile::TempDir) -> KubeflowSink {
-    KubeflowSink::new(
-        url,
-        &folder.path().join("ca.crt"),
-        folder.path().join("token"),
-    )
-    .unwrap()
+    let at = |name: &str| folder.path().join(name);
+    KubeflowSink::new(url, at("ca.crt"), at("token")).unwrap()
 }
 
 #[test]
@@ -140,15 +137,8 @@ fn requests_are_few_and_each_reads_the_token() {
     let folder = files();
     let mut sink = sink(&url, &folder);
     let mut write = |record| {
-        sink.write(
-            Origin::Run,
-            &Entry {
-                n: 0,
-                ms: 0,
-                record,
-            },
-        )
-        .and_then(|()| sink.flush())
+        let written = sink.write(Origin::Run, &entry(record));
+        written.and_then(|()| sink.flush())
     };
     for step in 0..3 {
         write(metrics(step, None)).unwrap();
@@ -166,15 +156,8 @@ fn a_server_that_refuses_or_is_another_is_an_error() {
     let folder = files();
     let tell = |url: &str| {
         let mut sink = sink(url, &folder);
-        sink.write(
-            Origin::Run,
-            &Entry {
-                n: 0,
-                ms: 0,
-                record: metrics(1, None),
-            },
-        )
-        .unwrap();
+        let record = metrics(1, None);
+        sink.write(Origin::Run, &entry(record)).unwrap();
         sink.flush().unwrap_err()
     };
     for status in ["403 Forbidden", "404 Not Found", "422 Unprocessable Entity"] {
@@ -191,30 +174,24 @@ fn a_server_that_refuses_or_is_another_is_an_error() {
 
     // The certificate is for another address, and then from another authority.
     let (url, asks) = server("200 OK");
-    let error = tell(&url.replace("127.0.0.1", "127.0.0.2")).to_string();
-    assert!(error.contains("certificate not valid for name"), "{error}");
+    let error = tell(&url.replace("127.0.0.1", "127.0.0.2"));
+    assert_says(&error, "certificate not valid for name");
     let other = include_str!("fixtures/other-ca.crt");
     std::fs::write(folder.path().join("ca.crt"), other).unwrap();
-    let error = tell(&url).to_string();
-    assert!(error.contains("UnknownIssuer"), "{error}");
+    assert_says(&tell(&url), "UnknownIssuer");
     assert_eq!(asks.try_iter().count(), 0);
 
     std::fs::write(folder.path().join("ca.crt"), "nothing").unwrap();
     let error = agent(&folder.path().join("ca.crt")).unwrap_err();
-    assert!(
-        error.is_misuse() && error.to_string().contains("found none"),
-        "{error}"
-    );
+    assert!(error.is_misuse());
+    assert_says(&error, "found none");
 }
 
 #[test]
 fn a_replay_tells_nothing_before_its_end() {
     let (url, asks) = server("200 OK");
     let folder = files();
-    let run = Run::builder("mnist")
-        .runs_folder(folder.path())
-        .start()
-        .unwrap();
+    let run = start(folder.path(), "mnist");
     for step in 0..5000 {
         run.log("train", [("loss", 0.5)], step, None);
     }
@@ -232,13 +209,7 @@ fn a_replay_tells_nothing_before_its_end() {
 #[test]
 fn a_status_is_within_the_limits_of_the_resource() {
     let mut progress = Progress::default();
-    let mut take = |record| {
-        progress.take(&Entry {
-            n: 0,
-            ms: 0,
-            record,
-        })
-    };
+    let mut take = |record| progress.take(&entry(record));
     for i in 0..300 {
         take(Record::Series {
             i,
@@ -249,32 +220,18 @@ fn a_status_is_within_the_limits_of_the_resource() {
         i: 300,
         key: "a".repeat(65),
     });
-    let points = (0..=300).map(|series| PointValue {
-        series,
-        value: Number(-1.5e300),
-        count: None,
-    });
-    take(Record::Metrics(Metrics {
-        step: 7,
-        epoch: Some(0.1 + 0.2),
-        points: points.collect(),
-    }));
+    let values = [-1.5e300; 301];
+    take(crate::tests::metrics(7, Some(0.1 + 0.2), values));
     // A later test reports an earlier step.
     take(metrics(1, Some(0.0)));
     let status = progress.status();
     let metrics = status["trainerStatus"]["metrics"].as_array().unwrap();
     assert_eq!(metrics.len(), 256);
     let text = |metric: &Value, member: &str| metric[member].as_str().unwrap().to_owned();
-    assert!(
-        metrics
-            .iter()
-            .all(|metric| (1..=64).contains(&text(metric, "value").len()))
-    );
-    assert!(
-        metrics
-            .iter()
-            .all(|metric| (1..=64).contains(&text(metric, "name").len()))
-    );
+    for member in ["name", "value"] {
+        let lengths = metrics.iter().map(|metric| text(metric, member).len());
+        assert!(lengths.into_iter().all(|length| (1..=64).contains(&length)));
+    }
     assert_eq!(
         (text(&metrics[0], "value"), text(&metrics[1], "value")),
         ("7".to_owned(), "0.30000000000000004".to_owned())
@@ -286,11 +243,7 @@ fn the_share_that_is_done_is_that_of_steps_or_epochs() {
     let told = |params: Value, points: &[(u64, Option<f64>, u64)]| {
         let mut progress = Progress::default();
         let set = params.as_object().unwrap().clone().into_iter().collect();
-        progress.take(&Entry {
-            n: 0,
-            ms: 0,
-            record: Record::Param { set },
-        });
+        progress.take(&entry(Record::Param { set }));
         for &(step, epoch, ms) in points {
             progress.take(&Entry {
                 n: 0,
@@ -329,34 +282,14 @@ fn the_share_that_is_done_is_that_of_steps_or_epochs() {
 #[test]
 fn a_run_that_fails_is_not_done() {
     let mut progress = Progress::default();
-    let mut take = |ms, record| progress.take(&Entry { n: 0, ms, record });
-    take(
-        0,
-        Record::Param {
-            set: [("max_steps".to_owned(), json!(10))].into(),
-        },
-    );
-    take(0, metrics(10, None));
-    assert_eq!(take(0, end(EndStatus::Failed)), Changed::Ended);
+    let set = [("max_steps".to_owned(), json!(10))].into();
+    progress.take(&entry(Record::Param { set }));
+    progress.take(&entry(metrics(10, None)));
+    let ended = progress.take(&entry(end(EndStatus::Failed)));
+    assert_eq!(ended, Changed::Ended);
     assert_eq!(progress.status()["trainerStatus"]["progressPercentage"], 99);
 }
 
 fn metrics(step: u64, epoch: Option<f64>) -> Record {
-    let point = PointValue {
-        series: 0,
-        value: Number(0.5),
-        count: None,
-    };
-    Record::Metrics(Metrics {
-        step,
-        epoch,
-        points: vec![point],
-    })
-}
-
-fn end(status: EndStatus) -> Record {
-    Record::End {
-        status,
-        failure: None,
-    }
+    crate::tests::metrics(step, epoch, [0.5])
 }

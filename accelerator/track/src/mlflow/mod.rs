@@ -87,14 +87,6 @@ enum Sent {
 
 impl MlflowSink {
     /// Delivers to an experiment, which is created if it does not exist.
-    ///
-    /// ```
-    /// use accelerator_track::{MlflowServer, MlflowSink, Sink};
-    ///
-    /// let sink = MlflowSink::new(MlflowServer::new("http://localhost:5000")?, "digits");
-    /// assert_eq!(sink.name(), "MLflow at http://localhost:5000");
-    /// # Ok::<(), accelerator_track::Error>(())
-    /// ```
     #[must_use]
     pub fn new(server: MlflowServer, experiment: impl Into<String>) -> Self {
         Self {
@@ -112,24 +104,11 @@ impl MlflowSink {
     /// # Errors
     ///
     /// If they name no server.
-    ///
-    /// ```no_run
-    /// let sink = accelerator_track::MlflowSink::from_env()?;
-    /// # Ok::<(), accelerator_track::Error>(())
-    /// ```
     pub fn from_env() -> Result<Self> {
         Ok(Self::to(MlflowServer::from_env()?))
     }
 
     /// Delivers to a server, and to the experiment that MLflow's variables name, as [`from_env`](Self::from_env) does.
-    ///
-    /// ```
-    /// use accelerator_track::{MlflowServer, MlflowSink, Sink};
-    ///
-    /// let sink = MlflowSink::to(MlflowServer::new("http://localhost:5000")?);
-    /// assert_eq!(sink.name(), "MLflow at http://localhost:5000");
-    /// # Ok::<(), accelerator_track::Error>(())
-    /// ```
     #[must_use]
     pub fn to(server: MlflowServer) -> Self {
         Self {

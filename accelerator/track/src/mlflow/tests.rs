@@ -7,8 +7,9 @@ use tempfile::TempDir;
 use super::fake::{FakeServer, Fault};
 use super::*;
 use crate::artifact::Artifact;
-use crate::record::{EndStatus, Metrics, Number, PointValue, Record, RunId};
+use crate::record::{EndStatus, Record, RunId};
 use crate::run::Run;
+use crate::tests::{assert_says, end, run_info};
 
 struct Delivered {
     server: FakeServer,
@@ -24,12 +25,7 @@ impl Delivered {
         let client = MlflowServer::new(&server.address).unwrap();
         Self {
             sink: MlflowSink::new(client, "e").live(),
-            info: RunInfo {
-                id: RunId::new(),
-                name: "mnist".to_owned(),
-                folder: folder.path().to_owned(),
-                created_ms: 1_700_000_000_000,
-            },
+            info: run_info(folder.path()),
             server,
             _folder: folder,
         }
@@ -73,23 +69,7 @@ fn series(i: u32, key: &str) -> Record {
 }
 
 fn metrics(step: u64, values: impl IntoIterator<Item = f64>) -> Record {
-    let points = (0..).zip(values).map(|(series, value)| PointValue {
-        series,
-        value: Number(value),
-        count: None,
-    });
-    Record::Metrics(Metrics {
-        step,
-        epoch: None,
-        points: points.collect(),
-    })
-}
-
-fn end() -> Record {
-    Record::End {
-        status: EndStatus::Finished,
-        failure: None,
-    }
+    crate::tests::metrics(step, None, values)
 }
 
 fn set_tag(key: &str, value: &str) -> Record {
@@ -111,7 +91,7 @@ fn small_run() -> Vec<Entry> {
         metrics(2, [0.5]),
         set_tag("note", "x"),
         metrics(3, [f64::NAN]),
-        end(),
+        end(EndStatus::Finished),
     ])
 }
 
@@ -183,7 +163,7 @@ fn a_server_that_stays_busy_is_said_after_a_few_requests() {
     }
     let error = run.deliver(&small_run()).unwrap_err();
     assert!(error.is_remote());
-    assert!(error.to_string().contains("503: busy"), "{error}");
+    assert_says(&error, "503: busy");
     run.deliver(&small_run()).unwrap();
     assert_small_run(&run.server);
 }
@@ -203,10 +183,7 @@ fn a_slow_answer_makes_no_ghost_run() {
         let mut all = small_run();
         let last = all.pop().unwrap();
         let error = run.deliver(&all).unwrap_err();
-        assert!(
-            error.to_string().contains("no answer within 0.5 s"),
-            "{error}"
-        );
+        assert_says(&error, "no answer within 0.5 s");
         assert!(begun.elapsed() < Duration::from_secs(2));
         // The timeout is the usual one, since other answers may take half a second on a busy machine.
         let client = MlflowServer::new(&run.server.address).unwrap();
@@ -217,15 +194,8 @@ fn a_slow_answer_makes_no_ghost_run() {
         run.sink.write(Origin::Run, &last).unwrap();
         run.sink.flush().unwrap();
         assert_small_run(&run.server);
-        let count = run.server.state().runs.len();
-        assert_eq!(
-            count,
-            if matches!(fault, Fault::SlowAct(_)) {
-                2
-            } else {
-                1
-            }
-        );
+        let runs = 1 + usize::from(matches!(fault, Fault::SlowAct(_)));
+        assert_eq!(run.server.state().runs.len(), runs);
     }
 }
 
@@ -258,12 +228,8 @@ fn large_entries_are_split() {
     for entry in &all {
         run.sink.write(Origin::Run, entry).unwrap();
     }
-    run.sink
-        .open
-        .as_mut()
-        .unwrap()
-        .send_front(usize::MAX)
-        .unwrap();
+    let open = run.sink.open.as_mut().unwrap();
+    open.send_front(usize::MAX).unwrap();
     assert_eq!(run.server.state().active()[0].metrics.len(), 1000);
     run.deliver(&all).unwrap();
     assert_eq!(run.server.state().active()[0].metrics.len(), 1500);
@@ -305,12 +271,7 @@ fn what_was_deleted_is_said_and_not_made_again() {
     run.server.state().runs[0].deleted = true;
     let error = run.deliver(&small_run()).unwrap_err();
     assert!(error.is_remote());
-    assert!(
-        error
-            .to_string()
-            .contains("mlflow runs restore --run-id r0"),
-        "{error}"
-    );
+    assert_says(&error, "mlflow runs restore --run-id r0");
     run.server.state().runs[0].deleted = false;
 
     // The run is deleted during delivery.
@@ -322,12 +283,11 @@ fn what_was_deleted_is_said_and_not_made_again() {
         record: set_tag("k", "v"),
     };
     run.sink.write(Origin::Run, &later).unwrap();
-    let error = run.sink.flush().unwrap_err();
-    assert!(error.to_string().contains("was deleted"), "{error}");
+    assert_says(&run.sink.flush().unwrap_err(), "was deleted");
 
     run.server.state().experiments.insert("e".to_owned(), true);
     let error = run.deliver(&small_run()).unwrap_err();
-    assert!(error.to_string().contains("experiments restore"), "{error}");
+    assert_says(&error, "experiments restore");
 }
 
 #[test]
@@ -462,9 +422,8 @@ fn who_is_not_let_in_reads_which_variables_to_set() {
             .fail("experiments/get-by-name", Fault::Says(status, said));
         let error = run.deliver(&small_run()).unwrap_err();
         assert!(error.is_remote() && !error.is_temporary(), "{error}");
-        let error = error.to_string();
         for expected in ["MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_TOKEN"] {
-            assert!(error.contains(expected), "{error}");
+            assert_says(&error, expected);
         }
     }
 }
@@ -478,10 +437,8 @@ fn credentials_are_sent() {
     client.open_run("e", &run.info, None).unwrap();
     let sent = server.state().authorization.take();
     assert_eq!(sent.as_deref(), Some("Basic bWU6YTpi"));
-    client
-        .with_token("t")
-        .open_run("e", &run.info, None)
-        .unwrap();
+    let client = client.with_token("t");
+    client.open_run("e", &run.info, None).unwrap();
     let sent = server.state().authorization.take();
     assert_eq!(sent.as_deref(), Some("Bearer t"));
 }
@@ -506,24 +463,21 @@ fn files_are_sent_once() {
     let client = MlflowServer::new(&run.server.address).unwrap();
     let path = run.info.folder.join("model.bin");
     let sent = || {
-        run.server
-            .state()
-            .files
-            .get("1/r0/artifacts/m/model.bin")
-            .cloned()
+        let state = run.server.state();
+        state.files["1/r0/artifacts/m/model.bin"].clone()
     };
     fs::write(&path, "weights").unwrap();
     let mut opened = client.open_run("e", &run.info, None).unwrap();
     run.server.fail("mlflow-artifacts", Fault::LostAnswer);
     opened.send_file("m/model.bin", &path).unwrap();
-    assert_eq!(sent().unwrap(), b"weights");
+    assert_eq!(sent(), b"weights");
     fs::write(&path, "WEIGHTS").unwrap();
     let mut opened = client.open_run("e", &run.info, None).unwrap();
     opened.send_file("m/model.bin", &path).unwrap();
-    assert_eq!(sent().unwrap(), b"weights", "the size is the same");
+    assert_eq!(sent(), b"weights", "the size is the same");
     fs::write(&path, "other weights").unwrap();
     opened.send_file("m/model.bin", &path).unwrap();
-    assert_eq!(sent().unwrap(), b"other weights");
+    assert_eq!(sent(), b"other weights");
 }
 
 #[test]
@@ -536,7 +490,7 @@ fn a_server_that_is_not_there_is_said() {
     run.sink = MlflowSink::new(MlflowServer::new(&address).unwrap(), "e");
     let error = run.deliver(&small_run()).unwrap_err();
     assert!(error.is_remote());
-    assert!(error.to_string().contains(&address), "{error}");
+    assert_says(&error, &address);
 }
 
 #[test]
@@ -560,6 +514,6 @@ fn an_experiment_is_found_by_its_id() {
     assert_eq!(run.server.state().experiments.len(), 1);
 
     run.sink.experiment = by("", "7");
-    let error = run.deliver(&small_run()).unwrap_err().to_string();
-    assert!(error.contains("no experiment 7"), "{error}");
+    let error = run.deliver(&small_run()).unwrap_err();
+    assert_says(&error, "no experiment 7");
 }

@@ -26,18 +26,19 @@ const PATIENCE: Duration = Duration::from_secs(3);
 
 /// Captures where this process comes from: the program adds what only it knows.
 ///
-/// Capturing never fails: what is not known is absent, and [`notes`](Provenance::notes) say what was left out. It takes
+/// Capturing never fails: what is not known is absent, and the field `notes` says what was left out. It takes
 /// up to four seconds if git does not answer, and up to three to read the program's file meanwhile.
 ///
 /// ```
-/// use accelerator_track::Capture;
+/// use accelerator_track::{Capture, Run, RunHistory};
 ///
 /// # let temporary = tempfile::tempdir().unwrap();
-/// # let run_folder = temporary.path();
 /// let capture = Capture::new().features(["cuda"]).devices(["cuda:0"]).seed("model", 42).world(1);
-/// let provenance = capture.take(run_folder);
-/// assert_eq!(provenance.seeds["model"], 42);
-/// assert!(provenance.binary.unwrap().bytes > 0);
+/// let run = Run::builder("mnist").runs_folder(temporary.path()).capture(capture).start()?;
+/// let provenance = RunHistory::read(run.folder())?.attempts[0].provenance.clone();
+/// assert_eq!(provenance["seeds"]["model"], 42);
+/// assert!(provenance["binary"]["bytes"].as_u64() > Some(0));
+/// # Ok::<(), accelerator_track::Error>(())
 /// ```
 #[derive(Clone, Debug, Default)]
 #[must_use]
@@ -88,7 +89,7 @@ impl Capture {
     }
 
     /// Finds the rest, and writes what differs from the commit into `blobs` of the run's folder.
-    pub fn take(self, run_folder: impl AsRef<Path>) -> Provenance {
+    pub(crate) fn take(self, run_folder: &Path) -> Provenance {
         let arguments = std::env::args_os().map(|word| word.to_string_lossy().into_owned());
         let arguments: Vec<String> = arguments.collect();
         let directory = std::env::current_dir().ok();
@@ -129,9 +130,9 @@ impl Capture {
         {
             provenance.notes.extend(notes);
             if let (Some(_), Some(diff)) = (&commit.diff, diff)
-                && let Err(error) = write_blob(run_folder.as_ref(), &diff)
+                && let Err(error) = write_blob(run_folder, &diff)
             {
-                let folder = run_folder.as_ref().display();
+                let folder = run_folder.display();
                 tracing::warn!(
                     "the diff to the commit cannot be written into blobs of {folder}: {error}"
                 );
@@ -428,11 +429,8 @@ mod tests {
     use super::*;
 
     fn of(pairs: &[(&str, &str)]) -> BTreeMap<String, String> {
-        recorded(
-            pairs
-                .iter()
-                .map(|(name, value)| (name.into(), value.into())),
-        )
+        let pairs = pairs.iter();
+        recorded(pairs.map(|(name, value)| (name.into(), value.into())))
     }
 
     #[test]
@@ -496,28 +494,18 @@ mod tests {
         assert_eq!(binary.path, path.to_string_lossy());
         let hashed = hash_file(&path).unwrap();
         assert!(binary.hash == hashed.hash || provenance.notes[0].contains("to hash"));
-        assert!(
-            provenance
-                .lock_file
-                .clone()
-                .unwrap()
-                .path
-                .ends_with("Cargo.lock")
-        );
-        if let Some(diff) = provenance
-            .commit
-            .as_ref()
-            .and_then(|commit| commit.diff.as_ref())
-        {
+        let lock_file = provenance.lock_file.clone().unwrap();
+        assert!(lock_file.path.ends_with("Cargo.lock"));
+        let commit = provenance.commit.as_ref();
+        if let Some(diff) = commit.and_then(|commit| commit.diff.as_ref()) {
             let blob = fs::read(temporary.path().join("blobs").join(diff)).unwrap();
             assert_eq!(&blake3::hash(&blob).to_string(), diff);
         }
         // It comes back from a journal.
-        let value = serde_json::Value::from(provenance.clone());
-        assert_eq!(Provenance::from(&value), provenance);
+        let value = serde_json::to_value(&provenance).unwrap();
         assert_eq!(
-            Provenance::from(&serde_json::Value::Null),
-            Provenance::default()
+            serde_json::from_value::<Provenance>(value).unwrap(),
+            provenance
         );
     }
 
@@ -527,11 +515,7 @@ mod tests {
         let file = temporary.path().join("file");
         fs::write(&file, "").unwrap();
         assert!(write_blob(&file, b"x").is_err());
-        assert!(
-            Capture::new()
-                .take(&file)
-                .commit
-                .is_none_or(|commit| commit.diff.is_none())
-        );
+        let commit = Capture::new().take(&file).commit;
+        assert!(commit.is_none_or(|commit| commit.diff.is_none()));
     }
 }

@@ -11,13 +11,6 @@ use crate::history::RunHistory;
 use crate::record::ArtifactRole;
 
 /// An input that differs between two runs.
-///
-/// ```
-/// use accelerator_track::internal::Difference;
-///
-/// let seed = Difference { what: "seed model".into(), a: Some("1".into()), b: None };
-/// assert_eq!(seed.to_string(), "seed model: 1, none");
-/// ```
 #[derive(Clone, Debug, Eq, PartialEq, Serialize)]
 pub struct Difference {
     /// The input that differs, as `commit`, `binary`, `argument --lr` or `environment RAYON_NUM_THREADS`.

@@ -110,7 +110,7 @@ impl Provenance {
     #[must_use]
     pub fn of(run: &RunHistory) -> Self {
         let last = run.attempts.last();
-        last.map(|attempt| Self::from(&attempt.provenance))
+        last.and_then(|attempt| Self::deserialize(&attempt.provenance).ok())
             .unwrap_or_default()
     }
 
@@ -144,15 +144,6 @@ impl Provenance {
 }
 
 /// The state of a git repository.
-///
-/// ```
-/// use accelerator_track::internal::Commit;
-///
-/// let mut commit = Commit { hash: Some("1a2b3c4".into()), ..Commit::default() };
-/// assert!(!commit.is_dirty());
-/// commit.dirty = true;
-/// assert!(commit.is_dirty());
-/// ```
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Commit {
@@ -179,19 +170,12 @@ impl Commit {
     /// Returns true if tracked files differ from the commit.
     #[must_use]
     pub fn is_dirty(&self) -> bool {
-        // Earlier versions recorded the diff alone.
+        // `git status` may have taken too long.
         self.dirty || self.diff.is_some()
     }
 }
 
 /// A machine.
-///
-/// ```
-/// use accelerator_track::internal::HostFacts;
-///
-/// let host: HostFacts = serde_json::from_str(r#"{"name": "node1", "cores": 8}"#).unwrap();
-/// assert_eq!((host.name.as_deref(), host.memory), (Some("node1"), None));
-/// ```
 #[derive(Clone, Debug, Default, Eq, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct HostFacts {
@@ -219,21 +203,6 @@ pub struct HostFacts {
     /// The machine's memory in bytes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub memory: Option<u64>,
-}
-
-impl From<Provenance> for Value {
-    /// Converts to the form that an attempt of a journal holds.
-    fn from(provenance: Provenance) -> Self {
-        // Maps of it have text for keys, so this does not fail.
-        serde_json::to_value(provenance).unwrap_or_default()
-    }
-}
-
-impl From<&Value> for Provenance {
-    /// Reads an attempt of a journal; anything else becomes the default.
-    fn from(value: &Value) -> Self {
-        Self::deserialize(value).unwrap_or_default()
-    }
 }
 
 impl HostFacts {
@@ -313,14 +282,6 @@ fn is_world_size(name: &str) -> bool {
 /// The digest of a folder's contents.
 ///
 /// [`digest_folder`] makes it.
-///
-/// ```
-/// use accelerator_track::FolderDigest;
-///
-/// let text = r#"{"path": "data", "hash": "af13", "files": 2, "bytes": 100}"#;
-/// let digest: FolderDigest = serde_json::from_str(text).unwrap();
-/// assert_eq!((digest.files, digest.bytes), (2, 100));
-/// ```
 #[derive(Clone, Debug, Default, Eq, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct FolderDigest {
@@ -335,13 +296,6 @@ pub struct FolderDigest {
 }
 
 /// A file and its hash.
-///
-/// ```
-/// use accelerator_track::internal::HashedFile;
-///
-/// let file: HashedFile = serde_json::from_str(r#"{"path": "Cargo.lock", "hash": "af13", "bytes": 3}"#).unwrap();
-/// assert_eq!(file.bytes, 3);
-/// ```
 #[derive(Clone, Debug, Default, Eq, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct HashedFile {

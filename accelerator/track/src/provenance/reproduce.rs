@@ -319,6 +319,7 @@ fn misuse(message: impl Into<String>) -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::tests::assert_says;
 
     fn words(line: &str) -> Vec<String> {
         line.split_whitespace().map(str::to_owned).collect()
@@ -345,21 +346,15 @@ mod tests {
             ("accel-launch a.sh", "", "accel-launch --prebuilt /b a.sh"),
         ] {
             let mut warnings = Vec::new();
-            let again = launched(
-                &words(launch),
-                &words(arguments),
-                "/b".into(),
-                &mut warnings,
-            );
+            let (launch, arguments) = (words(launch), words(arguments));
+            let again = launched(&launch, &arguments, "/b".into(), &mut warnings);
             assert_eq!(again.join(" "), expected);
             assert!(warnings.is_empty(), "{warnings:?}");
         }
         let mut warnings = Vec::new();
         let launch = words("accel-launch a.sh");
-        assert_eq!(
-            launched(&launch, &words("x"), "/b".into(), &mut warnings),
-            launch
-        );
+        let again = launched(&launch, &words("x"), "/b".into(), &mut warnings);
+        assert_eq!(again, launch);
         launched(&words("l --node-rank 1 a"), &[], "/b".into(), &mut warnings);
         assert_eq!(warnings.len(), 2);
     }
@@ -411,36 +406,21 @@ mod tests {
         assert_eq!(again.warnings().len(), 4);
 
         let error = |run: &Provenance| Reproduction::of(run).unwrap_err();
-        let ranks = [("WORLD_SIZE".to_owned(), "2".to_owned())].into();
-        assert!(
-            error(&Provenance {
-                environment: ranks,
-                ..run.clone()
-            })
-            .is_misuse()
-        );
-        let masked = words("program --token ***");
-        assert!(
-            error(&Provenance {
-                arguments: masked,
-                ..run.clone()
-            })
-            .to_string()
-            .contains("secret")
-        );
-        assert!(
-            error(&Provenance {
-                directory: Some("/no/such".into()),
-                ..run.clone()
-            })
-            .is_not_found()
-        );
+        let with = |change: fn(&mut Provenance)| {
+            let mut run = run.clone();
+            change(&mut run);
+            error(&run)
+        };
+        let ranks = with(|run| run.environment = [("WORLD_SIZE".into(), "2".into())].into());
+        assert!(ranks.is_misuse());
+        let masked = with(|run| run.arguments = words("program --token ***"));
+        assert_says(&masked, "secret");
+        let moved = with(|run| run.directory = Some("/no/such".into()));
+        assert!(moved.is_not_found());
         std::fs::remove_file(&path).unwrap();
-        let text = error(&run);
-        assert!(
-            text.is_not_found() && text.to_string().contains("build it again"),
-            "{text}"
-        );
+        let gone = error(&run);
+        assert!(gone.is_not_found());
+        assert_says(&gone, "build it again");
         assert!(error(&Provenance::default()).is_misuse());
     }
 }

@@ -51,29 +51,22 @@ impl<'a> Report<'a> {
         Self { runs }
     }
 
-    /// The page. An image whose file is missing is named in its place.
-    ///
-    /// ```
-    /// let page = accelerator_track::Report::of(&[]).html();
-    /// assert!(page.starts_with("<!DOCTYPE html>"));
-    /// ```
-    #[must_use]
-    pub fn html(&self) -> String {
-        let runs = self.page_runs();
-        let title = match runs.as_slice() {
-            [run] => run.label.clone(),
-            runs => format!("Comparison of {} runs", runs.len()),
-        };
-        runs_page(&title, &PageData::of(runs.iter().collect()))
-    }
-
-    /// Writes the page to a file, which it replaces as a whole or not at all.
+    /// Writes the page to a file, which it replaces as a whole or not at all. An image whose file is missing is named in
+    /// its place.
     ///
     /// # Errors
     ///
     /// If the file cannot be written.
     pub fn write(&self, file: impl AsRef<Path>) -> Result<()> {
-        write(file.as_ref(), &self.html())
+        let file = file.as_ref();
+        let runs = self.page_runs();
+        let title = match runs.as_slice() {
+            [run] => run.label.clone(),
+            runs => format!("Comparison of {} runs", runs.len()),
+        };
+        let page = runs_page(&title, &PageData::of(runs.iter().collect()));
+        write_output(file, |file| file.write_all(page.as_bytes()))
+            .map_err(|error| Error::io("write the report", file, error))
     }
 
     /// Labels runs from different folders by their paths if they would have the same label.
@@ -92,11 +85,6 @@ impl<'a> Report<'a> {
         }
         runs
     }
-}
-
-fn write(file: &Path, page: &str) -> Result<()> {
-    write_output(file, |file| file.write_all(page.as_bytes()))
-        .map_err(|error| Error::io("write the report", file, error))
 }
 
 /// The points of each run in a chart: the more runs, the fewer.
@@ -156,15 +144,6 @@ impl HtmlPage<'_> {
                 "})();\n",
             ],
         })
-    }
-
-    /// Writes the page to a file, which it replaces as a whole or not at all.
-    ///
-    /// # Errors
-    ///
-    /// If the file cannot be written.
-    pub fn write(&self, file: impl AsRef<Path>) -> Result<()> {
-        write(file.as_ref(), &self.html())
     }
 }
 

@@ -56,7 +56,17 @@ impl Run {
 
     /// Returns the settings of a run, before it starts.
     pub fn builder(name: &str) -> RunBuilder {
-        RunBuilder::new(name)
+        let settings = Settings {
+            name: name.to_owned(),
+            runs: "runs".into(),
+            hyperparameters: BTreeMap::new(),
+            tags: BTreeMap::new(),
+            world: 1,
+            launch: None,
+            provenance: Value::Null,
+            capture: None,
+        };
+        RunBuilder::of(settings, Vec::new())
     }
 
     /// Continues from the checkpoint with a mark, if the program learns of it after the start of a run;
@@ -121,28 +131,6 @@ impl Run {
 }
 
 impl RunBuilder {
-    pub(super) fn new(name: &str) -> Self {
-        let settings = Settings {
-            name: name.to_owned(),
-            runs: "runs".into(),
-            hyperparameters: BTreeMap::new(),
-            tags: BTreeMap::new(),
-            world: 1,
-            launch: None,
-            provenance: Value::Null,
-            capture: None,
-        };
-        Self::of(settings, Vec::new())
-    }
-
-    pub(super) fn of(settings: Settings, sinks: Vec<Box<dyn Sink>>) -> Self {
-        Self {
-            settings,
-            sinks,
-            mark: None,
-        }
-    }
-
     /// Sets the folder of all runs, by default `runs`.
     pub fn runs_folder(mut self, folder: impl Into<PathBuf>) -> Self {
         self.settings.runs = folder.into();
@@ -187,30 +175,14 @@ impl RunBuilder {
     }
 
     /// Records the program's origin and machine, as [`Capture`] finds it.
-    ///
-    /// ```
-    /// use accelerator_track::{Capture, Run};
-    ///
-    /// # let temporary = tempfile::tempdir().unwrap();
-    /// let capture = Capture::new().seed("model", 42);
-    /// let run = Run::builder("mnist").runs_folder(temporary.path()).capture(capture).start()?;
-    /// # let history = accelerator_track::RunHistory::read(run.folder())?;
-    /// # assert_eq!(history.attempts[0].provenance["seeds"]["model"], 42);
-    /// # Ok::<(), accelerator_track::Error>(())
-    /// ```
     pub fn capture(mut self, capture: Capture) -> Self {
         self.settings.capture = Some(capture);
         self
     }
 
     /// Delivers the run to a sink while it is written.
-    pub fn sink(self, sink: impl Sink + 'static) -> Self {
-        self.sinks([Box::new(sink) as Box<dyn Sink>])
-    }
-
-    /// Delivers the run to several sinks while it is written.
-    pub fn sinks(mut self, sinks: impl IntoIterator<Item = Box<dyn Sink>>) -> Self {
-        self.sinks.extend(sinks);
+    pub fn sink(mut self, sink: impl Sink + 'static) -> Self {
+        self.sinks.push(Box::new(sink));
         self
     }
 
@@ -290,6 +262,14 @@ impl RunBuilder {
             queue,
             worker,
         })
+    }
+
+    fn of(settings: Settings, sinks: Vec<Box<dyn Sink>>) -> Self {
+        Self {
+            settings,
+            sinks,
+            mark: None,
+        }
     }
 }
 

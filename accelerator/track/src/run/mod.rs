@@ -1,28 +1,29 @@
 //! A run that is being written, and the histograms that it logs.
 
-mod builder;
-mod feeder;
-mod settings;
-mod worker;
-
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use serde::Serialize;
 use serde_json::Value;
-use settings::{Settings, flatten, folder_name_of};
-use worker::{JournalEnd, LoggedMetrics, Message, Queue, Worker};
 
 use crate::artifact::{Artifact, ArtifactStore, StoredArtifact};
 use crate::error::{Error, Kind, Result};
 use crate::journal::{JOURNAL, now_ms};
 use crate::record::{ArtifactRole, EndStatus, Number, Record, RunId};
 use crate::run_files::write_blob;
-
 pub use builder::RunBuilder;
 pub use feeder::{deliver, export};
 pub use settings::RunMark;
+use settings::{Settings, flatten, folder_name_of};
 pub use worker::record_failure;
+use worker::{JournalEnd, LoggedMetrics, Message, Queue, Worker};
+
+mod builder;
+mod feeder;
+mod settings;
+#[cfg(test)]
+mod tests;
+mod worker;
 
 /// A run: what a training was given, what it measures, what it makes.
 ///
@@ -87,12 +88,6 @@ impl Run {
         &self.folder
     }
 
-    /// The number of earlier starts of the program.
-    #[must_use]
-    pub fn attempt(&self) -> u32 {
-        self.attempt
-    }
-
     /// Logs metrics of one kind (`train`, `test`) at a step: the series `train/loss` of `[("loss", 0.5)]`. The epoch
     /// may be a fraction, or `None`.
     ///
@@ -129,6 +124,102 @@ impl Run {
         self.log_points(kind, means, step, epoch.into());
     }
 
+    /// Logs a text, as Markdown.
+    ///
+    /// ```
+    /// # let temporary = tempfile::tempdir().unwrap();
+    /// let run = accelerator_track::Run::builder("a").runs_folder(temporary.path()).start()?;
+    /// run.log_text("sample/poem", "To **be**", 100);
+    /// # Ok::<(), accelerator_track::Error>(())
+    /// ```
+    pub fn log_text(&self, key: &str, text: &str, step: u64) {
+        self.record(Record::Text {
+            key: key.to_owned(),
+            step,
+            text: text.to_owned(),
+        });
+    }
+
+    /// Logs a histogram, as of a parameter or its gradient.
+    ///
+    /// ```
+    /// use accelerator_track::{Histogram, Run};
+    ///
+    /// # let temporary = tempfile::tempdir().unwrap();
+    /// let run = Run::builder("a").runs_folder(temporary.path()).start()?;
+    /// let weights = [0.1f32, -0.2, 0.3];
+    /// run.log_histogram("weights/conv1", &Histogram::of(weights.iter().map(|&x| x.into()), 30), 100);
+    /// # Ok::<(), accelerator_track::Error>(())
+    /// ```
+    pub fn log_histogram(&self, key: &str, histogram: &Histogram, step: u64) {
+        let bins = histogram.bins.iter().map(|bin| bin.map(Number));
+        self.record(Record::Histogram {
+            key: key.to_owned(),
+            step,
+            bins: bins.collect(),
+        });
+    }
+
+    /// Logs a curve of one step, x and y of its points.
+    ///
+    /// ```
+    /// # let temporary = tempfile::tempdir().unwrap();
+    /// let run = accelerator_track::Run::builder("a").runs_folder(temporary.path()).start()?;
+    /// run.log_plot("test/precision", ["recall", "precision"], [[0.0, 1.0], [0.5, 0.9], [1.0, 0.4]], 938);
+    /// # Ok::<(), accelerator_track::Error>(())
+    /// ```
+    pub fn log_plot(
+        &self,
+        key: &str,
+        [x_label, y_label]: [&str; 2],
+        points: impl IntoIterator<Item = [f64; 2]>,
+        step: u64,
+    ) {
+        let points = points.into_iter().map(|point| point.map(Number));
+        self.record(Record::Plot {
+            key: key.to_owned(),
+            step,
+            x_label: x_label.to_owned(),
+            y_label: y_label.to_owned(),
+            points: points.collect(),
+        });
+    }
+
+    /// Logs an image: the bytes of a PNG or JPEG file. They are written to the run's folder before it returns.
+    ///
+    /// # Errors
+    ///
+    /// If they are not such an image, or the disk refuses them.
+    ///
+    /// ```no_run
+    /// # fn f(run: &accelerator_track::Run) -> accelerator_track::Result<()> {
+    /// run.log_image("samples/digits", &std::fs::read("digits.png").unwrap(), 100)
+    /// # }
+    /// ```
+    pub fn log_image(&self, key: &str, image: &[u8], step: u64) -> Result<()> {
+        let Some((mime, width, height)) = image_size(image) else {
+            return Err(Error::new(
+                Kind::Misuse,
+                format!(
+                    "the image {key:?} of step {step} is neither PNG nor JPEG: expected the bytes of such a file, found {} \
+                     bytes that begin with {:02x?}",
+                    image.len(),
+                    &image[..image.len().min(4)]
+                ),
+            ));
+        };
+        let hash = write_blob(&self.folder, image)?;
+        self.record(Record::Image {
+            key: key.to_owned(),
+            step,
+            hash,
+            mime: mime.to_owned(),
+            width,
+            height,
+        });
+        Ok(())
+    }
+
     /// Adds hyperparameters, or changes them: a value that was different is kept beside.
     ///
     /// # Errors
@@ -151,6 +242,49 @@ impl Run {
     pub fn log_weights(&self, digest: &str, step: u64) {
         let digest = digest.to_owned();
         self.record(Record::Weights { step, digest });
+    }
+
+    /// Stores an artifact beside the runs, and records that this run made it. Files are copied before it returns; where
+    /// the latest version of the name has the same contents, it is that version.
+    ///
+    /// ```
+    /// use accelerator_track::{Artifact, Run};
+    ///
+    /// # let temporary = tempfile::tempdir().unwrap();
+    /// # let (runs, file) = (temporary.path(), temporary.path().join("model.safetensors"));
+    /// # std::fs::write(&file, "weights").unwrap();
+    /// let run = Run::builder("mnist").runs_folder(runs).start()?;
+    /// let model = run.mark_output(Artifact::create("mnist-cnn").kind("model").add_file(&file)?)?;
+    /// assert_eq!(model.reference(), "mnist-cnn:v1");
+    ///
+    /// let other = Run::builder("evaluation").runs_folder(runs).start()?;
+    /// let model = other.use_input("mnist-cnn:latest")?;
+    /// assert_eq!(model.read("model.safetensors")?, b"weights");
+    /// # Ok::<(), accelerator_track::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// If a file cannot be read or changes meanwhile, the store cannot be written, or a name cannot be one.
+    pub fn mark_output(&self, artifact: Artifact) -> Result<StoredArtifact> {
+        let store = self.artifacts();
+        let _kept = store.make()?;
+        let stored = store.commit(&artifact.produced_by(self.id))?;
+        self.record_artifact(ArtifactRole::Output, &stored);
+        Ok(stored)
+    }
+
+    /// Opens an artifact by `name`, `name:v3` or `name:alias`, and records that this run uses it.
+    ///
+    /// # Errors
+    ///
+    /// If there is none.
+    pub fn use_input(&self, reference: &str) -> Result<StoredArtifact> {
+        let store = self.artifacts();
+        let _kept = store.keep()?;
+        let stored = store.open(reference)?;
+        self.record_artifact(ArtifactRole::Input, &stored);
+        Ok(stored)
     }
 
     /// Returns the run's position, to be saved with a checkpoint. Everything logged before is on the disk when it
@@ -251,54 +385,9 @@ impl Run {
     fn record(&self, record: Record) {
         self.queue.push(now_ms(), Message::Record(record));
     }
-}
-
-impl Run {
-    /// Stores an artifact beside the runs, and records that this run made it. Files are copied before it returns; where
-    /// the latest version of the name has the same contents, it is that version.
-    ///
-    /// ```
-    /// use accelerator_track::{Artifact, Run};
-    ///
-    /// # let temporary = tempfile::tempdir().unwrap();
-    /// # let (runs, file) = (temporary.path(), temporary.path().join("model.safetensors"));
-    /// # std::fs::write(&file, "weights").unwrap();
-    /// let run = Run::builder("mnist").runs_folder(runs).start()?;
-    /// let model = run.mark_output(Artifact::create("mnist-cnn").kind("model").add_file(&file)?)?;
-    /// assert_eq!(model.reference(), "mnist-cnn:v1");
-    ///
-    /// let other = Run::builder("evaluation").runs_folder(runs).start()?;
-    /// let model = other.use_input("mnist-cnn:latest")?;
-    /// assert_eq!(model.read("model.safetensors")?, b"weights");
-    /// # Ok::<(), accelerator_track::Error>(())
-    /// ```
-    ///
-    /// # Errors
-    ///
-    /// If a file cannot be read or changes meanwhile, the store cannot be written, or a name cannot be one.
-    pub fn mark_output(&self, artifact: Artifact) -> Result<StoredArtifact> {
-        let store = self.artifacts();
-        let _kept = store.make()?;
-        let stored = store.commit(&artifact.produced_by(self.id))?;
-        self.record_artifact(ArtifactRole::Output, &stored);
-        Ok(stored)
-    }
-
-    /// Opens an artifact by `name`, `name:v3` or `name:alias`, and records that this run uses it.
-    ///
-    /// # Errors
-    ///
-    /// If there is none.
-    pub fn use_input(&self, reference: &str) -> Result<StoredArtifact> {
-        let store = self.artifacts();
-        let _kept = store.keep()?;
-        let stored = store.open(reference)?;
-        self.record_artifact(ArtifactRole::Input, &stored);
-        Ok(stored)
-    }
 
     fn artifacts(&self) -> ArtifactStore {
-        ArtifactStore::of_runs(self.settings.runs())
+        ArtifactStore::of_runs(&self.settings.runs)
     }
 
     /// Records it on disk while it cannot be removed: whoever removes artifacts reads the references of all runs.
@@ -367,104 +456,6 @@ impl Histogram {
     }
 }
 
-impl Run {
-    /// Logs a text, as Markdown.
-    ///
-    /// ```
-    /// # let temporary = tempfile::tempdir().unwrap();
-    /// let run = accelerator_track::Run::builder("a").runs_folder(temporary.path()).start()?;
-    /// run.log_text("sample/poem", "To **be**", 100);
-    /// # Ok::<(), accelerator_track::Error>(())
-    /// ```
-    pub fn log_text(&self, key: &str, text: &str, step: u64) {
-        self.record(Record::Text {
-            key: key.to_owned(),
-            step,
-            text: text.to_owned(),
-        });
-    }
-
-    /// Logs a histogram, as of a parameter or its gradient.
-    ///
-    /// ```
-    /// use accelerator_track::{Histogram, Run};
-    ///
-    /// # let temporary = tempfile::tempdir().unwrap();
-    /// let run = Run::builder("a").runs_folder(temporary.path()).start()?;
-    /// let weights = [0.1f32, -0.2, 0.3];
-    /// run.log_histogram("weights/conv1", &Histogram::of(weights.iter().map(|&x| x.into()), 30), 100);
-    /// # Ok::<(), accelerator_track::Error>(())
-    /// ```
-    pub fn log_histogram(&self, key: &str, histogram: &Histogram, step: u64) {
-        let bins = histogram.bins.iter().map(|bin| bin.map(Number));
-        self.record(Record::Histogram {
-            key: key.to_owned(),
-            step,
-            bins: bins.collect(),
-        });
-    }
-
-    /// Logs a curve of one step, x and y of its points.
-    ///
-    /// ```
-    /// # let temporary = tempfile::tempdir().unwrap();
-    /// let run = accelerator_track::Run::builder("a").runs_folder(temporary.path()).start()?;
-    /// run.log_plot("test/precision", ["recall", "precision"], [[0.0, 1.0], [0.5, 0.9], [1.0, 0.4]], 938);
-    /// # Ok::<(), accelerator_track::Error>(())
-    /// ```
-    pub fn log_plot(
-        &self,
-        key: &str,
-        [x_label, y_label]: [&str; 2],
-        points: impl IntoIterator<Item = [f64; 2]>,
-        step: u64,
-    ) {
-        let points = points.into_iter().map(|point| point.map(Number));
-        self.record(Record::Plot {
-            key: key.to_owned(),
-            step,
-            x_label: x_label.to_owned(),
-            y_label: y_label.to_owned(),
-            points: points.collect(),
-        });
-    }
-
-    /// Logs an image: the bytes of a PNG or JPEG file. They are written to the run's folder before it returns.
-    ///
-    /// # Errors
-    ///
-    /// If they are not such an image, or the disk refuses them.
-    ///
-    /// ```no_run
-    /// # fn f(run: &accelerator_track::Run) -> accelerator_track::Result<()> {
-    /// run.log_image("samples/digits", &std::fs::read("digits.png").unwrap(), 100)
-    /// # }
-    /// ```
-    pub fn log_image(&self, key: &str, image: &[u8], step: u64) -> Result<()> {
-        let Some((mime, width, height)) = image_size(image) else {
-            return Err(Error::new(
-                Kind::Misuse,
-                format!(
-                    "the image {key:?} of step {step} is neither PNG nor JPEG: expected the bytes of such a file, found {} \
-                     bytes that begin with {:02x?}",
-                    image.len(),
-                    &image[..image.len().min(4)]
-                ),
-            ));
-        };
-        let hash = write_blob(&self.folder, image)?;
-        self.record(Record::Image {
-            key: key.to_owned(),
-            step,
-            hash,
-            mime: mime.to_owned(),
-            width,
-            height,
-        });
-        Ok(())
-    }
-}
-
 /// The type of an image and its width and height, from its header.
 fn image_size(image: &[u8]) -> Option<(&'static str, u32, u32)> {
     if image.starts_with(b"\x89PNG\r\n\x1a\n") {
@@ -492,6 +483,3 @@ fn image_size(image: &[u8]) -> Option<(&'static str, u32, u32)> {
         rest = rest.get(2 + usize::from(u16::from_be_bytes([high, low]))..)?;
     }
 }
-
-#[cfg(test)]
-mod tests;

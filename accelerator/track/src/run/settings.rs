@@ -68,11 +68,6 @@ pub(super) struct Settings {
 }
 
 impl Settings {
-    /// The folder of all runs.
-    pub(super) fn runs(&self) -> &Path {
-        &self.runs
-    }
-
     /// Returns true if the run of a mark exists, and no other process writes it.
     pub(super) fn can_reopen(&self, mark: &RunMark) -> bool {
         let Some(folder) = self.folder_of(mark) else {
@@ -83,7 +78,7 @@ impl Settings {
     }
 
     /// Returns the folder of a mark's run; `None` if a checkpoint names something else.
-    pub(super) fn folder_of(&self, mark: &RunMark) -> Option<PathBuf> {
+    fn folder_of(&self, mark: &RunMark) -> Option<PathBuf> {
         let mut parts = Path::new(&mark.folder).components();
         let is_name = matches!(
             (parts.next(), parts.next()),
@@ -140,7 +135,7 @@ impl Settings {
         unreachable!("there are more numbers than folders")
     }
 
-    pub(super) fn unwritable(&self, error: std::io::Error) -> Error {
+    fn unwritable(&self, error: std::io::Error) -> Error {
         let cause = match self.runs.is_file() {
             true => "it is a file".to_owned(),
             false => error.to_string(),
@@ -155,7 +150,7 @@ impl Settings {
     }
 
     /// Opens the run in a folder, if its last attempt was of this launch and did not finish.
-    pub(super) fn restarted(&self, folder: &Path) -> Result<Option<(Journal, (RunId, String))>> {
+    fn restarted(&self, folder: &Path) -> Result<Option<(Journal, (RunId, String))>> {
         // A run of somebody else that cannot be read is not this one.
         let of = journal::unfinished_launch(&folder.join(JOURNAL)).unwrap_or_default();
         if self.launch.is_none() || of != self.launch || RunLock::is_held(folder) {

@@ -20,6 +20,59 @@ use crate::record::{EndStatus, Metrics, Number, PointValue, Record, RunId};
 use crate::run_files::FAILURE;
 use crate::sink::Sink;
 
+/// Ends the runs of a launch that did not finish as failed with that cause, and puts the report into their folders, as
+/// `failure.json`. Both are masked, as [`mask_arguments`](crate::internal::mask_arguments) does. Gives the folders of those runs.
+///
+/// ```
+/// use accelerator_track::{Run, RunHistory, internal::record_failure};
+///
+/// # let temporary = tempfile::tempdir().unwrap();
+/// # let runs = temporary.path();
+/// let run = Run::builder("mnist").runs_folder(runs).launch("b7f2").start()?;
+/// drop(run);                                              // the program is killed
+/// let report = serde_json::json!({ "exit_code": 137 });
+/// let folders = record_failure(runs, "b7f2", "rank 1 was killed", &report)?;
+/// assert_eq!(RunHistory::read(&folders[0])?.end.unwrap().failure.unwrap(), "rank 1 was killed");
+/// assert!(folders[0].join("failure.json").exists());
+/// # Ok::<(), accelerator_track::Error>(())
+/// ```
+///
+/// # Errors
+///
+/// If a run of the launch cannot be written, or the folder of runs cannot be read; if there is none, no run is
+/// recorded in it.
+pub fn record_failure(
+    runs: impl AsRef<Path>,
+    launch: &str,
+    cause: &str,
+    report: &impl Serialize,
+) -> Result<Vec<PathBuf>> {
+    let runs = runs.as_ref();
+    let unread = |error| Error::io("read the folder", runs, error);
+    if !runs.is_dir() {
+        return Ok(Vec::new());
+    }
+    let report = serde_json::to_value(report).map(mask_value);
+    let cause = mask_value(cause.into());
+    let mut recorded = Vec::new();
+    for entry in runs.read_dir().map_err(unread)? {
+        let folder = entry.map_err(unread)?.path();
+        // A run that cannot be read is somebody else's.
+        let of = journal::unfinished_launch(&folder.join(JOURNAL)).unwrap_or_default();
+        if of.as_deref() != Some(launch) || RunLock::is_held(&folder) {
+            continue;
+        }
+        if let Ok(report) = &report {
+            let path = folder.join(FAILURE);
+            std::fs::write(&path, format!("{report:#}\n"))
+                .map_err(|error| Error::io("write", &path, error))?;
+        }
+        end(folder.clone(), cause.clone())?;
+        recorded.push(folder);
+    }
+    Ok(recorded)
+}
+
 /// Writes what is in the queue until it is closed, and has sinks fed.
 #[derive(Debug)]
 pub(super) struct Worker {
@@ -444,59 +497,6 @@ const LONGEST_SYNC: Duration = Duration::from_secs(30);
 
 /// The longest delay of steps by a disk that hangs, in all.
 const LONGEST_WAIT: Duration = Duration::from_millis(200);
-
-/// Ends the runs of a launch that did not finish as failed with that cause, and puts the report into their folders, as
-/// `failure.json`. Both are masked, as [`mask_arguments`](crate::internal::mask_arguments) does. Gives the folders of those runs.
-///
-/// ```
-/// use accelerator_track::{Run, RunHistory, internal::record_failure};
-///
-/// # let temporary = tempfile::tempdir().unwrap();
-/// # let runs = temporary.path();
-/// let run = Run::builder("mnist").runs_folder(runs).launch("b7f2").start()?;
-/// drop(run);                                              // the program is killed
-/// let report = serde_json::json!({ "exit_code": 137 });
-/// let folders = record_failure(runs, "b7f2", "rank 1 was killed", &report)?;
-/// assert_eq!(RunHistory::read(&folders[0])?.end.unwrap().failure.unwrap(), "rank 1 was killed");
-/// assert!(folders[0].join("failure.json").exists());
-/// # Ok::<(), accelerator_track::Error>(())
-/// ```
-///
-/// # Errors
-///
-/// If a run of the launch cannot be written, or the folder of runs cannot be read; if there is none, no run is
-/// recorded in it.
-pub fn record_failure(
-    runs: impl AsRef<Path>,
-    launch: &str,
-    cause: &str,
-    report: &impl Serialize,
-) -> Result<Vec<PathBuf>> {
-    let runs = runs.as_ref();
-    let unread = |error| Error::io("read the folder", runs, error);
-    if !runs.is_dir() {
-        return Ok(Vec::new());
-    }
-    let report = serde_json::to_value(report).map(mask_value);
-    let cause = mask_value(cause.into());
-    let mut recorded = Vec::new();
-    for entry in runs.read_dir().map_err(unread)? {
-        let folder = entry.map_err(unread)?.path();
-        // A run that cannot be read is somebody else's.
-        let of = journal::unfinished_launch(&folder.join(JOURNAL)).unwrap_or_default();
-        if of.as_deref() != Some(launch) || RunLock::is_held(&folder) {
-            continue;
-        }
-        if let Ok(report) = &report {
-            let path = folder.join(FAILURE);
-            std::fs::write(&path, format!("{report:#}\n"))
-                .map_err(|error| Error::io("write", &path, error))?;
-        }
-        end(folder.clone(), cause.clone())?;
-        recorded.push(folder);
-    }
-    Ok(recorded)
-}
 
 fn end(folder: PathBuf, cause: Value) -> Result<()> {
     let lock = RunLock::take(&folder)?;

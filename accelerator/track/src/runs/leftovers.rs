@@ -1,4 +1,4 @@
-//! Leftovers in a folder of runs.
+//! Removes what nothing needs from a folder of runs: leftover files, and artifacts of runs that are gone.
 
 use std::collections::HashSet;
 use std::fs;
@@ -7,7 +7,8 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde_json::Value;
 
-use super::{ListedRun, Runs};
+use super::{ListedRun, RunSummary, Runs};
+use crate::artifact::{ArtifactStore, PruneReport, Retention};
 use crate::error::{Error, Kind, Result};
 use crate::journal::{Followed, Follower, JOURNAL, RunLock};
 use crate::record::{Record, RunId};
@@ -15,12 +16,6 @@ use crate::run_files::{self, BLOBS, LOCK, RunFiles};
 use crate::sink::Delivery;
 
 /// A file or a folder that nothing needs.
-///
-/// ```
-/// fn describe(leftover: &accelerator_track::internal::Leftover) -> String {
-///     format!("{} with {} bytes", leftover.path.display(), leftover.bytes)
-/// }
-/// ```
 #[derive(Clone, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct Leftover {
@@ -32,113 +27,171 @@ pub struct Leftover {
     pub modified: SystemTime,
 }
 
-#[doc(hidden)]
-impl Runs {
-    /// Finds files that nothing needs: incomplete files of runs, images that a resume superseded, and runs whose
-    /// removal was interrupted. Runs that are being written, or cannot be read, have no leftovers, and files that a run
-    /// did not write are not leftovers.
-    ///
-    /// # Errors
-    ///
-    /// If the folder cannot be read.
-    ///
-    /// ```
-    /// # let temporary = tempfile::tempdir().unwrap();
-    /// let runs = accelerator_track::Runs::open(temporary.path())?;
-    /// let found = runs.leftovers()?;
-    /// assert!(found.is_empty());
-    /// assert_eq!(runs.remove_leftovers(&found)?, found);
-    /// # Ok::<(), accelerator_track::Error>(())
-    /// ```
-    pub fn leftovers(&self) -> Result<Vec<Leftover>> {
-        let mut found = Vec::new();
-        for folder in self.entries()? {
-            if !RunLock::is_held(&folder) {
-                found.extend(of_folder(&folder));
+/// Finds files that nothing needs: incomplete files of runs, images that a resume superseded, and runs whose removal was
+/// interrupted. Runs that are being written, or cannot be read, have no leftovers, and files that a run did not write
+/// are not leftovers.
+///
+/// # Errors
+///
+/// If the folder cannot be read.
+///
+/// ```
+/// use accelerator_track::internal::{leftovers, remove_leftovers};
+///
+/// # let temporary = tempfile::tempdir().unwrap();
+/// let runs = accelerator_track::Runs::open(temporary.path())?;
+/// let found = leftovers(&runs)?;
+/// assert!(found.is_empty());
+/// assert_eq!(remove_leftovers(&runs, &found)?, found);
+/// # Ok::<(), accelerator_track::Error>(())
+/// ```
+pub fn leftovers(runs: &Runs) -> Result<Vec<Leftover>> {
+    let mut found = Vec::new();
+    for folder in entries(runs)? {
+        if !RunLock::is_held(&folder) {
+            found.extend(of_folder(&folder));
+        }
+    }
+    Ok(found.into_iter().map(Leftover::at).collect())
+}
+
+/// Removes those of the [found](leftovers) files that still nothing needs. Returns those that it has removed.
+///
+/// # Errors
+///
+/// If something cannot be removed.
+pub fn remove_leftovers(runs: &Runs, found: &[Leftover]) -> Result<Vec<Leftover>> {
+    let mut removed = Vec::new();
+    for folder in entries(runs)? {
+        let is_concerned = found.iter().any(|x| x.path.starts_with(&folder));
+        // While it is held, the run cannot continue and need its leftovers.
+        let Some(Ok(_lock)) = is_concerned.then(|| RunLock::take(&folder)) else {
+            continue;
+        };
+        for path in of_folder(&folder) {
+            if found.iter().any(|x| x.path == path) {
+                let leftover = Leftover::at(path);
+                leftover.remove()?;
+                removed.push(leftover);
             }
         }
-        Ok(found.into_iter().map(Leftover::at).collect())
     }
+    Ok(removed)
+}
 
-    /// Removes those of the [found](Self::leftovers) files that still nothing needs. Returns those that it has removed.
-    ///
-    /// # Errors
-    ///
-    /// If something cannot be removed.
-    pub fn remove_leftovers(&self, found: &[Leftover]) -> Result<Vec<Leftover>> {
-        let mut removed = Vec::new();
-        for folder in self.entries()? {
-            let is_concerned = found.iter().any(|x| x.path.starts_with(&folder));
-            // While it is held, the run cannot continue and need its leftovers.
-            let Some(Ok(_lock)) = is_concerned.then(|| RunLock::take(&folder)) else {
-                continue;
-            };
-            for path in of_folder(&folder) {
-                if found.iter().any(|x| x.path == path) {
-                    let leftover = Leftover::at(path);
-                    leftover.remove()?;
-                    removed.push(leftover);
-                }
+/// Finds folders that are not runs yet: those of uploads, and those in which a program has not begun its journal. They
+/// stay if the program was killed; one that was written long ago is a leftover.
+///
+/// # Errors
+///
+/// If the folder cannot be read.
+///
+/// ```
+/// use accelerator_track::internal::{remove_unfinished, unfinished};
+///
+/// # let temporary = tempfile::tempdir().unwrap();
+/// let runs = accelerator_track::Runs::open(temporary.path())?;
+/// std::fs::create_dir(temporary.path().join("mnist")).unwrap();
+/// let found = unfinished(&runs)?;
+/// assert!(found[0].path.ends_with("mnist"));
+/// remove_unfinished(&found[0])?;
+/// assert!(unfinished(&runs)?.is_empty());
+/// # Ok::<(), accelerator_track::Error>(())
+/// ```
+pub fn unfinished(runs: &Runs) -> Result<Vec<Leftover>> {
+    let mut found = entries(runs)?;
+    found.retain(|path| is_upload(path) || is_without_journal(path));
+    Ok(found.into_iter().map(Leftover::at).collect())
+}
+
+/// Removes an [unfinished] folder.
+///
+/// # Errors
+///
+/// If it was written since it was found, or cannot be removed.
+pub fn remove_unfinished(found: &Leftover) -> Result<()> {
+    let path = &found.path;
+    let is_unchanged = Leftover::at(path.clone()) == *found;
+    // While it is held, no run begins in it.
+    let lock = (!is_upload(path))
+        .then(|| RunLock::take(path))
+        .transpose()?;
+    if !is_unchanged || path.join(JOURNAL).exists() && lock.is_some() {
+        return Err(Error::new(
+            Kind::Conflict,
+            format!("{} has been written since it was found", path.display()),
+        ));
+    }
+    found.remove()
+}
+
+/// Finds the versions of artifacts that nothing needs once some runs are removed: no other run made or uses them, they
+/// have no alias, and they are not the latest. A version that no run made is kept: a user put it there.
+///
+/// # Errors
+///
+/// If a run or an artifact cannot be read, so that its references are unknown.
+///
+/// ```
+/// use accelerator_track::internal::{remove_artifacts, unneeded_artifacts};
+///
+/// # let temporary = tempfile::tempdir().unwrap();
+/// let runs = accelerator_track::Runs::open(temporary.path())?;
+/// let found = unneeded_artifacts(&runs, &runs.list()?)?;
+/// assert_eq!(remove_artifacts(&runs, &found)?, found);
+/// # Ok::<(), accelerator_track::Error>(())
+/// ```
+pub fn unneeded_artifacts(runs: &Runs, removed: &[ListedRun]) -> Result<PruneReport> {
+    let removed: HashSet<_> = removed.iter().map(|run| run.folder.as_path()).collect();
+    ArtifactStore::of_runs(runs.folder()).plan_prune(&needed(runs, &removed)?)
+}
+
+/// Removes those of the [found](unneeded_artifacts) versions that still nothing needs. No run can begin to use one
+/// meanwhile.
+///
+/// # Errors
+///
+/// As for [`unneeded_artifacts`], in which case nothing is removed, and if the store cannot be written.
+pub fn remove_artifacts(runs: &Runs, found: &PruneReport) -> Result<PruneReport> {
+    let still_needed = || Ok(needed(runs, &HashSet::new())?.among(&found.versions));
+    ArtifactStore::of_runs(runs.folder()).prune_with(still_needed)
+}
+
+/// Returns the versions to keep if all runs except some are there.
+fn needed(runs: &Runs, removed: &HashSet<&Path>) -> Result<Retention> {
+    let store = ArtifactStore::of_runs(runs.folder());
+    let mut retention = Retention::keep_last(1).keep_aliased();
+    let mut makers: HashSet<RunId> = HashSet::new();
+    for run in runs.list()? {
+        if removed.contains(run.folder.as_path()) {
+            continue;
+        }
+        let run = RunSummary::read(&run.folder)?;
+        makers.insert(run.id);
+        for artifact in run.artifacts {
+            retention = retention.keep(artifact.name, artifact.version);
+        }
+    }
+    for name in store.names()? {
+        for version in store.versions(&name)? {
+            if version.run().is_none_or(|run| makers.contains(&run)) {
+                retention = retention.keep(&name, version.version());
             }
         }
-        Ok(removed)
     }
+    Ok(retention)
+}
 
-    /// Folders that are not runs yet: those of uploads, and those in which a program has not begun its journal. They
-    /// stay if the program was killed; one that was written long ago is a leftover.
-    ///
-    /// # Errors
-    ///
-    /// If the folder cannot be read.
-    ///
-    /// ```
-    /// # let temporary = tempfile::tempdir().unwrap();
-    /// let runs = accelerator_track::Runs::open(temporary.path())?;
-    /// std::fs::create_dir(temporary.path().join("mnist")).unwrap();
-    /// let found = runs.unfinished()?;
-    /// assert!(found[0].path.ends_with("mnist"));
-    /// runs.remove_unfinished(&found[0])?;
-    /// assert!(runs.unfinished()?.is_empty());
-    /// # Ok::<(), accelerator_track::Error>(())
-    /// ```
-    pub fn unfinished(&self) -> Result<Vec<Leftover>> {
-        let mut found = self.entries()?;
-        found.retain(|path| is_upload(path) || is_without_journal(path));
-        Ok(found.into_iter().map(Leftover::at).collect())
-    }
-
-    /// Removes an [unfinished](Self::unfinished) folder.
-    ///
-    /// # Errors
-    ///
-    /// If it was written since it was found, or cannot be removed.
-    pub fn remove_unfinished(&self, found: &Leftover) -> Result<()> {
-        let path = &found.path;
-        let is_unchanged = Leftover::at(path.clone()) == *found;
-        // While it is held, no run begins in it.
-        let lock = (!is_upload(path))
-            .then(|| RunLock::take(path))
-            .transpose()?;
-        if !is_unchanged || path.join(JOURNAL).exists() && lock.is_some() {
-            return Err(Error::new(
-                Kind::Conflict,
-                format!("{} has been written since it was found", path.display()),
-            ));
-        }
-        found.remove()
-    }
-
-    /// Returns the entries of the folder, sorted.
-    fn entries(&self) -> Result<Vec<PathBuf>> {
-        let folder = self.folder();
-        let entries = fs::read_dir(folder);
-        let entries = entries.map_err(|error| Error::io("read the folder", folder, error))?;
-        let mut entries: Vec<_> = entries
-            .filter_map(|entry| Some(entry.ok()?.path()))
-            .collect();
-        entries.sort();
-        Ok(entries)
-    }
+/// Returns the entries of the folder, sorted.
+fn entries(runs: &Runs) -> Result<Vec<PathBuf>> {
+    let folder = runs.folder();
+    let entries = fs::read_dir(folder);
+    let entries = entries.map_err(|error| Error::io("read the folder", folder, error))?;
+    let mut entries: Vec<_> = entries
+        .filter_map(|entry| Some(entry.ok()?.path()))
+        .collect();
+    entries.sort();
+    Ok(entries)
 }
 
 impl ListedRun {
@@ -213,7 +266,7 @@ fn of_folder(folder: &Path) -> Vec<PathBuf> {
     let referenced = has_blobs.then(|| referenced(folder).ok().flatten());
     let is_left = |path: &PathBuf| {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
-        match run_files::is_staged(&name) || run_files::is_staged_earlier(&name) {
+        match run_files::is_staged(&name) {
             true => is_blob(path) || path.parent() == Some(folder),
             false if is_blob(path) => {
                 matches!(&referenced, Some(Some(names)) if !names.contains(&*name))

@@ -1,6 +1,6 @@
 //! The folder of all runs.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::BTreeMap;
 use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -9,15 +9,13 @@ use std::time::UNIX_EPOCH;
 use accelerator_host::fs::{Durability, Replace};
 use serde::{Deserialize, Serialize};
 
-use crate::artifact::{ArtifactStore, PruneReport, Retention};
 use crate::error::{Error, Kind, Result};
 use crate::history::{ArtifactUse, Hyperparameter, RunEnd, RunHistory, RunStatus, Series};
 use crate::journal::{self, JOURNAL, RunLock};
 use crate::record::{Number, RunId};
 use crate::run_files::{self, LOCK, SUMMARY, folder_name};
-pub use leftovers::Leftover;
 
-mod leftovers;
+pub(crate) mod leftovers;
 #[cfg(test)]
 mod tests;
 
@@ -42,15 +40,6 @@ pub struct Runs {
 }
 
 /// A run in a folder of runs, of which the beginning was read.
-///
-/// ```
-/// fn describe(run: &accelerator_track::internal::ListedRun) -> String {
-///     match &run.head {
-///         Ok((_, name)) => name.clone(),
-///         Err(error) => format!("{}: {error}", run.folder.display()),
-///     }
-/// }
-/// ```
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct ListedRun {
@@ -85,9 +74,7 @@ impl Runs {
         Ok(Self { folder })
     }
 
-    /// The folder.
-    #[must_use]
-    pub fn folder(&self) -> &Path {
+    pub(crate) fn folder(&self) -> &Path {
         &self.folder
     }
 
@@ -229,23 +216,6 @@ impl Runs {
     }
 }
 
-/// The identity and the name in the first line of a run's journal.
-fn head(folder: &Path) -> Result<(RunId, String)> {
-    let entry = journal::first_entry(&folder.join(JOURNAL))?.ok_or_else(|| {
-        Error::new(
-            Kind::Corrupt,
-            format!(
-                "the run in {} has no beginning: its journal is empty, or cut within its first line",
-                folder.display()
-            ),
-        )
-    })?;
-    let history = RunHistory::new(folder, &entry)?;
-    Ok((history.id, history.name))
-}
-
-const SHORTEST_PREFIX: usize = 4;
-
 /// The summary of a run, without its points.
 ///
 /// ```
@@ -300,12 +270,6 @@ pub struct RunSummary {
 }
 
 /// The summary of a metric, without its points.
-///
-/// ```
-/// fn describe(series: &accelerator_track::SeriesSummary) -> String {
-///     format!("{}: {} at step {}", series.key, series.last.0, series.last_step)
-/// }
-/// ```
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct SeriesSummary {
@@ -425,6 +389,23 @@ impl SeriesSummary {
     }
 }
 
+/// The identity and the name in the first line of a run's journal.
+fn head(folder: &Path) -> Result<(RunId, String)> {
+    let entry = journal::first_entry(&folder.join(JOURNAL))?.ok_or_else(|| {
+        Error::new(
+            Kind::Corrupt,
+            format!(
+                "the run in {} has no beginning: its journal is empty, or cut within its first line",
+                folder.display()
+            ),
+        )
+    })?;
+    let history = RunHistory::new(folder, &entry)?;
+    Ok((history.id, history.name))
+}
+
+const SHORTEST_PREFIX: usize = 4;
+
 /// A journal's length and when it was written, by which a change is seen.
 #[derive(Clone, Debug, Eq, PartialEq, Serialize, Deserialize)]
 struct JournalState {
@@ -485,66 +466,3 @@ impl KeptSummary<&RunSummary> {
 
 /// The version of the file. Another one is written anew.
 const VERSION: u32 = 1;
-
-#[doc(hidden)]
-impl Runs {
-    /// Finds the versions of artifacts that nothing needs once some runs are removed: no other run made or uses them,
-    /// they have no alias, and they are not the latest. A version that no run made is kept: a user put it there.
-    ///
-    /// # Errors
-    ///
-    /// If a run or an artifact cannot be read, so that its references are unknown.
-    ///
-    /// ```
-    /// # let temporary = tempfile::tempdir().unwrap();
-    /// let runs = accelerator_track::Runs::open(temporary.path())?;
-    /// let found = runs.unneeded_artifacts(&runs.list()?)?;
-    /// assert_eq!(runs.remove_artifacts(&found)?, found);
-    /// # Ok::<(), accelerator_track::Error>(())
-    /// ```
-    pub fn unneeded_artifacts(&self, removed: &[ListedRun]) -> Result<PruneReport> {
-        let removed: HashSet<_> = removed.iter().map(|run| run.folder.as_path()).collect();
-        self.artifacts().plan_prune(&self.needed(&removed)?)
-    }
-
-    /// Removes those of the [found](Self::unneeded_artifacts) versions that still nothing needs. No run can begin to
-    /// use one meanwhile.
-    ///
-    /// # Errors
-    ///
-    /// As for [`unneeded_artifacts`](Self::unneeded_artifacts), in which case nothing is removed, and if the
-    /// store cannot be written.
-    pub fn remove_artifacts(&self, found: &PruneReport) -> Result<PruneReport> {
-        let needed = || Ok(self.needed(&HashSet::new())?.among(&found.versions));
-        self.artifacts().prune_with(needed)
-    }
-
-    fn artifacts(&self) -> ArtifactStore {
-        ArtifactStore::of_runs(self.folder())
-    }
-
-    /// Returns the versions to keep if all runs except some are there.
-    fn needed(&self, removed: &HashSet<&Path>) -> Result<Retention> {
-        let store = self.artifacts();
-        let mut retention = Retention::keep_last(1).keep_aliased();
-        let mut makers: HashSet<RunId> = HashSet::new();
-        for run in self.list()? {
-            if removed.contains(run.folder.as_path()) {
-                continue;
-            }
-            let run = RunSummary::read(&run.folder)?;
-            makers.insert(run.id);
-            for artifact in run.artifacts {
-                retention = retention.keep(artifact.name, artifact.version);
-            }
-        }
-        for name in store.names()? {
-            for version in store.versions(&name)? {
-                if version.run().is_none_or(|run| makers.contains(&run)) {
-                    retention = retention.keep(&name, version.version());
-                }
-            }
-        }
-        Ok(retention)
-    }
-}

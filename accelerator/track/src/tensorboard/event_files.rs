@@ -466,7 +466,8 @@ fn masked_checksum(data: &[u8]) -> [u8; 4] {
 
 #[cfg(test)]
 mod tests {
-    use super::{SummaryData, *};
+    use super::*;
+    use crate::tests::{assert_says, run_info};
 
     fn encoded(event: &Event<'_>) -> Vec<u8> {
         let mut message = ProtobufMessage::default();
@@ -551,10 +552,8 @@ mod tests {
         let temporary = tempfile::tempdir().unwrap();
         let folder = temporary.path().join("new/folder");
         let [run, other] = [1_700_000_000_000, 1_600_000_000_000].map(|created_ms| RunInfo {
-            id: RunId::new(),
-            name: "a".to_owned(),
-            folder: folder.clone(),
             created_ms,
+            ..run_info(&folder)
         });
         let path = |order: u64, place: u32, run: &RunInfo| {
             folder.join(format!(
@@ -625,20 +624,10 @@ mod tests {
     #[test]
     fn a_folder_that_cannot_be_made_is_named() {
         let temporary = tempfile::NamedTempFile::new().unwrap();
-        let run = RunInfo {
-            id: RunId::new(),
-            name: "a".to_owned(),
-            folder: temporary.path().to_owned(),
-            created_ms: 0,
-        };
-        let error = EventFiles::create(temporary.path(), &run).unwrap_err();
+        let path = temporary.path();
+        let error = EventFiles::create(path, &run_info(path)).unwrap_err();
         assert!(error.is_io(), "{error}");
-        assert!(
-            error
-                .to_string()
-                .contains(temporary.path().to_str().unwrap()),
-            "{error}"
-        );
+        assert_says(&error, path.to_str().unwrap());
     }
 
     #[test]

@@ -6,12 +6,11 @@ use std::{fs, io, mem};
 
 use serde_json::Value;
 
-use self::event_files::{END, EventKind, HYPERPARAMETERS, SummaryData, SummaryValue};
 use crate::error::{Error, Kind, Result};
 use crate::record::{EndStatus, Entry, Metrics, Number, Record};
 use crate::run_files::{TENSORBOARD, blob_path};
 use crate::sink::{Origin, RunInfo, Sink, SinkPosition};
-use event_files::EventFiles;
+use event_files::{END, EventFiles, EventKind, HYPERPARAMETERS, SummaryData, SummaryValue};
 
 mod event_files;
 
@@ -80,10 +79,6 @@ enum LogFolder {
 impl TensorBoard {
     /// Writes event files in `folder`, which is created if it does not exist. TensorBoard takes a folder for a run: give
     /// each run its own, or use [`below`](Self::below).
-    ///
-    /// ```
-    /// let sink = accelerator_track::TensorBoard::new("logs/mnist");
-    /// ```
     #[must_use]
     pub fn new(folder: impl Into<PathBuf>) -> Self {
         Self::at(LogFolder::In(folder.into()))
@@ -112,10 +107,6 @@ impl TensorBoard {
     }
 
     /// Writes event files in the folder `tensorboard` of the run. `tensorboard --logdir runs` shows all runs.
-    ///
-    /// ```
-    /// let sink = accelerator_track::TensorBoard::in_run();
-    /// ```
     #[must_use]
     pub fn in_run() -> Self {
         Self::at(LogFolder::InRun)
@@ -444,24 +435,13 @@ mod tests {
     use std::fs;
 
     use super::*;
-    use crate::record::RunId;
-    use crate::record::{Metrics, Number, PointValue, Record};
+    use crate::tests::{assert_says, entry, metrics, run_info};
 
     #[test]
     fn what_cannot_be_shown_is_told_or_passed_over() {
         let temporary = tempfile::tempdir().unwrap();
         let folder = temporary.path();
-        let run = RunInfo {
-            id: RunId::new(),
-            name: "a".to_owned(),
-            folder: folder.to_owned(),
-            created_ms: 0,
-        };
-        let entry = |record| Entry {
-            n: 0,
-            ms: 0,
-            record,
-        };
+        let run = run_info(folder);
         let mut sink = TensorBoard::in_run();
         let error = sink.flush().unwrap_err();
         assert!(error.is_misuse(), "{error}");
@@ -480,23 +460,10 @@ mod tests {
             };
             sink.write(Origin::Run, &entry(image)).unwrap();
         }
-        let point = PointValue {
-            series: 3,
-            value: Number(1.0),
-            count: None,
-        };
-        let metrics = Metrics {
-            step: 7,
-            epoch: None,
-            points: vec![point],
-        };
-        let error = sink
-            .write(Origin::Run, &entry(Record::Metrics(metrics)))
-            .unwrap_err();
-        assert!(
-            error.is_corrupt() && error.to_string().contains('7'),
-            "{error}"
-        );
+        let error = sink.write(Origin::Run, &entry(metrics(7, None, [1.0])));
+        let error = error.unwrap_err();
+        assert!(error.is_corrupt());
+        assert_says(&error, "step 7");
         // Opened again, it begins again.
         sink.open(&run).unwrap();
         sink.flush().unwrap();

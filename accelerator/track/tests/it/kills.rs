@@ -138,10 +138,10 @@ fn program(folder: &Path, steps: u64) {
         .ok()
         .map(|x| serde_json::from_slice(&x).unwrap());
     let runs = folder.join("runs");
-    let mut builder = Run::builder("killed")
-        .runs_folder(runs)
-        .launch("one")
-        .sinks(sinks(folder));
+    let mut builder = Run::builder("killed").runs_folder(runs).launch("one");
+    for sink in sinks(folder) {
+        builder = builder.sink(sink);
+    }
     let from = checkpoint.as_ref().map_or(0, |x| x.step);
     if let Some(checkpoint) = &checkpoint {
         builder = builder.resume(&checkpoint.mark);

@@ -8,5 +8,6 @@ mod mlflow;
 #[cfg(feature = "mlflow")]
 #[path = "../../../../tests/src/ports.rs"]
 mod ports;
+mod records;
 mod tensorboard;
 mod venv;

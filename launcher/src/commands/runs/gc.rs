@@ -7,7 +7,10 @@ use std::time::Duration;
 
 use accelerator_track::{
     ArtifactId, RunStatus, RunSummary, Runs,
-    internal::{Leftover, ListedRun, PruneReport},
+    internal::{
+        Leftover, ListedRun, PruneReport, leftovers, remove_artifacts, remove_leftovers,
+        remove_unfinished, unfinished, unneeded_artifacts,
+    },
 };
 use clap::Args;
 
@@ -98,11 +101,11 @@ impl Garbage {
         let newest = arguments.keep_last.unwrap_or(0);
         runs.truncate(runs.len().saturating_sub(newest));
         runs.retain(|(_, run)| is_asked && arguments.takes(run));
-        let mut leftovers = folder.leftovers().map_err(failed)?;
+        let mut leftovers = leftovers(folder).map_err(failed)?;
         let is_of_removed =
             |x: &Leftover| runs.iter().any(|(run, _)| x.path.starts_with(&run.folder));
         leftovers.retain(|x| !is_of_removed(x));
-        let unfinished = folder.unfinished().map_err(failed)?;
+        let unfinished = unfinished(folder).map_err(failed)?;
         let (unfinished, young): (Vec<_>, Vec<_>) = unfinished
             .into_iter()
             .partition(|x| arguments.is_abandoned(x));
@@ -116,7 +119,7 @@ impl Garbage {
             (false, _) => PruneReport::default(),
             (true, true) => {
                 let removed: Vec<_> = runs.iter().map(|(run, _)| run.clone()).collect();
-                folder.unneeded_artifacts(&removed).map_err(failed)?
+                unneeded_artifacts(folder, &removed).map_err(failed)?
             }
             (true, false) => {
                 note("artifacts are left alone: it is not known which ones a damaged run uses");
@@ -198,13 +201,13 @@ impl Garbage {
             count(&run.folder, bytes, folder.remove(run));
         }
         for found in &self.unfinished {
-            let removed = folder.remove_unfinished(found);
+            let removed = remove_unfinished(found);
             count(&found.path, found.bytes, removed.map(|()| Vec::new()));
         }
-        let leftovers = folder.remove_leftovers(&self.leftovers).map_err(failed)?;
+        let leftovers = remove_leftovers(folder, &self.leftovers).map_err(failed)?;
         freed += leftovers.iter().map(|x| x.bytes).sum::<u64>();
         if !self.versions().is_empty() {
-            let removed = folder.remove_artifacts(&self.artifacts).map_err(failed)?;
+            let removed = remove_artifacts(folder, &self.artifacts).map_err(failed)?;
             freed += removed.bytes;
         }
         Ok((freed, is_complete))

@@ -171,11 +171,10 @@ fn compare_marks_what_differs() {
 fn diff_names_the_inputs_that_differ() {
     let folder = Folder::new();
     let captured = |name: &str, lr: f64, seed: u64| {
-        let provenance = Capture::new().seed("model", seed).take(folder.path());
         let run = builder(&folder, name)
             .hyperparameters(&json!({ "lr": lr }))
             .unwrap()
-            .provenance(serde_json::to_value(provenance).unwrap())
+            .capture(Capture::new().seed("model", seed))
             .start()
             .unwrap();
         run.finish().unwrap();

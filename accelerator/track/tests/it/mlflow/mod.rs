@@ -7,13 +7,14 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use accelerator_track::{
-    Artifact, ArtifactRole, EndStatus, Entry, Metrics, MlflowServer, MlflowSink, Number, Origin,
-    PointValue, Record, Run, RunId, RunInfo, Sink,
+    Artifact, ArtifactRole, EndStatus, Entry, MlflowServer, MlflowSink, Number, Origin, Record,
+    Run, RunId, RunInfo, Sink,
 };
 use serde_json::{Value, json};
 use server::Server;
 
 use crate::kills;
+use crate::records::{metrics, series};
 
 mod server;
 
@@ -71,7 +72,7 @@ fn a_run_is_delivered_once_over_a_server_that_is_killed() {
     all.extend((1..=STEPS).map(|step| Entry {
         n: step,
         ms: 1_700_000_000_000 + step,
-        record: metrics(step, None, [step as f64 / 8.0]),
+        record: metrics(step, None, [(0, step as f64 / 8.0)]),
     }));
     let (finish, finished) = std::sync::mpsc::channel();
     let client = MlflowServer::new(&server.address).unwrap();
@@ -271,24 +272,6 @@ fn entries(records: Vec<Record>) -> Vec<Entry> {
     entries.collect()
 }
 
-fn series(i: u32, key: &str) -> Record {
-    let key = key.to_owned();
-    Record::Series { i, key }
-}
-
-fn metrics(step: u64, epoch: Option<f64>, values: impl IntoIterator<Item = f64>) -> Record {
-    let points = (0..).zip(values).map(|(series, value)| PointValue {
-        series,
-        value: Number(value),
-        count: None,
-    });
-    Record::Metrics(Metrics {
-        step,
-        epoch,
-        points: points.collect(),
-    })
-}
-
 fn params(params: Value) -> Record {
     let Value::Object(params) = params else {
         panic!("no map");
@@ -350,9 +333,9 @@ fn whole_run(folder: &Path) -> Vec<Entry> {
         1e300,
     ];
     records.extend([
-        metrics(1, Some(0.5), special),
-        metrics(3, None, KEYS.map(|key| key.len() as f64)),
-        metrics(2, Some(1.0), [0.25]),
+        metrics(1, Some(0.5), (0..).zip(special)),
+        metrics(3, None, (0..).zip(KEYS.map(|key| key.len() as f64))),
+        metrics(2, Some(1.0), [(0, 0.25)]),
         params(
             (0..250)
                 .map(|i| (format!("many.{i}"), json!(i)))

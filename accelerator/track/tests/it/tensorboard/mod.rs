@@ -10,12 +10,12 @@ use std::process::Command;
 
 use accelerator_manifest::ContentHash;
 use accelerator_track::{
-    EndStatus, Entry, Metrics, Number, Origin, PointValue, Record, RunId, RunInfo, Sink,
-    TensorBoard,
+    EndStatus, Entry, Number, Origin, Record, RunId, RunInfo, Sink, TensorBoard,
 };
 use serde_json::{Value, json};
 
 use self::server::{Loader, Server, until, until_equal};
+use crate::records::{end, metrics, series};
 use crate::venv;
 
 /// The beginning of a JPEG picture, enough to be recognised as one.
@@ -77,9 +77,9 @@ fn every_value_is_returned_by_value() {
         16_777_217.0,
     ];
     for step in 1..=900 {
-        run.write(metrics(step, [(0, loss(step))]));
+        run.write(metrics(step, None, [(0, loss(step))]));
         if let Some(value) = special.get(step as usize - 1) {
-            run.write(metrics(step, (1..6).map(|series| (series, *value))));
+            run.write(metrics(step, None, (1..6).map(|series| (series, *value))));
         }
     }
     for step in [10, 20] {
@@ -139,7 +139,7 @@ fn every_value_is_returned_by_value() {
     other.open();
     other.write(param([("lr", json!(0.2)), ("dropout", json!(0.5))]));
     other.write(series(7, "train/loss"));
-    other.write(metrics(1, [(7, 9.0)]));
+    other.write(metrics(1, None, [(7, 9.0)]));
     other.write(end(EndStatus::Failed));
     other.sink.flush().unwrap();
 
@@ -282,10 +282,10 @@ fn what_a_resume_takes_back_is_gone_while_the_server_runs() {
         first.write(series(0, "a"));
         first.write(series(1, "old"));
         for step in 1..=6 {
-            first.write(metrics(step, [(0, step as f64), (1, 1.0)]));
+            first.write(metrics(step, None, [(0, step as f64), (1, 1.0)]));
         }
         first.write(series(2, "late"));
-        first.write(metrics(6, [(2, 1.0)]));
+        first.write(metrics(6, None, [(2, 1.0)]));
         first.write(text("note", 5, "first"));
         first.write(end(EndStatus::Failed));
         first.sink.flush().unwrap();
@@ -309,7 +309,7 @@ fn what_a_resume_takes_back_is_gone_while_the_server_runs() {
             run.write(series(0, "a"));
             run.write(series(1, "old"));
             for step in 1..=3 {
-                run.write(metrics(step, [(0, step as f64), (1, 1.0)]));
+                run.write(metrics(step, None, [(0, step as f64), (1, 1.0)]));
             }
             run.write(end(EndStatus::Failed));
             run.write(Record::Attempt {
@@ -319,7 +319,7 @@ fn what_a_resume_takes_back_is_gone_while_the_server_runs() {
                 provenance: Value::Null,
             });
             for step in 4..=last {
-                run.write(metrics(step, [(0, step as f64 * 10.0)]));
+                run.write(metrics(step, None, [(0, step as f64 * 10.0)]));
             }
         };
         replay(&mut second, 5);
@@ -338,7 +338,7 @@ fn what_a_resume_takes_back_is_gone_while_the_server_runs() {
         until_equal(&json!([1, 2, 3]), || steps(&server, "old"));
 
         // The file grows. Half a record is no error, and the rest is read when it arrives.
-        second.write(metrics(6, [(0, 60.0)]));
+        second.write(metrics(6, None, [(0, 60.0)]));
         second.sink.flush().unwrap();
         until_equal(&json!([1, 2, 3, 4, 5, 6]), || steps(&server, "a"));
         let file = files.iter().find(|file| **file != foreign).unwrap();
@@ -359,7 +359,7 @@ fn what_a_resume_takes_back_is_gone_while_the_server_runs() {
         replay(&mut third, 7);
         third.sink.flush().unwrap();
         third.write(param([("lr", json!(0.2)), ("late", json!("x"))]));
-        third.write(metrics(8, [(0, 80.0)]));
+        third.write(metrics(8, None, [(0, 80.0)]));
         third.sink.flush().unwrap();
         third.write(end(EndStatus::Preempted));
         third.sink.flush().unwrap();
@@ -451,27 +451,6 @@ fn loss(step: u64) -> f64 {
     1.0 / (step as f64 + 0.1)
 }
 
-fn series(i: u32, key: &str) -> Record {
-    Record::Series {
-        i,
-        key: key.to_owned(),
-    }
-}
-
-fn metrics(step: u64, values: impl IntoIterator<Item = (u32, f64)>) -> Record {
-    let point = |(series, value)| PointValue {
-        series,
-        value: Number(value),
-        count: None,
-    };
-    let points = values.into_iter().map(point).collect();
-    Record::Metrics(Metrics {
-        step,
-        epoch: None,
-        points,
-    })
-}
-
 fn text(key: &str, step: u64, text: &str) -> Record {
     let (key, text) = (key.to_owned(), text.to_owned());
     Record::Text { key, step, text }
@@ -481,13 +460,6 @@ fn param<const N: usize>(set: [(&str, Value); N]) -> Record {
     let set = set.map(|(key, value)| (key.to_owned(), value));
     Record::Param {
         set: BTreeMap::from(set),
-    }
-}
-
-fn end(status: EndStatus) -> Record {
-    Record::End {
-        status,
-        failure: None,
     }
 }
 
