@@ -140,17 +140,17 @@ impl StagedName {
         &self.target
     }
 
-    /// The right to remove what has this name and lies at `path`; `None` where its writer may live.
+    /// The right to remove what has this name and lies at `path`: its lock, if it has one; `None` where its writer may live.
     /// `now` is the time of the file system, where it is known.
-    fn claim(&self, path: &Path, now: Option<SystemTime>) -> Option<Claim> {
+    fn claim(&self, path: &Path, now: Option<SystemTime>) -> Option<Option<FileLock>> {
         // Locks are of one kernel: on another host, nothing is known of those that are held here.
         if self.boot == boot()
             && let Ok(lock) = try_lock(path)
         {
-            return lock.map(|lock| Claim { _lock: Some(lock) });
+            return lock.map(Some);
         }
         let silence = now?.duration_since(last_change(path).ok()?).ok()?;
-        (silence > ABANDONED).then_some(Claim { _lock: None })
+        (silence > ABANDONED).then_some(None)
     }
 }
 
@@ -235,7 +235,7 @@ pub(crate) fn sweep(
             continue;
         };
         let path = folder.join(&name);
-        let Some(_claim) = staged.claim(&path, now) else {
+        let Some(_lock) = staged.claim(&path, now) else {
             continue;
         };
         match vfs.remove_any(&path) {
@@ -251,11 +251,6 @@ pub(crate) fn sweep(
 /// The time of the last change of a file or folder, by the clock of the file system.
 pub(crate) fn time_of(path: &Path) -> Option<SystemTime> {
     path.symlink_metadata().and_then(|x| x.modified()).ok()
-}
-
-/// Holds the lock of a file or folder that is about to be removed, if it has one.
-struct Claim {
-    _lock: Option<FileLock>,
 }
 
 /// No writer rests for so long. That of another host cannot be asked, nor one of before this host

@@ -90,24 +90,6 @@ impl Folder {
     /// The same folder, which calls `progress` after each block of a file that it, its drafts and its
     /// checkpoints have read, summed up, written or flushed. A block has at most 1 MiB, and what is flushed
     /// at most 1 GiB, so that a program can tell work that lasts from work that hangs.
-    ///
-    /// ```
-    /// use std::sync::Arc;
-    /// use std::sync::atomic::{AtomicUsize, Ordering};
-    /// use accelerator_manifest::{Folder, Role};
-    ///
-    /// # fn main() -> accelerator_manifest::Result<()> {
-    /// # let temporary = tempfile::tempdir().unwrap();
-    /// let blocks = Arc::new(AtomicUsize::new(0));
-    /// let count = Arc::clone(&blocks);
-    /// let folder = Folder::open(temporary.path())?.with_progress(move || {
-    ///     count.fetch_add(1, Ordering::Relaxed);
-    /// });
-    /// folder.begin(0)?.write_bytes(&"model.bin".parse()?, Role::Model, &[0; 8 << 20])?;
-    /// assert!(blocks.load(Ordering::Relaxed) > 8);
-    /// # Ok(())
-    /// # }
-    /// ```
     #[must_use]
     pub fn with_progress(
         mut self,

@@ -63,6 +63,12 @@ pub(crate) fn latest(folder: &Folder) -> (Option<u64>, usize) {
     (search.found.map(|x| x.number()), search.rejected.len())
 }
 
+/// Asserts that the message of an error contains a text.
+#[track_caller]
+pub(crate) fn assert_says(error: &accelerator_manifest::Error, text: &str) {
+    assert!(error.to_string().contains(text), "{text:?} in: {error}");
+}
+
 /// Runs `work` without the privileges of root, so that file permissions apply: on a thread that has given up its
 /// capabilities.
 pub(crate) fn without_privileges<T: Send>(work: impl FnOnce() -> T + Send) -> T {
