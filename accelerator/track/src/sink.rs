@@ -81,29 +81,9 @@ pub trait Sink: Send {
     fn flush(&mut self) -> Result<()>;
 }
 
-impl Sink for Box<dyn Sink> {
-    fn name(&self) -> String {
-        (**self).name()
-    }
-
-    fn sync_options(&self) -> Vec<String> {
-        (**self).sync_options()
-    }
-
-    fn delivery(&self) -> Delivery {
-        (**self).delivery()
-    }
-
-    fn open(&mut self, run: &RunInfo) -> Result<SinkPosition> {
-        (**self).open(run)
-    }
-
-    fn write(&mut self, origin: Origin, entry: &Entry) -> Result<()> {
-        (**self).write(origin, entry)
-    }
-
-    fn flush(&mut self) -> Result<()> {
-        (**self).flush()
+impl<S: Sink + 'static> From<S> for Box<dyn Sink> {
+    fn from(sink: S) -> Self {
+        Box::new(sink)
     }
 }
 

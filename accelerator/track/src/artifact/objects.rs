@@ -107,19 +107,15 @@ pub(crate) struct SourceFile {
 impl SourceFile {
     /// Reads a file.
     pub(crate) fn read(path: &Path) -> Result<Self> {
-        Self::pass(path, &mut io::sink())
+        Self::pass(path, None)
     }
 
     /// Reads it again, and writes it to `to`.
     ///
     /// Fails if the contents are not what was read before; the copy is then useless.
     pub(crate) fn copy(&self, to: &Path) -> Result<()> {
-        let mut target = File::create_new(to).map_err(|error| Error::io("create", to, error))?;
-        let mut checked = Named {
-            path: to,
-            file: &mut target,
-        };
-        let again = Self::pass(&self.path, &mut checked)?;
+        let mut copy = File::create_new(to).map_err(|error| Error::io("create", to, error))?;
+        let again = Self::pass(&self.path, Some((to, &mut copy)))?;
         if (again.hash, again.stamp) != (self.hash, self.stamp) {
             return Err(changed(&self.path));
         }
@@ -137,7 +133,7 @@ impl SourceFile {
         }
     }
 
-    fn pass(path: &Path, target: &mut dyn Write) -> Result<Self> {
+    fn pass(path: &Path, mut copy: Option<(&Path, &mut File)>) -> Result<Self> {
         let unreadable = |error| Error::io("read", path, error);
         // Opening a pipe would wait.
         expect_plain(path, &fs::metadata(path).map_err(unreadable)?)?;
@@ -156,12 +152,10 @@ impl SourceFile {
             };
             hash.update(&buffer[..read]);
             bytes += read as u64;
-            target
-                .write_all(&buffer[..read])
-                .map_err(|error| match error.downcast::<Error>() {
-                    Ok(error) => error,
-                    Err(error) => Error::io("write a copy of", path, error),
-                })?;
+            if let Some((to, copy)) = &mut copy {
+                copy.write_all(&buffer[..read])
+                    .map_err(|error| Error::io("write", to, error))?;
+            }
         }
         let stamp = Stamp::of(&before);
         if bytes != before.len() || Stamp::of(&file.metadata().map_err(unreadable)?) != stamp {
@@ -260,26 +254,6 @@ impl Stamp {
             modified: metadata.modified().ok(),
             place,
         }
-    }
-}
-
-/// A file whose errors say where it is.
-struct Named<'a> {
-    path: &'a Path,
-    file: &'a mut File,
-}
-
-impl Write for Named<'_> {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        let written = self.file.write(bytes);
-        written.map_err(|error| match error.kind() {
-            io::ErrorKind::Interrupted => error,
-            kind => io::Error::new(kind, Error::io("write", self.path, error)),
-        })
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        self.file.flush()
     }
 }
 

@@ -11,45 +11,16 @@ use super::{ArtifactId, ArtifactName, Version};
 use crate::error::{Error, Result};
 
 /// The rules that decide which versions of artifacts stay: a version stays if any of them keeps it.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub(crate) struct Retention {
-    last: usize,
-    is_aliased_kept: bool,
-    kept: BTreeSet<(String, u32)>,
-    among: Option<Vec<ArtifactId>>,
-}
-
-impl Retention {
     /// Keeps the latest versions of each name, so many.
-    #[must_use]
-    pub(crate) fn keep_last(versions: usize) -> Self {
-        Self {
-            last: versions,
-            is_aliased_kept: false,
-            kept: BTreeSet::new(),
-            among: None,
-        }
-    }
-
+    pub(crate) last: usize,
     /// Keeps versions that have an alias.
-    #[must_use]
-    pub(crate) fn keep_aliased(mut self) -> Self {
-        self.is_aliased_kept = true;
-        self
-    }
-
-    /// Keeps a version, as one that a run refers to.
-    #[must_use]
-    pub(crate) fn keep(mut self, name: impl Into<String>, version: u32) -> Self {
-        self.kept.insert((name.into(), version));
-        self
-    }
-
-    /// Restricts removal to these versions.
-    pub(crate) fn among(mut self, versions: &[ArtifactId]) -> Self {
-        self.among = Some(versions.to_vec());
-        self
-    }
+    pub(crate) is_aliased_kept: bool,
+    /// Keeps these versions, as those that runs refer to.
+    pub(crate) kept: BTreeSet<(String, u32)>,
+    /// Keeps all but these versions.
+    pub(crate) among: Option<Vec<ArtifactId>>,
 }
 
 /// The versions and contents that were removed from a store, or would be.
@@ -75,10 +46,14 @@ impl ArtifactStore {
         Ok(self.plan(retention)?.report)
     }
 
-    /// Removes the versions that this retention does not keep.
+    /// Removes all but the latest versions of each name.
     #[cfg(test)]
-    pub(crate) fn prune(&self, retention: &Retention) -> Result<PruneReport> {
-        self.prune_with(|| Ok(retention.clone()))
+    pub(crate) fn keep_last(&self, last: usize) -> PruneReport {
+        let retention = Retention {
+            last,
+            ..Retention::default()
+        };
+        self.prune_with(|| Ok(retention)).unwrap()
     }
 
     /// Removes the versions that nothing keeps, and then the contents that no version refers to. Waits while another

@@ -144,7 +144,7 @@ fn numbers_are_never_used_again() {
     for (content, version) in [("x", 1), ("y", 2)] {
         assert_eq!(fixture.commit(content).version(), version);
     }
-    let report = fixture.store.prune(&Retention::keep_last(0)).unwrap();
+    let report = fixture.store.keep_last(0);
     assert_eq!(
         (report.versions.len(), report.objects, report.bytes),
         (2, 2, 2)
@@ -160,16 +160,22 @@ fn what_is_kept_is_kept() {
         fixture.commit(content);
     }
     fixture.store.set_alias("a:v1", "first").unwrap();
-    let retention = Retention::keep_last(1).keep("a", 3).keep_aliased();
+    let retention = Retention {
+        last: 1,
+        is_aliased_kept: true,
+        kept: [("a".to_owned(), 3)].into(),
+        among: None,
+    };
     let planned = fixture.store.plan_prune(&retention).unwrap();
     assert_eq!(fixture.objects().len(), 5);
-    assert_eq!(fixture.store.prune(&retention).unwrap(), planned);
+    let prune = || fixture.store.prune_with(|| Ok(retention.clone()));
+    assert_eq!(prune().unwrap(), planned);
     let left = fixture.versions();
     assert_eq!((left, fixture.objects().len()), (vec![1, 3, 5], 3));
     // Nothing is removed while a version is unreadable.
     fs::write(fixture.store.folder().join("names/a/v3.json"), "{}").unwrap();
-    let error = fixture.store.prune(&Retention::keep_last(1)).unwrap_err();
-    assert!(error.is_corrupt() && fixture.objects().len() == 3);
+    assert!(prune().unwrap_err().is_corrupt());
+    assert_eq!(fixture.objects().len(), 3);
     fs::remove_file(fixture.store.folder().join("names/a/v3.json")).unwrap();
     assert_whole(&fixture.store);
 }
@@ -348,7 +354,7 @@ fn commits_and_prunes_at_once_lose_nothing() {
         }
         scope.spawn(|| {
             for _ in 0..10 {
-                fixture.store.prune(&Retention::keep_last(2)).unwrap();
+                fixture.store.keep_last(2);
             }
         });
     });
@@ -384,9 +390,12 @@ fn child() {
         let artifact = Artifact::create("a").alias("best").add_dir(&input).unwrap();
         store.commit(&artifact).unwrap();
         if step % 5 == 4 {
-            store
-                .prune(&Retention::keep_last(3).keep_aliased())
-                .unwrap();
+            let retention = Retention {
+                last: 3,
+                is_aliased_kept: true,
+                ..Retention::default()
+            };
+            store.prune_with(|| Ok(retention)).unwrap();
         }
     }
 }
@@ -448,8 +457,7 @@ fn a_store_is_whole_whenever_its_writer_is_killed() {
         );
     }
     assert!(last >= 25 + 12, "{last}");
-    let report = fixture.store.prune(&Retention::keep_last(1)).unwrap();
-    assert!(report.objects > 0);
+    assert!(fixture.store.keep_last(1).objects > 0);
     assert_eq!(fixture.objects().len(), 1);
 }
 

@@ -254,10 +254,13 @@ impl Repository {
         };
         let mut commit = match status {
             Some(status) => commit_of(&status),
-            None => Commit {
-                hash: Some(self.line(&["rev-parse", "--verify", "HEAD"])?),
-                ..Commit::default()
-            },
+            None => {
+                let hash = self.ask(&["rev-parse", "--verify", "HEAD"], LONGEST_ANSWER);
+                Commit {
+                    hash: Some(String::from_utf8(hash.ok()?).ok()?.trim_end().to_owned()),
+                    ..Commit::default()
+                }
+            }
         };
         commit.root = self.root.to_string_lossy().into_owned();
         commit.remote = remote;
@@ -321,11 +324,6 @@ impl Repository {
         let is_origin = |(key, _): &(&str, &str)| *key == "remote.origin.url";
         let (_, url) = remotes.clone().find(is_origin).or_else(|| remotes.next())?;
         Some(mask_text(url).replace(&format!("{MASK}@"), ""))
-    }
-
-    fn line(&self, arguments: &[&str]) -> Option<String> {
-        let answer = String::from_utf8(self.ask(arguments, LONGEST_ANSWER).ok()?).ok()?;
-        Some(answer.trim_end().to_owned())
     }
 
     fn ask(&self, arguments: &[&str], limit: usize) -> Result<Vec<u8>, Stopped> {

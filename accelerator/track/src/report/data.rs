@@ -10,7 +10,7 @@ use base64::engine::general_purpose::STANDARD;
 use serde::Serialize;
 use serde_json::Value;
 
-use crate::history::{Media, MediaContent, Point, RunHistory, SystemPoint};
+use crate::history::{ArtifactUse, Media, MediaContent, Point, RunHistory, SystemPoint};
 use crate::journal::now_ms;
 use crate::record::Number;
 use crate::run_files::folder_name;
@@ -34,7 +34,7 @@ pub(crate) struct PageRun {
     world: usize,
     hyperparameters: BTreeMap<String, Value>,
     tags: BTreeMap<String, String>,
-    artifacts: Vec<ArtifactNode>,
+    artifacts: Vec<ArtifactUse>,
     failure: Option<Value>,
     pub(super) series: Vec<PageSeries>,
     /// The points of the charts, by series.
@@ -74,14 +74,6 @@ struct PageDetail {
     traces: Vec<TraceLink>,
     media: Vec<KeyMedia>,
     system: Vec<SystemSeries>,
-}
-
-#[derive(Clone, Debug, Serialize)]
-struct ArtifactNode {
-    role: String,
-    name: String,
-    version: u32,
-    digest: String,
 }
 
 #[derive(Clone, Debug, Serialize)]
@@ -133,16 +125,7 @@ impl PageRun {
                 .map(|(key, parameter)| (key.clone(), parameter.value.clone()))
                 .collect(),
             tags: run.tags.clone(),
-            artifacts: run
-                .artifacts
-                .iter()
-                .map(|artifact| ArtifactNode {
-                    role: artifact.role.to_string(),
-                    name: artifact.name.clone(),
-                    version: artifact.version,
-                    digest: artifact.digest.clone(),
-                })
-                .collect(),
+            artifacts: run.artifacts.clone(),
             failure: run.end.as_ref().and_then(|end| end.failure.clone()),
             series: run
                 .series

@@ -181,8 +181,8 @@ impl RunBuilder {
     }
 
     /// Delivers the run to a sink while it is written.
-    pub fn sink(mut self, sink: impl Sink + 'static) -> Self {
-        self.sinks.push(Box::new(sink));
+    pub fn sink(mut self, sink: impl Into<Box<dyn Sink>>) -> Self {
+        self.sinks.push(sink.into());
         self
     }
 

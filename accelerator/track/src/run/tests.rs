@@ -393,44 +393,6 @@ fn a_run_with_tags_or_artifacts_stays_when_another_one_goes_on() {
     assert_eq!(RunHistory::read(&folder).unwrap().tags["data"], "digits");
 }
 
-/// Runs as the process of the next test, and does nothing by itself.
-#[test]
-fn child_on_a_full_disk() {
-    if let Ok(runs) = std::env::var("TRACK_TEST_FULL") {
-        let run = start(Path::new(&runs), "a");
-        for step in 0..1000 {
-            run.log("train", [("loss", 1.0)], step, None);
-        }
-        panic!("{}", run.finish().unwrap_err());
-    }
-}
-
-#[cfg(unix)]
-#[test]
-fn the_end_says_how_many_entries_a_full_disk_has_lost() {
-    let runs = tempfile::tempdir().unwrap();
-    // A file cannot grow beyond some blocks, as on a full disk.
-    let ended = std::process::Command::new("sh")
-        .args(["-c", "trap '' XFSZ; ulimit -f 8; exec \"$@\"", "sh"])
-        .arg(std::env::current_exe().unwrap())
-        .args(["--exact", "run::tests::child_on_a_full_disk"])
-        .arg("--nocapture")
-        .env("TRACK_TEST_FULL", runs.path())
-        .output()
-        .unwrap();
-    let text = String::from_utf8_lossy(&ended.stderr).into_owned()
-        + &String::from_utf8_lossy(&ended.stdout);
-    let lost: u64 = text
-        .split(" entries")
-        .next()
-        .and_then(|before| before.split_whitespace().last()?.parse().ok())
-        .unwrap_or_else(|| panic!("{text}"));
-    let history = RunHistory::read(runs.path().join("a")).unwrap();
-    // The head, the attempt, the name of the series and the end also count as entries.
-    assert_eq!(history.entries + lost, 1004, "{text}");
-    assert!(text.contains("journal.jsonl"), "{text}");
-}
-
 #[test]
 fn a_run_that_cannot_be_begun_says_why_and_leaves_no_folder() {
     let temporary = tempfile::tempdir().unwrap();

@@ -1,6 +1,6 @@
 //! Removes what nothing needs from a folder of runs: leftover files, and artifacts of runs that are gone.
 
-use std::collections::HashSet;
+use std::collections::{BTreeSet, HashSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -153,14 +153,18 @@ pub fn unneeded_artifacts(runs: &Runs, removed: &[ListedRun]) -> Result<PruneRep
 ///
 /// As for [`unneeded_artifacts`], in which case nothing is removed, and if the store cannot be written.
 pub fn remove_artifacts(runs: &Runs, found: &PruneReport) -> Result<PruneReport> {
-    let still_needed = || Ok(needed(runs, &HashSet::new())?.among(&found.versions));
-    ArtifactStore::of_runs(runs.folder()).prune_with(still_needed)
+    ArtifactStore::of_runs(runs.folder()).prune_with(|| {
+        Ok(Retention {
+            among: Some(found.versions.clone()),
+            ..needed(runs, &HashSet::new())?
+        })
+    })
 }
 
 /// Returns the versions to keep if all runs except some are there.
 fn needed(runs: &Runs, removed: &HashSet<&Path>) -> Result<Retention> {
     let store = ArtifactStore::of_runs(runs.folder());
-    let mut retention = Retention::keep_last(1).keep_aliased();
+    let mut kept = BTreeSet::new();
     let mut makers: HashSet<RunId> = HashSet::new();
     for run in runs.list()? {
         if removed.contains(run.folder.as_path()) {
@@ -168,18 +172,22 @@ fn needed(runs: &Runs, removed: &HashSet<&Path>) -> Result<Retention> {
         }
         let run = RunSummary::read(&run.folder)?;
         makers.insert(run.id);
-        for artifact in run.artifacts {
-            retention = retention.keep(artifact.name, artifact.version);
-        }
+        let artifacts = run.artifacts.into_iter();
+        kept.extend(artifacts.map(|artifact| (artifact.name, artifact.version)));
     }
     for name in store.names()? {
         for version in store.versions(&name)? {
             if version.run().is_none_or(|run| makers.contains(&run)) {
-                retention = retention.keep(&name, version.version());
+                kept.insert((name.clone(), version.version()));
             }
         }
     }
-    Ok(retention)
+    Ok(Retention {
+        last: 1,
+        is_aliased_kept: true,
+        kept,
+        among: None,
+    })
 }
 
 /// Returns the entries of the folder, sorted.

@@ -15,26 +15,23 @@ use std::net::TcpStream;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-use accelerator_track::{Report, Run, internal::Board};
-use chromium::Chromium;
+use accelerator_track::{Report, Run, RunHistory, internal::Board};
+use chromium::{Chromium, OpenPage};
 use runs::{HOSTILE, plain, rich};
 
 #[test]
 fn a_report_shows_what_was_logged_and_asks_nobody() {
     let folder = tempfile::tempdir().unwrap();
     let histories = [rich(folder.path(), "mnist-wide", 1e-3)];
-    let file = folder.path().join("report.html");
-    Report::of(&histories).write(&file).unwrap();
+    let file = report(&folder, &histories);
     let page = std::fs::read_to_string(&file).unwrap();
     for address in ["http:", "https:", "//cdn", "src=\"/"] {
         assert!(!page.contains(address), "{address}");
     }
     assert!(page.contains("default-src 'none'") && page.contains("connect-src 'none'"));
-    let Some(chromium) = Chromium::find("a report in a browser") else {
+    let Some(mut page) = shown(&file, "a report in a browser") else {
         return;
     };
-    let mut page = chromium.open(&url(&file));
-    page.wait_until(ALL_CHARTS);
     let body = page.markup();
     let loss = histories[0].series("test/loss").unwrap();
     let last = loss.points.last().unwrap().value;
@@ -93,13 +90,10 @@ fn charts_follow_their_controls() {
         plain(folder.path(), "narrow", 2e-3),
         plain(folder.path(), "slow", 5e-4),
     ];
-    let file = folder.path().join("report.html");
-    Report::of(&histories).write(&file).unwrap();
-    let Some(chromium) = Chromium::find("a report's controls") else {
+    let file = report(&folder, &histories);
+    let Some(mut page) = shown(&file, "a report's controls") else {
         return;
     };
-    let mut page = chromium.open(&url(&file));
-    page.wait_until(ALL_CHARTS);
     let picture = "document.querySelector('.metric canvas').toDataURL()";
     let mut seen = vec![page.evaluate(picture)];
     for action in [
@@ -136,17 +130,14 @@ fn runs_of_one_name_are_told_apart_by_their_folders() {
     for runs in [&here, &there] {
         histories.push(plain(runs, "same", 1e-3));
     }
-    let file = folder.path().join("report.html");
-    Report::of(&histories).write(&file).unwrap();
+    let file = report(&folder, &histories);
     let html = std::fs::read_to_string(&file).unwrap();
     for heading in ["<h2>mnist: ", "<h2>mnist-8: ", "there/same: "] {
         assert!(html.contains(heading), "{heading}");
     }
-    let Some(chromium) = Chromium::find("runs of one name") else {
+    let Some(mut page) = shown(&file, "runs of one name") else {
         return;
     };
-    let mut page = chromium.open(&url(&file));
-    page.wait_until(ALL_CHARTS);
     let texts = |selector: &str| {
         format!("[...document.querySelectorAll('{selector}')].map((x) => x.textContent)")
     };
@@ -176,8 +167,7 @@ fn runs_of_one_name_are_told_apart_by_their_folders() {
 fn names_that_are_markup_stay_text() {
     let folder = tempfile::tempdir().unwrap();
     let histories = [rich(folder.path(), HOSTILE, 1e-3)];
-    let file = folder.path().join("report.html");
-    Report::of(&histories).write(&file).unwrap();
+    let file = report(&folder, &histories);
     let page = std::fs::read_to_string(&file).unwrap();
     assert_eq!(
         page.matches("<script").count(),
@@ -185,11 +175,9 @@ fn names_that_are_markup_stay_text() {
         "the data and the program"
     );
     assert_eq!(page.matches("</script>").count(), 2);
-    let Some(chromium) = Chromium::find("markup in names") else {
+    let Some(mut page) = shown(&file, "markup in names") else {
         return;
     };
-    let mut page = chromium.open(&url(&file));
-    page.wait_until(ALL_CHARTS);
     assert_eq!(page.evaluate("document.title"), HOSTILE);
     assert_eq!(
         page.evaluate("document.querySelector('h1').textContent"),
@@ -206,13 +194,10 @@ fn a_comparison_shows_what_differs() {
         plain(folder.path(), "narrow", 2e-3),
         plain(folder.path(), "slow", 5e-4),
     ];
-    let file = folder.path().join("report.html");
-    Report::of(&histories).write(&file).unwrap();
-    let Some(chromium) = Chromium::find("a comparison in a browser") else {
+    let file = report(&folder, &histories);
+    let Some(mut page) = shown(&file, "a comparison in a browser") else {
         return;
     };
-    let mut page = chromium.open(&url(&file));
-    page.wait_until(ALL_CHARTS);
     let body = page.markup();
     for text in [
         "Comparison of 3 runs",
@@ -232,10 +217,13 @@ fn the_board_shows_values_that_are_logged_while_it_is_open() {
     let folder = tempfile::tempdir().unwrap();
     plain(folder.path(), "before", 1e-3);
     let url = serve(folder.path());
-    let run = Run::builder("live")
-        .runs_folder(folder.path())
-        .start()
-        .unwrap();
+    let start = |name: &str| {
+        Run::builder(name)
+            .runs_folder(folder.path())
+            .start()
+            .unwrap()
+    };
+    let run = start("live");
     run.log("train", [("loss", 0.625)], 1, None);
     run.log_image("samples/digits", include_bytes!("digit.png"), 1)
         .unwrap();
@@ -252,10 +240,7 @@ fn the_board_shows_values_that_are_logged_while_it_is_open() {
     run.flush().unwrap();
     page.wait_until(r#"document.querySelector("td[title='0.25 at step 2']") !== null"#);
     page.wait_until("document.body.innerText.includes('train/late')");
-    let late = Run::builder("late")
-        .runs_folder(folder.path())
-        .start()
-        .unwrap();
+    let late = start("late");
     page.wait_until("document.querySelector('.side').innerText.includes('late')");
     late.finish().unwrap();
     run.fail("out of memory").unwrap();
@@ -350,7 +335,7 @@ fn a_hundred_runs_of_a_hundred_thousand_points() {
         return;
     };
     let url = serve(folder.path());
-    let time = |page: &mut chromium::OpenPage| {
+    let time = |page: &mut OpenPage| {
         page.wait_until("document.documentElement.dataset.firstChart !== undefined");
         let time = page.evaluate("Number(document.documentElement.dataset.firstChart)");
         time.as_f64().unwrap()
@@ -366,6 +351,20 @@ fn a_hundred_runs_of_a_hundred_thousand_points() {
         "the first chart is there after {cold} ms while 100 runs of 100,000 points are read, and after {warm} ms when they are, {all:?} later"
     );
     assert!(cold <= 1000.0 && warm <= 1000.0);
+}
+
+/// Writes a report into the folder.
+fn report(folder: &tempfile::TempDir, histories: &[RunHistory]) -> PathBuf {
+    let file = folder.path().join("report.html");
+    Report::of(histories).write(&file).unwrap();
+    file
+}
+
+/// Opens a report, and waits for its charts. Returns `None` if there is no browser.
+fn shown(file: &Path, what: &str) -> Option<OpenPage> {
+    let mut page = Chromium::find(what)?.open(&url(file));
+    page.wait_until(ALL_CHARTS);
+    Some(page)
 }
 
 fn serve(runs: &Path) -> String {
