@@ -63,18 +63,17 @@ fn server(status: &'static str) -> (String, Receiver<Asked>) {
             let status_line = format!(
                 "HTTP/1.1 {status}\r\ncontent-length: 18\r\nconnection: close\r\n\r\n{{\"message\":\"said\"}}"
             );
-            let _ = stream.get_mut().write_all(status_line.as_bytes());
-            let _ = stream.get_mut().flush();
             let status = serde_json::from_slice(&body).unwrap();
-            if asked
-                .send(Asked {
-                    authorization,
-                    status,
-                })
-                .is_err()
-            {
+            let request = Asked {
+                authorization,
+                status,
+            };
+            // First, since the test looks as soon as the client has its answer.
+            if asked.send(request).is_err() {
                 return;
             }
+            let _ = stream.get_mut().write_all(status_line.as_bytes());
+            let _ = stream.get_mut().flush();
         }
     });
     (
