@@ -61,54 +61,6 @@ fn a_run_is_on_the_server_by_value() {
 }
 
 #[test]
-fn a_run_is_delivered_once_over_a_server_that_is_killed() {
-    let Some(mut server) = Server::start() else {
-        return;
-    };
-    const STEPS: u64 = 40_000;
-    let folder = tempfile::tempdir().unwrap();
-    let info = run_in(folder.path());
-    let mut all = entries(vec![series(0, "train/loss")]);
-    all.extend((1..=STEPS).map(|step| Entry {
-        n: step,
-        ms: 1_700_000_000_000 + step,
-        record: metrics(step, None, [(0, step as f64 / 8.0)]),
-    }));
-    let (finish, finished) = std::sync::mpsc::channel();
-    let client = MlflowServer::new(&server.address).unwrap();
-    // The feeder does the same.
-    let thread = thread::spawn(move || {
-        let mut sink = MlflowSink::new(client, "killed");
-        let mut failures = 0;
-        let begun = Instant::now();
-        while let Err(error) = deliver(&mut sink, &info, &all) {
-            assert!(error.is_remote(), "{error}");
-            assert!(begun.elapsed() < Duration::from_secs(300), "{error}");
-            failures += 1;
-            thread::sleep(Duration::from_millis(500));
-        }
-        finish.send(()).unwrap();
-        failures
-    });
-    for kill in 1..=3 {
-        let least = STEPS * kill / 5;
-        while delivered(folder.path()) < least {
-            assert!(!thread.is_finished());
-            thread::sleep(Duration::from_millis(5));
-        }
-        server.kill();
-        thread::sleep(Duration::from_secs(3));
-        server.restart();
-    }
-    finished.recv_timeout(Duration::from_secs(300)).unwrap();
-    assert!(thread.join().unwrap() > 0);
-    let run = only_run(&server);
-    let points = server.points(run["info"]["run_id"].as_str().unwrap(), "train/loss");
-    let expected: Vec<_> = (1..=STEPS).map(|step| (step, step as f64 / 8.0)).collect();
-    assert!(points == expected, "{} points of {STEPS}", points.len());
-}
-
-#[test]
 fn fifty_kills_of_program_and_sync_and_some_of_the_server_leave_each_step_once() {
     let Some(mut server) = Server::start() else {
         return;
@@ -233,19 +185,6 @@ pub(crate) fn sink_of(folder: &Path) -> Option<Box<dyn Sink>> {
 }
 
 const ADDRESS: &str = "mlflow-address";
-
-fn deliver(sink: &mut MlflowSink, info: &RunInfo, all: &[Entry]) -> accelerator_track::Result<()> {
-    let position = sink.open(info)?;
-    for batch in all.chunks(4096) {
-        for entry in batch {
-            if entry.n >= position.next || matches!(entry.record, Record::Series { .. }) {
-                sink.write(Origin::Run, entry)?;
-            }
-        }
-        sink.flush()?;
-    }
-    Ok(())
-}
 
 /// Returns how many entries the server has, according to the run's folder.
 fn delivered(folder: &Path) -> u64 {

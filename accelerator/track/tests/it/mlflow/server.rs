@@ -47,13 +47,7 @@ impl Server {
         self.process.wait().unwrap();
     }
 
-    /// Starts the server again with the same database.
-    pub(super) fn restart(&mut self) {
-        self.restart_soon();
-        self.wait();
-    }
-
-    /// Starts the server again without waiting until it answers.
+    /// Starts the server again with the same database, without waiting until it answers.
     pub(super) fn restart_soon(&mut self) {
         self.process = spawn(&self.venv, self.folder.path(), self.port);
     }
