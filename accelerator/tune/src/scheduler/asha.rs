@@ -5,8 +5,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::{Deserialize, Serialize};
 
 use super::trial_scheduler::{
-    self, Compatibility, Observation, OtherTrials, SchedulerDecision, TrialScheduler,
-    iteration_attr, misuse, oldest,
+    Compatibility, Observation, OtherTrials, SchedulerDecision, TrialScheduler, iteration_attr,
+    misuse,
 };
 use crate::config::{Config, TrialId};
 use crate::error::Result;
@@ -64,9 +64,8 @@ impl Asha {
     }
 
     pub(super) fn halving(&self, mode: Mode, seed: u64) -> Result<Halving> {
-        trial_scheduler::check("asha", self.grace_period, self.reduction_factor, self.max_t)?;
-        let times =
-            trial_scheduler::rung_times(self.grace_period, self.reduction_factor, self.max_t);
+        let (grace, eta, max_t) = (self.grace_period, self.reduction_factor, self.max_t);
+        let times = rung_times("asha", grace, eta, max_t)?;
         if self.brackets == 0 || self.brackets as usize > times.len() {
             let what = format!(
                 "`brackets` is {}; with {} rungs it is from 1 to {}",
@@ -78,12 +77,7 @@ impl Asha {
         }
         let bracket = |number: u32| match self.compatibility {
             Compatibility::Exact => times[number as usize..].to_vec(),
-            Compatibility::Ray => trial_scheduler::rung_times_of_ray(
-                self.grace_period,
-                self.reduction_factor,
-                self.max_t,
-                number,
-            ),
+            Compatibility::Ray => rung_times_of_ray(grace, eta, max_t, number),
         };
         let brackets = (0..self.brackets).map(|number| {
             let rungs = bracket(number).into_iter().map(|time| StopRung {
@@ -122,6 +116,12 @@ struct StopRung {
     entries: Vec<(TrialId, f64)>,
 }
 
+impl StopRung {
+    fn has(&self, trial: TrialId) -> bool {
+        self.entries.iter().any(|(entered, _)| *entered == trial)
+    }
+}
+
 impl Halving {
     /// The cutoffs, from the bottom rung of the first bracket; scores, of which larger is better.
     #[cfg(test)]
@@ -137,16 +137,12 @@ impl Halving {
 
     fn cutoff(&self, rung: &StopRung) -> Option<f64> {
         let scores: Vec<_> = rung.entries.iter().map(|(_, score)| *score).collect();
-        #[expect(clippy::cast_precision_loss, reason = "a small factor")]
-        let fraction = 1.0 - 1.0 / self.settings.reduction_factor as f64;
-        trial_scheduler::percentile(&scores, fraction, self.settings.compatibility)
+        let fraction = 1.0 - 1.0 / float(self.settings.reduction_factor);
+        percentile(&scores, fraction, self.settings.compatibility)
     }
 
     fn score(&self, value: Option<f64>) -> Option<f64> {
-        let score = value.map(|value| match self.mode {
-            Mode::Max => value,
-            Mode::Min => -value,
-        });
+        let score = value.map(|value| signed(self.mode, value));
         match self.settings.compatibility {
             Compatibility::Ray => score,
             Compatibility::Exact => Some(
@@ -161,20 +157,16 @@ impl Halving {
     fn enter(&mut self, trial: TrialId, time: f64, score: f64) -> bool {
         let bracket = self.bracket_of.get(&trial).copied().unwrap_or(0);
         let reached = self.brackets[bracket].iter().rposition(|rung| {
-            let is_in = rung.entries.iter().any(|(entered, _)| *entered == trial);
-            #[expect(clippy::cast_precision_loss, reason = "far below 2^53")]
-            let is_reached = time >= rung.time as f64;
-            match (self.settings.compatibility, self.settings.stop_last_trials) {
-                // A rung that was passed over is entered later.
-                (Compatibility::Ray, true) => is_reached && !is_in,
-                _ => is_reached,
-            }
+            // To Ray, a rung that was passed over is entered later.
+            let enters_later =
+                self.settings.compatibility == Compatibility::Ray && self.settings.stop_last_trials;
+            time >= float(rung.time) && !(enters_later && rung.has(trial))
         });
         let Some(index) = reached else {
             return true;
         };
         let rung = &self.brackets[bracket][index];
-        if rung.entries.iter().any(|(entered, _)| *entered == trial) {
+        if rung.has(trial) {
             return true;
         }
         let cutoff = self.cutoff(rung);
@@ -216,8 +208,7 @@ impl TrialScheduler for Halving {
         let Some(score) = self.score(observation.value) else {
             return SchedulerDecision::Continue;
         };
-        #[expect(clippy::cast_precision_loss, reason = "far below 2^53")]
-        let is_last = observation.time >= self.settings.max_t as f64;
+        let is_last = observation.time >= float(self.settings.max_t);
         let goes_on = !(is_last && self.settings.stop_last_trials)
             && self.enter(observation.trial, observation.time, score);
         if goes_on {
@@ -239,17 +230,13 @@ impl TrialScheduler for Halving {
             // The worst of the next rung.
             let bracket = self.bracket_of.get(&trial).copied().unwrap_or(0);
             let rungs = &mut self.brackets[bracket];
-            let is_in = |rung: &StopRung| rung.entries.iter().any(|(entered, _)| *entered == trial);
-            let next = rungs.iter().rposition(is_in).map_or(0, |index| index + 1);
+            let last = rungs.iter().rposition(|rung| rung.has(trial));
+            let next = last.map_or(0, |index| index + 1);
             if let Some(rung) = rungs.get_mut(next) {
                 rung.entries.push((trial, f64::NEG_INFINITY));
             }
         }
         self.bracket_of.remove(&trial);
-    }
-
-    fn choose_trial_to_run(&mut self, paused: &[TrialId], others: OtherTrials) -> Option<TrialId> {
-        oldest(paused, others)
     }
 
     fn status(&self) -> Vec<String> {
@@ -261,8 +248,8 @@ impl TrialScheduler for Halving {
             let rungs = bracket.iter().rev().map(|rung| {
                 let cutoff = match self.cutoff(rung) {
                     None => "None".to_owned(),
-                    Some(score) => trial_scheduler::shown(match self.settings.compatibility {
-                        Compatibility::Exact => in_users_sign(self.mode, score),
+                    Some(score) => shown(match self.settings.compatibility {
+                        Compatibility::Exact => signed(self.mode, score),
                         Compatibility::Ray => score,
                     }),
                 };
@@ -277,10 +264,9 @@ impl TrialScheduler for Halving {
     fn rungs(&self) -> Vec<Rung> {
         let rungs = self.brackets.iter().flatten().map(|rung| {
             let entries = rung.entries.iter();
-            let sign = |score| in_users_sign(self.mode, score);
-            #[expect(clippy::cast_precision_loss, reason = "far below 2^53")]
+            let sign = |score| signed(self.mode, score);
             Rung {
-                time: rung.time as f64,
+                time: float(rung.time),
                 entries: entries
                     .map(|(trial, score)| (*trial, sign(*score)))
                     .collect(),
@@ -288,13 +274,6 @@ impl TrialScheduler for Halving {
             }
         });
         rungs.collect()
-    }
-}
-
-fn in_users_sign(mode: Mode, score: f64) -> f64 {
-    match mode {
-        Mode::Max => score,
-        Mode::Min => -score,
     }
 }
 
@@ -332,17 +311,15 @@ impl Default for AshaPromotion {
 
 impl AshaPromotion {
     pub(super) fn build(&self, mode: Mode) -> Result<Box<dyn TrialScheduler>> {
-        let name = "asha_promotion";
-        trial_scheduler::check(name, self.grace_period, self.reduction_factor, self.max_t)?;
-        let times =
-            trial_scheduler::rung_times(self.grace_period, self.reduction_factor, self.max_t);
+        let (grace, eta, max_t) = (self.grace_period, self.reduction_factor, self.max_t);
+        let times = rung_times("asha_promotion", grace, eta, max_t)?;
         let rungs = times.into_iter().map(|time| PromotionRung {
             time,
             entries: Vec::new(),
             done: BTreeSet::new(),
         });
         Ok(Box::new(Promotion {
-            eta: usize::try_from(self.reduction_factor).unwrap_or(usize::MAX),
+            eta: usize::try_from(eta).unwrap_or(usize::MAX),
             mode,
             rungs: rungs.collect(),
             next: BTreeMap::new(),
@@ -487,10 +464,7 @@ impl TrialScheduler for Promotion {
             let best = self.best(rung, 1).first().copied();
             let mut entries = rung.entries.iter();
             let value = entries.find(|(trial, _)| Some(*trial) == best);
-            let value = value.map_or_else(
-                || "None".to_owned(),
-                |(_, value)| trial_scheduler::shown(*value),
-            );
+            let value = value.map_or_else(|| "None".to_owned(), |(_, value)| shown(*value));
             format!(
                 "Iter {}.000: {} trials, best {value}",
                 rung.time,
@@ -512,13 +486,129 @@ impl TrialScheduler for Promotion {
             let best = self.best(rung, rung.entries.len() / self.eta);
             let mut entries = rung.entries.iter();
             let last = entries.find(|(trial, _)| Some(trial) == best.last());
-            #[expect(clippy::cast_precision_loss, reason = "far below 2^53")]
             Rung {
-                time: rung.time as f64,
+                time: float(rung.time),
                 entries: rung.entries.clone(),
                 cutoff: last.map(|(_, value)| *value),
             }
         });
         rungs.collect()
+    }
+}
+
+/// The times of a bracket's rungs, ascending: `grace`, `grace·η`, … and at last `max_t`.
+fn rung_times(scheduler: &str, grace: u64, eta: u64, max_t: u64) -> Result<Vec<u64>> {
+    if max_t == 0 {
+        return Err(misuse(scheduler, "`max_t` is 0; it is at least 1"));
+    }
+    if grace == 0 || grace > max_t {
+        let what = format!("`grace_period` is {grace}; it is from 1 to `max_t`, {max_t}");
+        return Err(misuse(scheduler, &what));
+    }
+    if eta < 2 {
+        let what = format!("`reduction_factor` is {eta}; it is at least 2");
+        return Err(misuse(scheduler, &what));
+    }
+    let steps = std::iter::successors(Some(grace), |time| time.checked_mul(eta));
+    let mut times: Vec<_> = steps.take_while(|time| *time < max_t).collect();
+    times.push(max_t);
+    Ok(times)
+}
+
+/// Returns the times of Ray Tune, whose count is a truncated logarithm: the last is missing if that falls short, and
+/// `max_t` is one only if it is a power.
+fn rung_times_of_ray(grace: u64, eta: u64, max_t: u64, bracket: u32) -> Vec<u64> {
+    let count = (float(max_t) / float(grace)).ln() / float(eta).ln() - f64::from(bracket) + 1.0;
+    #[expect(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        reason = "as Ray computes it"
+    )]
+    let count = count.trunc().max(0.0) as u32;
+    (0..count)
+        .map(|rung| grace * eta.pow(rung + bracket))
+        .collect()
+}
+
+/// The percentile that a value has to reach: numpy's `nanpercentile` with linear interpolation. `None` of no values.
+///
+/// A difference of infinities is NaN to numpy, and then nobody is stopped any more; in the exact form the nearer of the two
+/// values counts.
+fn percentile(values: &[f64], fraction: f64, compatibility: Compatibility) -> Option<f64> {
+    if values.is_empty() {
+        return None;
+    }
+    let mut sorted = values.to_vec();
+    sorted.retain(|value| !value.is_nan());
+    if sorted.is_empty() {
+        return Some(f64::NAN);
+    }
+    sorted.sort_by(f64::total_cmp);
+    #[expect(clippy::cast_precision_loss, reason = "a count of trials")]
+    let place = (sorted.len() - 1) as f64 * fraction;
+    let gap = place.fract();
+    #[expect(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        reason = "between 0 and the count"
+    )]
+    let index = place.floor() as usize;
+    let low = sorted[index];
+    let high = sorted[(index + 1).min(sorted.len() - 1)];
+    if compatibility == Compatibility::Exact && !(low.is_finite() && high.is_finite()) {
+        return Some(if gap < 0.5 { low } else { high });
+    }
+    // As numpy's `_lerp`, to the bit.
+    Some(match gap < 0.5 {
+        true => low + (high - low) * gap,
+        false => high - (high - low) * (1.0 - gap),
+    })
+}
+
+/// Formats a value of a rung with all digits. NaN is `nan`, as in Ray.
+fn shown(value: f64) -> String {
+    match value.is_nan() {
+        true => "nan".to_owned(),
+        false => format!("{value:?}"),
+    }
+}
+
+/// Converts a value to a score, of which larger is better, or back.
+fn signed(mode: Mode, value: f64) -> f64 {
+    match mode {
+        Mode::Max => value,
+        Mode::Min => -value,
+    }
+}
+
+#[expect(clippy::cast_precision_loss, reason = "times are far below 2^53")]
+fn float(time: u64) -> f64 {
+    time as f64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rungs_are_powers_and_the_last_is_the_longest_time() {
+        let times = |grace, eta, max_t| rung_times("asha", grace, eta, max_t).unwrap();
+        assert_eq!(times(1, 4, 100), [1, 4, 16, 64, 100]);
+        assert_eq!(times(1, 10, 1000), [1, 10, 100, 1000]);
+        assert_eq!(times(1, 3, 243), [1, 3, 9, 27, 81, 243]);
+        assert_eq!(times(2, 3, 9), [2, 6, 9]);
+        assert_eq!(times(5, 2, 5), [5]);
+        // Ray loses the last one where a logarithm falls short of an integer.
+        assert_eq!(rung_times_of_ray(1, 10, 1000, 0), [1, 10, 100]);
+        assert_eq!(rung_times_of_ray(1, 3, 243, 0), [1, 3, 9, 27, 81]);
+        assert_eq!(rung_times_of_ray(1, 4, 100, 1), [4, 16, 64]);
+    }
+
+    #[test]
+    fn infinities_leave_a_cutoff_in_the_exact_form() {
+        let values = [f64::INFINITY, f64::INFINITY, 0.5];
+        let cut = |compatibility| percentile(&values, 0.75, compatibility).unwrap();
+        assert!(cut(Compatibility::Ray).is_nan());
+        assert_eq!(cut(Compatibility::Exact), f64::INFINITY);
     }
 }

@@ -3,10 +3,9 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 
 use super::trial_scheduler::{
-    Compatibility, Observation, OtherTrials, SchedulerDecision, TrialScheduler, iteration_attr,
-    misuse, oldest,
+    Compatibility, Observation, SchedulerDecision, TrialScheduler, iteration_attr, misuse,
 };
-use crate::config::{Config, TrialId};
+use crate::config::TrialId;
 use crate::error::Result;
 use crate::objective::Mode;
 
@@ -103,8 +102,6 @@ impl Median {
 }
 
 impl TrialScheduler for Median {
-    fn on_trial_add(&mut self, _trial: TrialId, _config: &Config) {}
-
     fn on_trial_result(
         &mut self,
         observation: Observation,
@@ -128,15 +125,10 @@ impl TrialScheduler for Median {
             .collect();
         // A trial without a number has no mean.
         means.retain(|mean| mean.is_finite());
-        if means.len() < self.settings.min_samples_required {
-            return SchedulerDecision::Continue;
-        }
-        let Some(median) = median(&mut means) else {
-            return SchedulerDecision::Continue;
-        };
         let best = self.best(trial);
         // A best value that is NaN is worse than every median, to Ray too.
-        if !self.mode.is_better(median, best) {
+        let is_worse = median(&mut means).is_some_and(|median| self.mode.is_better(median, best));
+        if means.len() < self.settings.min_samples_required || !is_worse {
             return SchedulerDecision::Continue;
         }
         self.stopped += 1;
@@ -148,12 +140,6 @@ impl TrialScheduler for Median {
             let results = self.results.entry(last.trial).or_default();
             results.push((last.time, value));
         }
-    }
-
-    fn on_trial_error(&mut self, _trial: TrialId) {}
-
-    fn choose_trial_to_run(&mut self, paused: &[TrialId], others: OtherTrials) -> Option<TrialId> {
-        oldest(paused, others)
     }
 
     fn status(&self) -> Vec<String> {

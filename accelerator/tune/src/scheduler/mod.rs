@@ -11,8 +11,7 @@ use crate::objective::{Mode, Objective};
 use crate::space::Keys;
 use crate::stop::ITERATION;
 
-pub use self::asha::AshaPromotion;
-pub use asha::Asha;
+pub use asha::{Asha, AshaPromotion};
 pub use median_stopping::MedianStopping;
 pub use pbt::Pbt;
 pub use trial_scheduler::Compatibility;
@@ -21,8 +20,6 @@ pub(crate) use trial_scheduler::{Observation, OtherTrials, SchedulerDecision, Tr
 mod asha;
 mod median_stopping;
 mod pbt;
-#[cfg(test)]
-mod ray_tests;
 #[cfg(test)]
 mod tests;
 mod trial_scheduler;

@@ -6,6 +6,8 @@ use serde_json::json;
 use super::*;
 use crate::config::{Config, TrialId};
 
+mod ray;
+
 fn report(
     scheduler: &mut dyn TrialScheduler,
     trial: u32,

@@ -6,10 +6,13 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
-use super::asha::Halving;
-use super::pbt::quantiles;
-use super::*;
 use crate::config::{Config, TrialId};
+use crate::objective::Mode;
+use crate::scheduler::asha::Halving;
+use crate::scheduler::pbt::quantiles;
+use crate::scheduler::{
+    Asha, MedianStopping, Observation, OtherTrials, Pbt, SchedulerDecision, TrialScheduler,
+};
 
 #[derive(Deserialize)]
 struct Fixture {
