@@ -1,13 +1,12 @@
 use std::fs;
 use std::process::Child;
-use std::time::{Duration, Instant};
 
 use accelerator_tune::{SearchFolder, TrialStatus};
 use rustix::process::{Pid, Signal};
 
 use crate::support::{
-    DEADLINE, assert_nothing_left, decisions, ended, in_namespaces, processes, quadratic, run,
-    search, succeed,
+    assert_nothing_left, decisions, ended, in_namespaces, processes, quadratic, refused, search,
+    succeed, wait_for_decisions, wait_until,
 };
 
 #[test]
@@ -19,17 +18,8 @@ fn a_trial_that_fails_says_why() {
         ("exit", "exit status: 7; its last lines:\nout of luck"),
     ] {
         let path = folder.path().join(fault);
-        succeed(
-            &path,
-            &[
-                "--num-samples",
-                "2",
-                "--fault",
-                fault,
-                "--max-failures",
-                "2",
-            ],
-        );
+        let arguments = format!("--num-samples 2 --fault {fault} --max-failures 2");
+        succeed(&path, &arguments);
         let search = SearchFolder::open(&path).unwrap();
         for trial in search.results().trials() {
             assert_eq!(trial.status, TrialStatus::Error);
@@ -47,14 +37,7 @@ fn a_trial_may_end_by_itself_and_report_what_is_no_number() {
     let folder = tempfile::tempdir().unwrap();
     for (fault, iterations) in [("end", 3), ("nan", 6)] {
         let path = folder.path().join(fault);
-        let arguments = [
-            "--num-samples",
-            "1",
-            "--max-iterations",
-            "6",
-            "--fault",
-            fault,
-        ];
+        let arguments = format!("--num-samples 1 --max-iterations 6 --fault {fault}");
         succeed(&path, &arguments);
         let search = SearchFolder::open(&path).unwrap();
         let trial = &search.results().trials()[0];
@@ -66,40 +49,19 @@ fn a_trial_may_end_by_itself_and_report_what_is_no_number() {
 }
 
 #[test]
-fn a_trial_that_hangs_has_failed() {
+fn a_trial_that_hangs_or_whose_process_never_connects_has_failed() {
     let folder = tempfile::tempdir().unwrap();
-    let arguments = [
-        "--num-samples",
-        "2",
-        "--fault",
-        "hang",
-        "--report-timeout",
-        "0.5",
-        "--slots",
-        "1",
-    ];
-    succeed(folder.path(), &arguments);
-    let search = SearchFolder::open(folder.path()).unwrap();
-    for trial in search.results().trials() {
-        let error = trial.error.as_deref().unwrap();
-        assert!(error.contains("did not report within 500ms"), "{error}");
+    for fault in ["hang", "no-connection"] {
+        let path = folder.path().join(fault);
+        let arguments = format!("--num-samples 2 --fault {fault} --report-timeout 0.5 --slots 1");
+        succeed(&path, &arguments);
+        let search = SearchFolder::open(&path).unwrap();
+        for trial in search.results().trials() {
+            let error = trial.error.as_deref().unwrap();
+            assert!(error.contains("did not report within 500ms"), "{error}");
+        }
+        assert_nothing_left(&path);
     }
-    assert_nothing_left(folder.path());
-}
-
-#[test]
-fn a_trial_whose_process_never_connects_has_failed() {
-    let folder = tempfile::tempdir().unwrap();
-    let arguments = "--num-samples 3 --slots 1 --fault no-connection --report-timeout 0.5";
-    let mut command = search(folder.path(), &arguments.split(' ').collect::<Vec<_>>());
-    let output = ended(command.spawn().unwrap());
-    assert!(output.status.success(), "{output:?}");
-    let search = SearchFolder::open(folder.path()).unwrap();
-    for trial in search.results().trials() {
-        let error = trial.error.as_deref().unwrap();
-        assert!(error.contains("did not report within 500ms"), "{error}");
-    }
-    assert_nothing_left(folder.path());
 }
 
 #[test]
@@ -107,33 +69,22 @@ fn a_trial_that_waits_for_its_turn_does_not_hang() {
     let folder = tempfile::tempdir().unwrap();
     // Each trial waits for seven others, which takes longer than the timeout. A trial itself takes a quarter of it.
     let arguments = "--num-samples 8 --ordered 8 --slots 1 --max-iterations 2 --report-timeout 4";
-    let mut command = search(folder.path(), &arguments.split(' ').collect::<Vec<_>>());
+    let mut command = search(folder.path(), arguments);
     command.env("QUADRATIC_PAUSE_MS", "1000");
     assert!(ended(command.spawn().unwrap()).status.success());
-    for trial in SearchFolder::open(folder.path())
-        .unwrap()
-        .results()
-        .trials()
-    {
-        assert_eq!(trial.error, None);
-    }
+    let search = SearchFolder::open(folder.path()).unwrap();
+    let trials = search.results().trials();
+    assert!(trials.iter().all(|trial| trial.error.is_none()));
 }
 
 #[test]
 fn a_worker_that_computes_for_ever_ends_when_its_search_is_killed() {
     let folder = tempfile::tempdir().unwrap();
-    let mut child = search(folder.path(), &["--num-samples", "2", "--fault", "hang"])
-        .spawn()
-        .unwrap();
-    let until = Instant::now() + Duration::from_secs(60);
-    let has_reported = || {
+    let mut child = search(folder.path(), HANG).spawn().unwrap();
+    wait_until("a second report", || {
         let journal = fs::read_to_string(folder.path().join("journal.jsonl"));
         journal.is_ok_and(|journal| journal.contains("\"training_iteration\":2"))
-    };
-    while !has_reported() {
-        assert!(Instant::now() < until, "no trial has reported twice");
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    });
     child.kill().unwrap();
     child.wait().unwrap();
     let left = SearchFolder::open(folder.path()).unwrap();
@@ -141,6 +92,8 @@ fn a_worker_that_computes_for_ever_ends_when_its_search_is_killed() {
     assert_eq!(statuses.collect::<Vec<_>>(), [TrialStatus::Paused; 2]);
     assert_nothing_left(folder.path());
 }
+
+const HANG: &str = "--num-samples 2 --fault hang";
 
 struct KilledOnDrop(Child);
 
@@ -180,11 +133,9 @@ fn a_worker_whose_search_is_dead_does_not_become_a_search() {
         .env("SEARCH", quadratic())
         .env("OUT", folder.path());
     let namespace = KilledOnDrop(namespace.spawn().unwrap());
-    let until = Instant::now() + DEADLINE;
-    while !folder.path().join("go").exists() {
-        assert!(Instant::now() < until, "the search is not killed");
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    wait_until("the end of the search", || {
+        folder.path().join("go").exists()
+    });
     assert_nothing_left(folder.path());
     drop(namespace);
     let log = fs::read_to_string(folder.path().join("logs/worker-00000.log")).unwrap();
@@ -197,7 +148,7 @@ fn a_worker_whose_search_is_dead_does_not_become_a_search() {
 fn a_program_that_a_worker_starts_may_be_a_search_of_its_own() {
     let folder = tempfile::tempdir().unwrap();
     let arguments = "--num-samples 1 --max-iterations 2 --fault nested";
-    succeed(folder.path(), &arguments.split(' ').collect::<Vec<_>>());
+    succeed(folder.path(), arguments);
     let search = SearchFolder::open(folder.path()).unwrap();
     let trial = &search.results().trials()[0];
     assert_eq!(trial.status, TrialStatus::Terminated, "{:?}", trial.error);
@@ -208,19 +159,13 @@ fn a_program_that_a_worker_starts_may_be_a_search_of_its_own() {
 #[test]
 fn two_searches_do_not_share_a_folder() {
     let folder = tempfile::tempdir().unwrap();
-    let arguments = ["--num-samples", "2", "--fault", "hang"];
-    let mut first = search(folder.path(), &arguments).spawn().unwrap();
-    let until = Instant::now() + Duration::from_secs(60);
-    while SearchFolder::open(folder.path()).map_or(true, |search| search.process().is_none()) {
-        assert!(Instant::now() < until, "the first search does not begin");
-        std::thread::sleep(Duration::from_millis(5));
-    }
-    let output = run(folder.path(), &arguments);
-    let message = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(
-        message.contains(&format!("carried out by process {}", first.id())),
-        "{message}"
-    );
+    let mut first = search(folder.path(), HANG).spawn().unwrap();
+    wait_until("the first search", || {
+        SearchFolder::open(folder.path()).is_ok_and(|search| search.process().is_some())
+    });
+    let said = refused(folder.path(), HANG);
+    let expected = format!("carried out by process {}", first.id());
+    assert!(said.contains(&expected), "{said}");
     first.kill().unwrap();
     first.wait().unwrap();
     assert_nothing_left(folder.path());
@@ -229,48 +174,31 @@ fn two_searches_do_not_share_a_folder() {
 #[test]
 fn a_search_that_is_interrupted_or_out_of_time_is_resumed() {
     let folder = tempfile::tempdir().unwrap();
-    let arguments = [
-        "--num-samples",
-        "24",
-        "--ordered",
-        "2",
-        "--scheduler",
-        "asha-promotion",
-    ];
+    let arguments = "--num-samples 24 --ordered 2 --scheduler asha-promotion";
     let undisturbed = folder.path().join("undisturbed");
-    succeed(&undisturbed, &arguments);
+    succeed(&undisturbed, arguments);
     let path = folder.path().join("interrupted");
-    let child = search(&path, &arguments)
-        .env("QUADRATIC_PAUSE_MS", "40")
-        .spawn()
-        .unwrap();
-    let until = Instant::now() + Duration::from_secs(60);
-    while !path.join("decisions.jsonl").exists() || decisions(&path).lines().count() < 8 {
-        assert!(Instant::now() < until, "no decisions");
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    let slow = |arguments: &str| {
+        let mut command = search(&path, arguments);
+        command.env("QUADRATIC_PAUSE_MS", "40").spawn().unwrap()
+    };
+    let child = slow(arguments);
+    wait_for_decisions(&path, 8);
     let pid = Pid::from_raw(child.id().cast_signed()).unwrap();
     rustix::process::kill_process(pid, Signal::INT).unwrap();
     let output = ended(child);
     assert_eq!(output.status.code(), Some(3), "{output:?}");
     assert!(processes(&path).is_empty());
-    let before = decisions(&path);
-    assert_ne!(before, decisions(&undisturbed));
-    let budgeted = [&arguments[..], &["--time-budget", "0.2"]].concat();
-    let child = search(&path, &budgeted)
-        .env("QUADRATIC_PAUSE_MS", "40")
-        .spawn()
-        .unwrap();
-    assert_eq!(ended(child).status.code(), Some(3));
-    succeed(&path, &arguments);
+    assert_ne!(decisions(&path), decisions(&undisturbed));
+    let budgeted = ended(slow(&format!("{arguments} --time-budget 0.2")));
+    assert_eq!(budgeted.status.code(), Some(3));
+    succeed(&path, arguments);
     assert_eq!(decisions(&path), decisions(&undisturbed));
 }
 
 #[test]
 fn a_search_without_samples_is_refused() {
     let folder = tempfile::tempdir().unwrap();
-    let output = run(folder.path(), &["--num-samples", "0"]);
-    assert!(!output.status.success());
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    let said = refused(folder.path(), "--num-samples 0");
     assert!(said.contains("`num_samples` is 0"), "{said}");
 }

@@ -8,6 +8,7 @@ use rustix::process::{Pid, Signal};
 
 use crate::support::{
     assert_nothing_left, decisions, ended, in_namespaces, processes, quadratic, search, succeed,
+    trial_folder, wait_for_decisions,
 };
 
 /// The process that is killed.
@@ -24,15 +25,11 @@ const PAUSE: (&str, &str) = ("QUADRATIC_PAUSE_MS", "30");
 #[test]
 fn a_search_removes_checkpoints_that_are_not_complete() {
     let folder = tempfile::tempdir().unwrap();
-    let search = folder.path().join("search");
-    succeed(&search, &["--num-samples", "1", "--checkpoint-every", "3"]);
-    let trial = fs::read_dir(&search).unwrap().flatten();
-    let trial = trial
-        .map(|entry| entry.path())
-        .find(|path| path.join("params.json").is_file());
-    let partial = trial.unwrap().join("checkpoint_000099.partial");
+    let arguments = "--num-samples 1 --checkpoint-every 3";
+    succeed(folder.path(), arguments);
+    let partial = trial_folder(folder.path()).join("checkpoint_000099.partial");
     fs::create_dir_all(partial.join("half")).unwrap();
-    succeed(&search, &["--num-samples", "1", "--checkpoint-every", "3"]);
+    succeed(folder.path(), arguments);
     assert!(!partial.exists());
 }
 
@@ -41,12 +38,8 @@ fn a_function_saves_with_each_report_and_keeps_the_newest_checkpoint() {
     let folder = tempfile::tempdir().unwrap();
     for (api, expected) in [("--function", &["checkpoint_000016"][..]), ("--class", &[])] {
         let search = folder.path().join(api);
-        succeed(&search, &["--num-samples", "1", api]);
-        let trial = fs::read_dir(&search).unwrap().flatten();
-        let trial = trial
-            .map(|entry| entry.path())
-            .find(|path| path.join("params.json").is_file());
-        let names = fs::read_dir(trial.unwrap()).unwrap().flatten();
+        succeed(&search, &format!("--num-samples 1 {api}"));
+        let names = fs::read_dir(trial_folder(&search)).unwrap().flatten();
         let names = names.map(|entry| entry.file_name().into_string().unwrap());
         let kept: Vec<_> = names
             .filter(|name| name.starts_with("checkpoint"))
@@ -63,23 +56,13 @@ fn ten_kills_change_no_decision_at_one_two_and_four_slots() {
         ("asha-promotion", "2", "--warm"),
         ("pbt", "4", "--function"),
     ] {
-        let arguments = [
-            "--num-samples",
-            "12",
-            "--ordered",
-            "4",
-            "--scheduler",
-            scheduler,
-            "--checkpoint-every",
-            "3",
-            "--max-failures",
-            "-1",
-            more,
-        ];
+        let arguments = format!(
+            "--num-samples 12 --ordered 4 --scheduler {scheduler} --checkpoint-every 3 --max-failures -1 {more}"
+        );
         let undisturbed = folder.path().join(format!("{scheduler} undisturbed"));
         succeed(&undisturbed, &arguments);
         let killed = folder.path().join(format!("{scheduler} killed"));
-        let arguments = [&arguments[..], &["--slots", slots]].concat();
+        let arguments = format!("{arguments} --slots {slots}");
         let mut seed = 7 + slots.len() as u64;
         for kill in 0..10 {
             let victims = match in_namespaces(quadratic()).is_some() {
@@ -111,14 +94,14 @@ fn ten_kills_change_no_decision_at_one_two_and_four_slots() {
 
 /// Runs a search for a while and kills something. If a trial was killed, the search continues and is killed a moment
 /// later.
-fn kill_after(folder: &Path, arguments: &[&str], victim: Victim, wait: Duration) {
+fn kill_after(folder: &Path, arguments: &str, victim: Victim, wait: Duration) {
     let mut command = match victim {
         Victim::Machine => {
             let mut command = in_namespaces(quadratic()).unwrap();
             command
                 .args(["--quiet", "--out"])
                 .arg(folder)
-                .args(arguments)
+                .args(arguments.split_whitespace())
                 .stdin(Stdio::null())
                 .stdout(Stdio::null())
                 .stderr(Stdio::null());
@@ -156,15 +139,9 @@ fn a_search_whose_program_is_built_anew_goes_on_with_the_one_it_began_with() {
         .stderr(Stdio::piped())
         .spawn()
         .unwrap();
-    while decisions_so_far(&out).is_empty() {
-        thread::sleep(Duration::from_millis(5));
-    }
+    wait_for_decisions(&out, 1);
     fs::remove_file(&program).unwrap();
     fs::write(&program, "another").unwrap();
     let output = ended(child);
     assert!(output.status.success(), "{output:?}");
-}
-
-fn decisions_so_far(folder: &Path) -> String {
-    fs::read_to_string(folder.join("decisions.jsonl")).unwrap_or_default()
 }

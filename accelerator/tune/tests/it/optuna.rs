@@ -3,11 +3,10 @@
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
-use std::process::Output;
-use std::thread;
-use std::time::Duration;
 
-use crate::support::{assert_nothing_left, decisions, ended, run, search, succeed, venv};
+use crate::support::{
+    assert_nothing_left, decisions, ended, refused, search, succeed, venv, wait_until,
+};
 
 #[test]
 fn tpe_finds_better_than_random() {
@@ -18,18 +17,8 @@ fn tpe_finds_better_than_random() {
         let seeds = ["1", "2", "3", "4"];
         let best = seeds.map(|seed| {
             let folder = folder.path().join(format!("{sampler} {seed}"));
-            let arguments = [
-                "--num-samples",
-                "40",
-                "--seed",
-                seed,
-                "--max-iterations",
-                "6",
-            ];
-            succeed(
-                &folder,
-                &[&arguments[..], &QUICK, &optuna(sampler, &python)].concat(),
-            );
+            let arguments = format!("--num-samples 40 --seed {seed} --max-iterations 6 {QUICK}");
+            succeed(&folder, &(arguments + &optuna(sampler, &python)));
             best_loss(&folder).max(1e-300).log10()
         });
         best.iter().sum::<f64>() / best.len() as f64
@@ -44,11 +33,8 @@ fn a_seed_gives_the_same_decisions_again_and_another_one_others() {
     let folder = tempfile::tempdir().unwrap();
     let logged = |name: &str, seed: &str| {
         let folder = folder.path().join(name);
-        let arguments = ["--num-samples", "14", "--seed", seed, "--scheduler", "asha"];
-        succeed(
-            &folder,
-            &[&arguments[..], &QUICK, &optuna("TPESampler", &python)].concat(),
-        );
+        let arguments = format!("--num-samples 14 --seed {seed} --scheduler asha {QUICK}");
+        succeed(&folder, &(arguments + &optuna("TPESampler", &python)));
         (decisions(&folder), configs(&folder))
     };
     let first = logged("first", "1");
@@ -60,31 +46,19 @@ fn a_seed_gives_the_same_decisions_again_and_another_one_others() {
 fn a_killed_search_goes_on_with_the_suggestions_that_it_would_have_got() {
     let Some(python) = python() else { return };
     let folder = tempfile::tempdir().unwrap();
-    let arguments = [
-        "--num-samples",
-        "24",
-        "--scheduler",
-        "asha",
-        "--ordered",
-        "3",
-    ];
-    let arguments = [&arguments[..], &optuna("TPESampler", &python)].concat();
+    let arguments = "--num-samples 24 --scheduler asha --ordered 3".to_owned();
+    let arguments = arguments + &optuna("TPESampler", &python);
     let undisturbed = folder.path().join("undisturbed");
     succeed(&undisturbed, &arguments);
     let killed = folder.path().join("killed");
     for asked in [4, 12, 18] {
         let mut command = search(&killed, &arguments);
         let mut child = command.env("QUADRATIC_PAUSE_MS", "20").spawn().unwrap();
-        let mut waits = 0;
-        while configs(&killed).len() < asked {
-            assert!(
-                child.try_wait().unwrap().is_none(),
-                "it ended before it was killed"
-            );
-            waits += 1;
-            assert!(waits < 12_000, "no {asked} trials within two minutes");
-            thread::sleep(Duration::from_millis(10));
-        }
+        wait_until("a trial", || {
+            let status = child.try_wait().unwrap();
+            assert_eq!(status, None, "it ended before it was killed");
+            configs(&killed).len() >= asked
+        });
         child.kill().unwrap();
         ended(child);
         assert_nothing_left(&killed);
@@ -98,12 +72,7 @@ fn a_killed_search_goes_on_with_the_suggestions_that_it_would_have_got() {
 fn another_suggestion_than_the_recorded_one_names_both_versions() {
     let Some(python) = python() else { return };
     let folder = tempfile::tempdir().unwrap();
-    let arguments = [
-        &["--num-samples", "3"][..],
-        &QUICK,
-        &optuna("TPESampler", &python),
-    ]
-    .concat();
+    let arguments = format!("--num-samples 3 {QUICK}") + &optuna("TPESampler", &python);
     succeed(folder.path(), &arguments);
     let journal = folder.path().join("journal.jsonl");
     let recorded = fs::read_to_string(&journal).unwrap();
@@ -117,11 +86,9 @@ fn another_suggestion_than_the_recorded_one_names_both_versions() {
         [&changed[..at], digit, &changed[at + 1..]].concat(),
     )
     .unwrap();
-    let error = failure(run(folder.path(), &arguments));
-    assert!(
-        error.contains(&format!("it was Optuna 5.0.0a1, and is {version}")),
-        "{error}"
-    );
+    let error = refused(folder.path(), &arguments);
+    let expected = format!("it was Optuna 5.0.0a1, and is {version}");
+    assert!(error.contains(&expected), "{error}");
 }
 
 #[test]
@@ -129,31 +96,28 @@ fn a_python_without_optuna_is_told_what_to_install() {
     let folder = tempfile::tempdir().unwrap();
     let python = script(folder.path(), "exec python3 -S -E \"$@\"");
     let out = folder.path().join("out");
-    let error = failure(run(&out, &optuna("TPESampler", &python)));
-    assert!(
-        error.contains("has no Optuna (No module named 'optuna')"),
-        "{error}"
-    );
-    assert!(error.contains("pip install 'optuna>=5,<6'"), "{error}");
     let missing = folder.path().join("missing").display().to_string();
-    let error = failure(run(&out, &optuna("TPESampler", &missing)));
-    assert!(
-        error.contains("cannot start") && error.contains(&missing),
-        "{error}"
-    );
-    assert!(error.contains("pip install 'optuna>=5,<6'"), "{error}");
+    for (python, expected) in [
+        (
+            python,
+            "has no Optuna (No module named 'optuna')".to_owned(),
+        ),
+        (missing.clone(), format!("cannot start {missing}")),
+    ] {
+        let error = refused(&out, &optuna("TPESampler", &python));
+        assert!(error.contains(&expected), "{error}");
+        assert!(error.contains("pip install 'optuna>=5,<6'"), "{error}");
+    }
 }
 
 #[test]
 fn a_sampler_that_optuna_does_not_have_is_refused_with_those_that_it_has() {
     let Some(python) = python() else { return };
     let folder = tempfile::tempdir().unwrap();
-    let error = failure(run(folder.path(), &optuna("TPE", &python)));
-    assert!(error.contains("no sampler `TPE`"), "{error}");
-    assert!(
-        error.contains("TPESampler") && error.contains("CmaEsSampler"),
-        "{error}"
-    );
+    let error = refused(folder.path(), &optuna("TPE", &python));
+    for expected in ["no sampler `TPE`", "TPESampler", "CmaEsSampler"] {
+        assert!(error.contains(expected), "{error}");
+    }
 }
 
 #[test]
@@ -168,14 +132,9 @@ fn an_optuna_that_dies_ends_the_search_with_what_it_said_and_the_search_can_be_r
         dying = dying.display()
     );
     let wrapper = script(folder.path(), &body);
-    let arguments = [
-        &["--num-samples", "6"][..],
-        &QUICK,
-        &optuna("CmaEsSampler", &wrapper),
-    ]
-    .concat();
+    let arguments = format!("--num-samples 6 {QUICK}") + &optuna("CmaEsSampler", &wrapper);
     let out = folder.path().join("out");
-    let error = failure(run(&out, &arguments));
+    let error = refused(&out, &arguments);
     assert!(error.contains("exit status: 9"), "{error}");
     assert!(error.contains("out of memory"), "{error}");
     fs::remove_file(dying).unwrap();
@@ -184,10 +143,10 @@ fn an_optuna_that_dies_ends_the_search_with_what_it_said_and_the_search_can_be_r
 }
 
 /// Arguments for few processes, and for decisions that do not depend on timing.
-const QUICK: [&str; 3] = ["--warm", "--ordered", "2"];
+const QUICK: &str = "--warm --ordered 2";
 
-fn optuna<'a>(sampler: &'a str, python: &'a str) -> [&'a str; 4] {
-    ["--optuna", sampler, "--python", python]
+fn optuna(sampler: &str, python: &str) -> String {
+    format!(" --optuna {sampler} --python {python}")
 }
 
 /// Returns the interpreter that `tests/track/install optuna` makes.
@@ -202,13 +161,6 @@ fn script(folder: &Path, body: &str) -> String {
     fs::write(&path, format!("#!/bin/sh\n{body}\n")).unwrap();
     fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
     path.display().to_string()
-}
-
-fn failure(output: Output) -> String {
-    assert!(!output.status.success(), "{output:?}");
-    String::from_utf8(output.stderr)
-        .unwrap()
-        .replace("\\\"", "\"")
 }
 
 /// Returns the suggestions in the journal without their line numbers, since the number of reports between two

@@ -5,8 +5,10 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
+use accelerator_tune::SearchFolder;
+
 /// The time that a short search may take on a busy machine.
-pub(crate) const DEADLINE: Duration = Duration::from_secs(120);
+const DEADLINE: Duration = Duration::from_secs(120);
 
 /// Returns the example that cargo builds beside the tests.
 pub(crate) fn quadratic() -> PathBuf {
@@ -20,13 +22,13 @@ pub(crate) fn quadratic() -> PathBuf {
     built
 }
 
-/// Returns the command of a search in a folder.
-pub(crate) fn search(folder: &Path, arguments: &[&str]) -> Command {
+/// Returns the command of a search in a folder, with arguments that are separated by spaces.
+pub(crate) fn search(folder: &Path, arguments: &str) -> Command {
     let mut command = Command::new(quadratic());
     command
         .args(["--quiet", "--out"])
         .arg(folder)
-        .args(arguments)
+        .args(arguments.split_whitespace())
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped());
@@ -34,14 +36,32 @@ pub(crate) fn search(folder: &Path, arguments: &[&str]) -> Command {
 }
 
 /// Runs a search to its end.
-pub(crate) fn run(folder: &Path, arguments: &[&str]) -> Output {
+pub(crate) fn run(folder: &Path, arguments: &str) -> Output {
     ended(search(folder, arguments).spawn().unwrap())
 }
 
 /// Runs a search that must succeed.
-pub(crate) fn succeed(folder: &Path, arguments: &[&str]) {
+pub(crate) fn succeed(folder: &Path, arguments: &str) {
     let output = run(folder, arguments);
     assert!(output.status.success(), "{arguments:?}: {output:?}");
+}
+
+/// Runs a search that must fail, and returns what it said.
+pub(crate) fn refused(folder: &Path, arguments: &str) -> String {
+    let output = run(folder, arguments);
+    assert!(!output.status.success(), "{output:?}");
+    String::from_utf8(output.stderr)
+        .unwrap()
+        .replace("\\\"", "\"")
+}
+
+/// Waits until `has_come` returns true.
+pub(crate) fn wait_until(what: &str, mut has_come: impl FnMut() -> bool) {
+    let until = Instant::now() + DEADLINE;
+    while !has_come() {
+        assert!(Instant::now() < until, "{what} does not come");
+        std::thread::sleep(Duration::from_millis(5));
+    }
 }
 
 /// Waits for a search until the deadline.
@@ -63,6 +83,23 @@ pub(crate) fn ended(mut child: Child) -> Output {
 /// Reads the decision log.
 pub(crate) fn decisions(folder: &Path) -> String {
     fs::read_to_string(folder.join("decisions.jsonl")).unwrap()
+}
+
+/// Waits until a search has come to so many decisions.
+pub(crate) fn wait_for_decisions(folder: &Path, count: usize) {
+    wait_until("a decision", || {
+        let log = fs::read_to_string(folder.join("decisions.jsonl"));
+        log.is_ok_and(|log| log.lines().count() >= count)
+    });
+}
+
+/// Returns the folder of the only trial of a search.
+pub(crate) fn trial_folder(search: &Path) -> PathBuf {
+    let trials = SearchFolder::open(search).unwrap();
+    let [trial] = trials.results().trials() else {
+        panic!("there are {} trials", trials.results().trials().len());
+    };
+    trial.folder.clone()
 }
 
 /// Returns the processes whose command line names the folder.
@@ -108,12 +145,7 @@ pub(crate) fn in_namespaces(program: impl AsRef<OsStr>) -> Option<Command> {
 
 /// Waits until no process of a search is left.
 pub(crate) fn assert_nothing_left(folder: &Path) {
-    let until = Instant::now() + Duration::from_secs(20);
-    while !processes(folder).is_empty() {
-        let left = processes(folder);
-        assert!(Instant::now() < until, "processes are left: {left:?}");
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    wait_until("the end of all processes", || processes(folder).is_empty());
 }
 
 /// Finds a virtual environment made by `tests/track/install`. If it is not installed, prints a line and returns `None`,

@@ -1,13 +1,11 @@
 //! Checks what the real TensorBoard shows of a search.
 
 use std::process::Command;
-use std::thread;
-use std::time::Duration;
 
 use accelerator_tune::SearchFolder;
 use serde_json::Value;
 
-use crate::support::{decisions, search, succeed, venv};
+use crate::support::{search, succeed, venv, wait_for_decisions};
 
 #[test]
 fn the_table_of_hyperparameters_has_each_trial_once_though_the_search_was_killed() {
@@ -17,20 +15,11 @@ fn the_table_of_hyperparameters_has_each_trial_once_though_the_search_was_killed
     let folder = tempfile::tempdir().unwrap();
     let (out, logs) = (folder.path().join("out"), folder.path().join("logs"));
     let logs = logs.to_str().unwrap();
-    let arguments = [
-        "--num-samples",
-        "5",
-        "--max-iterations",
-        "6",
-        "--tensorboard",
-        logs,
-    ];
+    let arguments = format!("--num-samples 5 --max-iterations 6 --tensorboard {logs}");
     let mut killed = search(&out, &arguments);
     let mut killed = killed.env("QUADRATIC_PAUSE_MS", "20").spawn().unwrap();
-    while !out.join("decisions.jsonl").exists() || decisions(&out).lines().count() < 12 {
-        assert_eq!(killed.try_wait().unwrap(), None, "it is killed in time");
-        thread::sleep(Duration::from_millis(2));
-    }
+    wait_for_decisions(&out, 12);
+    assert_eq!(killed.try_wait().unwrap(), None, "it is killed in time");
     killed.kill().unwrap();
     killed.wait().unwrap();
     succeed(&out, &arguments);

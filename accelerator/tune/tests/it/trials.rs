@@ -2,37 +2,27 @@ use std::fs;
 
 use accelerator_tune::{Mode, Scope, SearchEnd, SearchFolder, TrialStatus};
 
-use crate::support::{assert_nothing_left, decisions, ended, run, search, succeed};
+use crate::support::{assert_nothing_left, decisions, ended, refused, search, succeed};
 
 #[test]
 fn decisions_are_the_same_at_any_number_of_slots_and_with_any_workers() {
     let folder = tempfile::tempdir().unwrap();
     for scheduler in ["asha", "asha-promotion", "pbt"] {
-        let arguments = |slots| {
-            vec![
-                "--num-samples",
-                "10",
-                "--ordered",
-                "4",
-                "--scheduler",
-                scheduler,
-                "--slots",
-                slots,
-            ]
-        };
+        let arguments =
+            |more| format!("--num-samples 10 --ordered 4 --scheduler {scheduler} {more}");
         let first = folder.path().join(scheduler);
-        succeed(&first, &arguments("4"));
+        succeed(&first, &arguments("--slots 4"));
         let expected = decisions(&first);
         assert!(expected.lines().count() > 30, "{expected}");
-        for (name, slots, more) in [
-            ("one slot", "1", vec![]),
-            ("two slots", "2", vec!["--function"]),
-            ("warm", "3", vec!["--warm"]),
-            ("warm function", "2", vec!["--warm", "--function"]),
+        for more in [
+            "--slots 1",
+            "--slots 2 --function",
+            "--slots 3 --warm",
+            "--slots 2 --warm --function",
         ] {
-            let other = folder.path().join(format!("{scheduler} {name}"));
-            succeed(&other, &[arguments(slots), more].concat());
-            assert_eq!(decisions(&other), expected, "{scheduler}, {name}");
+            let other = folder.path().join(format!("{scheduler} {more}"));
+            succeed(&other, &arguments(more));
+            assert_eq!(decisions(&other), expected, "{scheduler} {more}");
         }
     }
     assert_nothing_left(folder.path());
@@ -42,7 +32,7 @@ fn decisions_are_the_same_at_any_number_of_slots_and_with_any_workers() {
 fn a_search_with_a_stop_closure_is_read_back_as_it_ended() {
     let folder = tempfile::tempdir().unwrap();
     let arguments = "--num-samples 5 --max-iterations 6 --stop-at-odd-trials --ordered 2";
-    succeed(folder.path(), &arguments.split(' ').collect::<Vec<_>>());
+    succeed(folder.path(), arguments);
     let read = SearchFolder::open(folder.path()).unwrap();
     assert_eq!(read.results().ending(), SearchEnd::Finished);
     let iterations = read.results().trials().iter().map(|trial| {
@@ -56,7 +46,7 @@ fn a_search_with_a_stop_closure_is_read_back_as_it_ended() {
 fn the_best_configuration_is_the_one_that_reported_the_best_value() {
     let folder = tempfile::tempdir().unwrap();
     let arguments = "--num-samples 6 --scheduler pbt --ordered 3";
-    succeed(folder.path(), &arguments.split(' ').collect::<Vec<_>>());
+    succeed(folder.path(), arguments);
     let search = SearchFolder::open(folder.path()).unwrap();
     let results = search.results();
     for mode in [Mode::Min, Mode::Max] {
@@ -84,7 +74,7 @@ fn a_gpu_is_reused_when_its_process_has_ended() {
     for scheduler in ["fifo", "asha", "asha-promotion", "pbt"] {
         let folder = folder.path().join(scheduler);
         let arguments = format!("--num-samples 8 --slots 2 --gpus 1 --scheduler {scheduler}");
-        let mut command = search(&folder, &arguments.split(' ').collect::<Vec<_>>());
+        let mut command = search(&folder, &arguments);
         command.env("CUDA_VISIBLE_DEVICES", "0,1");
         let output = ended(command.spawn().unwrap());
         assert!(output.status.success(), "{scheduler}: {output:?}");
@@ -103,7 +93,7 @@ fn a_warm_worker_carries_out_several_trials_and_a_fresh_one_each() {
     let folder = tempfile::tempdir().unwrap();
     for (flag, workers) in [("--warm", 2), ("--cold", 6)] {
         let search = folder.path().join(flag);
-        succeed(&search, &["--num-samples", "6", "--slots", "2", flag]);
+        succeed(&search, &format!("--num-samples 6 --slots 2 {flag}"));
         let logs = fs::read_dir(search.join("logs")).unwrap().count();
         assert_eq!(logs, workers, "{flag}");
     }
@@ -112,10 +102,8 @@ fn a_warm_worker_carries_out_several_trials_and_a_fresh_one_each() {
 #[test]
 fn what_a_search_wrote_is_read_from_its_folder() {
     let folder = tempfile::tempdir().unwrap();
-    succeed(
-        folder.path(),
-        &["--num-samples", "5", "--max-iterations", "4"],
-    );
+    let arguments = "--num-samples 5 --max-iterations 4";
+    succeed(folder.path(), arguments);
     let search = SearchFolder::open(folder.path()).unwrap();
     assert_eq!(search.spec().name, "Quadratic");
     assert_eq!(search.process(), None);
@@ -145,24 +133,19 @@ fn what_a_search_wrote_is_read_from_its_folder() {
     assert_eq!(csv, results.dataframe().to_string());
     assert_eq!(csv.lines().count(), 6);
     // A second run gives the same at once.
-    let before = fs::read(folder.path().join("journal.jsonl")).unwrap();
-    succeed(
-        folder.path(),
-        &["--num-samples", "5", "--max-iterations", "4"],
-    );
-    assert_eq!(
-        fs::read(folder.path().join("journal.jsonl")).unwrap(),
-        before
-    );
+    let journal = || fs::read(folder.path().join("journal.jsonl")).unwrap();
+    let before = journal();
+    succeed(folder.path(), arguments);
+    assert_eq!(journal(), before);
 }
 
 #[test]
 fn shared_prefixes_are_trained_once_and_end_with_the_same_bits() {
     let folder = tempfile::tempdir().unwrap();
     let (apart, shared) = (folder.path().join("apart"), folder.path().join("shared"));
-    let arguments = ["--space", "schedules", "--num-samples", "1", "--slots", "2"];
-    succeed(&apart, &arguments);
-    succeed(&shared, &[&arguments[..], &["--share-prefixes"]].concat());
+    let arguments = "--space schedules --num-samples 1 --slots 2";
+    succeed(&apart, arguments);
+    succeed(&shared, &format!("{arguments} --share-prefixes"));
     let ends = |folder| {
         let search = SearchFolder::open(folder).unwrap();
         let trials = search.results().trials().iter();
@@ -173,28 +156,20 @@ fn shared_prefixes_are_trained_once_and_end_with_the_same_bits() {
     assert_eq!(ends(&apart), ends(&shared));
     let steps = |folder: &std::path::Path| {
         let journal = fs::read_to_string(folder.join("journal.jsonl")).unwrap();
-        journal
-            .lines()
+        let lines = journal.lines();
+        lines
             .filter(|line| line.starts_with("{\"reported\""))
             .count()
     };
-    assert_eq!(steps(&apart), 9 * 16);
-    assert!(
-        steps(&shared) * 10 <= steps(&apart) * 7,
-        "{}",
-        steps(&shared)
-    );
+    let (apart, shared) = (steps(&apart), steps(&shared));
+    assert_eq!(apart, 9 * 16);
+    assert!(shared * 10 <= apart * 7, "{shared}");
 }
 
 #[test]
 fn a_folder_of_another_search_is_refused() {
     let folder = tempfile::tempdir().unwrap();
-    succeed(folder.path(), &["--num-samples", "2"]);
-    let output = run(folder.path(), &["--num-samples", "3"]);
-    let message = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(!output.status.success());
-    assert!(
-        message.contains("its `num_samples` is 2, and now 3"),
-        "{message}"
-    );
+    succeed(folder.path(), "--num-samples 2");
+    let said = refused(folder.path(), "--num-samples 3");
+    assert!(said.contains("its `num_samples` is 2, and now 3"), "{said}");
 }
