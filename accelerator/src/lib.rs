@@ -221,13 +221,12 @@ pub mod track {
 pub mod tune {
     pub use accelerator_tune::{
         Asha, AshaPromotion, BoxError, CheckpointSettings, Compatibility, Config, DataFrame,
-        Display, Domain, Error, IntoValue, MaxFailures, MedianStopping, Metrics, Mode, Number,
-        Objective, Optuna, Parameter, Pbt, Plateau, Reset, Resources, Result, Results, Rung,
-        Scheduler, Scope, Search, SearchAlgorithm, SearchEnd, SearchFolder, SearchOrder,
-        SearchSpec, Searcher, Space, Stop, Suggestion, Trainable, Trial, TrialContext, TrialEnd,
-        TrialId, TrialResult, TrialSession, TrialStatus, WorkerReuse, choice, grid_search,
-        lograndint, loguniform, qlograndint, qloguniform, qrandint, qrandn, quniform, randint,
-        randn, sample_from, uniform,
+        Display, Error, IntoValue, MaxFailures, MedianStopping, Metrics, Mode, Number, Objective,
+        Optuna, Parameter, Pbt, Plateau, Reset, Resources, Result, Results, Scheduler, Scope,
+        Search, SearchAlgorithm, SearchEnd, SearchFolder, SearchOrder, SearchSpec, Searcher, Space,
+        Stop, Trainable, Trial, TrialContext, TrialEnd, TrialId, TrialResult, TrialSession,
+        TrialStatus, WorkerReuse, choice, grid_search, lograndint, loguniform, qlograndint,
+        qloguniform, qrandint, qrandn, quniform, randint, randn, sample_from, uniform,
     };
 }
 

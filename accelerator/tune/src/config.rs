@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use crate::error::{Error, Result};
-use crate::value::{self, IntoValue};
+use crate::value;
 
 /// The configuration of a trial: a tree of JSON values, whose leaves have paths such as `optimizer/lr`.
 ///
@@ -82,11 +82,6 @@ impl Config {
         Some(value)
     }
 
-    /// Sets the value at the top of the tree.
-    pub fn insert(&mut self, name: impl Into<String>, value: impl IntoValue) {
-        self.0.insert(name.into(), value.into_value());
-    }
-
     /// Sets the value at a path, whose tables and lists are there.
     pub(crate) fn set(&mut self, path: &str, value: Value) {
         let mut parts = path.split('/');
@@ -107,15 +102,12 @@ impl Config {
     }
 
     /// Every value that is no table or list, with its path, by path.
-    #[must_use]
-    pub fn leaves(&self) -> Vec<(String, &Value)> {
+    pub(crate) fn leaves(&self) -> Vec<(String, &Value)> {
         let below = |(name, value): (&String, _)| leaves_below(name.clone(), value);
         self.0.iter().flat_map(below).collect()
     }
 
-    /// The tree itself.
-    #[must_use]
-    pub fn as_map(&self) -> &Map<String, Value> {
+    pub(crate) fn as_map(&self) -> &Map<String, Value> {
         &self.0
     }
 }
@@ -165,9 +157,7 @@ fn add_leaves<'a>(path: String, value: &'a Value, found: &mut Vec<(String, &'a V
 pub struct TrialId(u32);
 
 impl TrialId {
-    /// Creates the id of that number.
-    #[must_use]
-    pub const fn new(number: u32) -> Self {
+    pub(crate) const fn new(number: u32) -> Self {
         Self(number)
     }
 

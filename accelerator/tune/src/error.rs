@@ -23,10 +23,10 @@ accelerator_host::define_error! {
         Conflict => is_conflict,
         /// Returns `true` if an argument, a specification or a configuration cannot be used as it is.
         Misuse => is_misuse,
-        /// Returns `true` if a trial's own program failed.
-        Trial => is_trial,
-        /// Returns `true` if a searcher that lives in another process failed.
-        Searcher => is_searcher,
+        /// A trial's own program failed.
+        Trial,
+        /// A searcher that lives in another process failed.
+        Searcher,
         /// Returns `true` if the system failed to read, to write or to start a process, or a connection between the
         /// processes of the search ended.
         Io => is_io,
@@ -34,12 +34,6 @@ accelerator_host::define_error! {
 }
 
 impl Error {
-    /// The error of a trial's own work, for a [`Trainable`](crate::Trainable) to return.
-    #[must_use]
-    pub fn trial(message: impl Into<String>) -> Self {
-        Self::new(Kind::Trial, message)
-    }
-
     pub(crate) fn misuse(message: impl Into<String>) -> Self {
         Self::new(Kind::Misuse, message)
     }
@@ -47,6 +41,11 @@ impl Error {
     /// Returns the error of a connection between the processes of a search.
     pub(crate) fn connection(message: impl Into<String>) -> Self {
         Self::new(Kind::Io, message)
+    }
+
+    /// Passes on an error from below.
+    pub(crate) fn of(kind: Kind, error: impl std::error::Error + Send + Sync + 'static) -> Self {
+        Self::new(kind, error.to_string()).with_source(error)
     }
 
     /// `doing` is a verb and what it is done to, without the path: "write the journal".
@@ -61,6 +60,6 @@ impl Error {
 
 impl From<io::Error> for Error {
     fn from(error: io::Error) -> Self {
-        Self::new(Kind::Io, error.to_string()).with_source(error)
+        Self::of(Kind::Io, error)
     }
 }

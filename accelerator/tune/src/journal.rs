@@ -1,15 +1,16 @@
 //! The journal of a search: a JSON line for each event. It is the truth; all other files follow from it.
 
 use std::fmt::Display;
-use std::fs::{self, File, OpenOptions};
-use std::io::{self, BufRead, BufReader, Write};
+use std::fs::{self, File};
+use std::io::{self, BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime};
 
-use accelerator_host::fs::{Durability, Replace};
+use accelerator_host::fs::Durability;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use crate::appended::{AppendedFile, json_lines};
 use crate::core::Event;
 use crate::error::{Error, Kind, Result};
 
@@ -67,8 +68,7 @@ pub(crate) const VERSION: u32 = 1;
 /// events, and the search repeats what they were about.
 #[derive(Debug)]
 pub(crate) struct Journal {
-    file: File,
-    path: PathBuf,
+    file: AppendedFile,
     /// The number of its events.
     lines: u64,
     synced: Instant,
@@ -76,42 +76,24 @@ pub(crate) struct Journal {
 }
 
 impl Journal {
-    /// Begins one in a folder that has none.
+    /// Begins one in a folder. Whoever finds it finds its head.
     pub(crate) fn create(folder: &Path, head: &Head) -> Result<Self> {
-        let path = folder.join(JOURNAL);
-        // Whoever finds a journal finds its head.
-        let draft = folder.join("journal.new");
-        let mut line = to_line(head)?;
-        line.push(b'\n');
-        Replace::new(&path, Durability::Flushed)
-            .draft(draft)
-            .write(|file| file.write_all(&line))
-            .map_err(|error| Error::io("write", &path, error))?;
-        Self::append_to(path, 0)
+        let head = json_lines([head])?;
+        let file = AppendedFile::replace(folder.join(JOURNAL), &head, Durability::Flushed)?;
+        Ok(Self::append_to(file, 0))
     }
 
     /// Goes on with one that was [read](read): what is behind its last intact line is cut off.
     pub(crate) fn reopen(folder: &Path, before: &Journaled) -> Result<Self> {
-        let journal = Self::append_to(folder.join(JOURNAL), before.events.len() as u64)?;
-        let cut = |file: &File| match file.metadata()?.len() == before.intact {
-            // It keeps the time at which it was written.
-            true => Ok(()),
-            false => file.set_len(before.intact),
-        };
-        cut(&journal.file).map_err(|error| Error::io("write", &journal.path, error))?;
-        Ok(journal)
+        let file = AppendedFile::open(folder.join(JOURNAL))?;
+        file.cut(before.intact)?;
+        Ok(Self::append_to(file, before.events.len() as u64))
     }
 
-    /// Appends an event.
     pub(crate) fn append(&mut self, event: &Event) -> Result<()> {
         self.lines += 1;
-        let mut line = to_line(&Line {
-            event,
-            line: Some(self.lines),
-        })?;
-        line.push(b'\n');
-        let written = self.file.write_all(&line);
-        written.map_err(|error| Error::io("write", &self.path, error))?;
+        let line = Some(self.lines);
+        self.file.append(&json_lines([Line { event, line }])?)?;
         self.is_synced = false;
         self.sync_if_due()
     }
@@ -127,24 +109,20 @@ impl Journal {
     /// Waits until every line is on the disk.
     pub(crate) fn sync(&mut self) -> Result<()> {
         if !self.is_synced {
-            let synced = self.file.sync_data();
-            synced.map_err(|error| Error::io("write", &self.path, error))?;
+            self.file.sync()?;
             self.is_synced = true;
         }
         self.synced = Instant::now();
         Ok(())
     }
 
-    fn append_to(path: PathBuf, lines: u64) -> Result<Self> {
-        let file = OpenOptions::new().append(true).open(&path);
-        let file = file.map_err(|error| Error::io("write", &path, error))?;
-        Ok(Self {
+    fn append_to(file: AppendedFile, lines: u64) -> Self {
+        Self {
             file,
-            path,
             lines,
             synced: Instant::now(),
             is_synced: true,
-        })
+        }
     }
 }
 
@@ -246,14 +224,11 @@ pub(crate) fn read(folder: &Path) -> Result<Option<Journaled>> {
 /// The time within which a line is on the disk.
 const SYNC: Duration = Duration::from_millis(500);
 
-fn to_line(value: &impl Serialize) -> Result<Vec<u8>> {
-    serde_json::to_vec(value).map_err(|error| {
-        Error::new(Kind::Io, format!("the journal's line: {error}")).with_source(error)
-    })
-}
-
 #[cfg(test)]
 mod tests {
+    use std::fs::OpenOptions;
+    use std::io::Write;
+
     use super::*;
     use crate::config::TrialId;
 
@@ -341,11 +316,5 @@ mod tests {
         journal.append(&Event::Finished).unwrap();
         let events = read(folder.path()).unwrap().unwrap().events;
         assert_eq!(events, [ended(1), ended(2), Event::Finished]);
-    }
-
-    #[test]
-    fn a_folder_without_a_journal_has_none() {
-        let folder = tempfile::tempdir().unwrap();
-        assert!(read(folder.path()).unwrap().is_none());
     }
 }

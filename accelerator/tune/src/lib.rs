@@ -1,9 +1,7 @@
 //! Hyperparameter search, as Ray Tune has it: a space of configurations, trials that try them, and schedulers that stop the
 //! bad ones early.
 
-pub use crate::config::TrialId;
-pub use crate::value::Metrics;
-pub use config::Config;
+pub use config::{Config, TrialId};
 pub use core::{CheckpointSettings, SearchOrder};
 pub use error::{Error, Result};
 pub use objective::{Mode, Objective};
@@ -11,17 +9,18 @@ pub use output::{DataFrame, Display, Results, Scope};
 pub use pool::WorkerReuse;
 pub use scheduler::{Asha, AshaPromotion, Compatibility, MedianStopping, Pbt, Scheduler};
 pub use search::{MaxFailures, Search, SearchAlgorithm, SearchFolder, SearchSpec};
-pub use searcher::{Optuna, Searcher, Suggestion, TrialEnd};
+pub use searcher::{Optuna, Searcher, TrialEnd};
 pub use slots::Resources;
 pub use space::{
-    Domain, Parameter, Space, choice, grid_search, lograndint, loguniform, qlograndint,
-    qloguniform, qrandint, qrandn, quniform, randint, randn, sample_from, uniform,
+    Parameter, Space, choice, grid_search, lograndint, loguniform, qlograndint, qloguniform,
+    qrandint, qrandn, quniform, randint, randn, sample_from, uniform,
 };
 pub use stop::{Plateau, Stop};
 pub use trial::{BoxError, Reset, Trainable, TrialContext, TrialSession};
-pub use value::{IntoValue, Number};
-pub use view::{Rung, SearchEnd, Trial, TrialResult, TrialStatus};
+pub use value::{IntoValue, Metrics, Number};
+pub use view::{SearchEnd, Trial, TrialResult, TrialStatus};
 
+mod appended;
 mod checkpoint_folder;
 mod config;
 mod core;

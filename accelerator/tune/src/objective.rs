@@ -30,8 +30,7 @@ impl Mode {
     }
 
     /// Orders values from the worst to the best. NaN is the worst.
-    #[must_use]
-    pub fn compare(self, left: f64, right: f64) -> Ordering {
+    pub(crate) fn compare(self, left: f64, right: f64) -> Ordering {
         match (left.is_nan(), right.is_nan()) {
             (true, true) => Ordering::Equal,
             (true, false) => Ordering::Less,

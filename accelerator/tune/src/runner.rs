@@ -49,7 +49,7 @@ pub(crate) trait TrialRunner {
 }
 
 /// An attempt at a trial.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 pub(crate) struct TrialStart {
     pub(crate) trial: TrialId,
     pub(crate) config: Config,

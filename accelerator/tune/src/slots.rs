@@ -1,12 +1,13 @@
 //! Slots: what trials run on, dealt from the cores and GPUs of the hosts.
 
 use std::ops::{Index, IndexMut};
+use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
 use crate::config::TrialId;
 use crate::error::{Error, Result};
-use crate::host::HostResources;
+use crate::host::{HostResources, ProcessProgram, ProcessSpec};
 
 /// The resources of one trial: Ray Tune's `resources_per_trial`.
 ///
@@ -171,6 +172,25 @@ impl Slots {
             used * self.resources.gpus,
             self.gpus
         )
+    }
+}
+
+impl Slot {
+    /// Describes a process that computes on it.
+    pub(crate) fn process(
+        &self,
+        program: ProcessProgram,
+        ranks: usize,
+        log: PathBuf,
+    ) -> ProcessSpec {
+        ProcessSpec {
+            program,
+            ranks,
+            threads: self.threads,
+            cores: self.cores.clone(),
+            gpus: self.gpus.clone(),
+            log,
+        }
     }
 }
 

@@ -49,13 +49,7 @@ impl Stop {
         self.at_least(ITERATION, f64::from(iterations))
     }
 
-    /// Ends a trial after that many seconds of its own time, at its next report.
-    #[must_use]
-    pub fn seconds(self, seconds: f64) -> Self {
-        self.at_least(TIME_TOTAL, seconds)
-    }
-
-    /// Ends a trial once the metric is that large.
+    /// Ends a trial once the metric is that large. Of `time_total_s`, that is after so many seconds of its own time.
     #[must_use]
     pub fn at_least(mut self, metric: impl Into<String>, value: f64) -> Self {
         self.thresholds
@@ -200,8 +194,6 @@ impl Plateau {
 
 /// The number of iterations, which the search counts.
 pub(crate) const ITERATION: &str = "training_iteration";
-/// The seconds of all iterations, which the search measures.
-pub(crate) const TIME_TOTAL: &str = "time_total_s";
 const PLATEAU: &str = "plateau";
 
 #[derive(Clone, Copy, Debug, PartialEq)]

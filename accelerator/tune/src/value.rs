@@ -3,7 +3,7 @@
 //! This crate writes NaN and the infinities as the words `"NaN"`, `"Infinity"` and `"-Infinity"` in all JSON, and reads
 //! these words as numbers wherever it expects a number.
 
-use std::collections::{BTreeMap, btree_map};
+use std::collections::BTreeMap;
 
 use serde::de::value::{MapDeserializer, SeqDeserializer};
 use serde::de::{DeserializeOwned, Error as _, IntoDeserializer, Visitor};
@@ -238,11 +238,6 @@ impl Metrics {
         self.0.get(name).map(|number| number.0)
     }
 
-    /// Sets a metric.
-    pub fn insert(&mut self, name: impl Into<String>, value: f64) {
-        self.0.insert(name.into(), Number(value));
-    }
-
     /// All metrics, by name.
     pub fn iter(&self) -> impl Iterator<Item = (&str, f64)> {
         self.0
@@ -260,21 +255,8 @@ impl<K: Into<String>, const N: usize> From<[(K, f64); N]> for Metrics {
 impl<K: Into<String>> FromIterator<(K, f64)> for Metrics {
     fn from_iter<I: IntoIterator<Item = (K, f64)>>(metrics: I) -> Self {
         let metrics = metrics.into_iter();
-        Self(
-            metrics
-                .map(|(name, value)| (name.into(), Number(value)))
-                .collect(),
-        )
-    }
-}
-
-impl IntoIterator for Metrics {
-    type Item = (String, f64);
-    type IntoIter =
-        std::iter::Map<btree_map::IntoIter<String, Number>, fn((String, Number)) -> (String, f64)>;
-
-    fn into_iter(self) -> Self::IntoIter {
-        self.0.into_iter().map(|(name, number)| (name, number.0))
+        let named = metrics.map(|(name, value)| (name.into(), Number(value)));
+        Self(named.collect())
     }
 }
 

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use crate::config::{Config, TrialId};
 use crate::objective::Objective;
@@ -41,19 +42,30 @@ pub struct TrialResult {
 }
 
 impl TrialResult {
+    /// Ray's auto-filled metrics, which the search adds to those of the trial.
+    pub(crate) const FILLED: [&str; 4] = [
+        "training_iteration",
+        "time_this_iter_s",
+        "time_total_s",
+        "timestamp",
+    ];
+
+    /// Returns the values of [`FILLED`](Self::FILLED).
+    pub(crate) fn filled(&self) -> [Value; 4] {
+        [
+            self.training_iteration.into(),
+            self.time_this_iter_s.into(),
+            self.time_total_s.into(),
+            self.timestamp.into(),
+        ]
+    }
+
     /// The value of a metric, of those that the search adds too.
     #[must_use]
     pub fn value(&self, metric: &str) -> Option<f64> {
-        #[expect(
-            clippy::cast_precision_loss,
-            reason = "fewer than 2^53 iterations or seconds"
-        )]
-        match metric {
-            "training_iteration" => Some(self.training_iteration as f64),
-            "time_this_iter_s" => Some(self.time_this_iter_s),
-            "time_total_s" => Some(self.time_total_s),
-            "timestamp" => Some(self.timestamp as f64),
-            _ => self.metrics.value(metric),
+        match Self::FILLED.iter().position(|name| *name == metric) {
+            Some(at) => self.filled()[at].as_f64(),
+            None => self.metrics.value(metric),
         }
     }
 
@@ -137,12 +149,11 @@ pub enum SearchEnd {
 
 /// A point at which a scheduler compared trials.
 #[derive(Clone, Debug, PartialEq)]
-#[non_exhaustive]
-pub struct Rung {
+pub(crate) struct Rung {
     /// The time at which trials reach it.
-    pub time: f64,
+    pub(crate) time: f64,
     /// Trials and their values, in the order of arrival.
-    pub entries: Vec<(TrialId, f64)>,
+    pub(crate) entries: Vec<(TrialId, f64)>,
     /// The value that trials have to reach.
-    pub cutoff: Option<f64>,
+    pub(crate) cutoff: Option<f64>,
 }

@@ -12,7 +12,7 @@ use crate::view::TrialResult;
 pub(crate) enum Event {
     /// A process carries the search out from here on, with that many slots. Attempts of an earlier one are gone.
     Opened { slots: usize },
-    /// The searcher's reply to [`Action::Ask`]; `None` where nothing is left to try.
+    /// The searcher's reply; `None` where nothing is left to try.
     Suggested {
         trial: TrialId,
         config: Option<Config>,
@@ -46,8 +46,6 @@ pub(crate) enum Event {
 /// An action that follows from an event.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Action {
-    /// The searcher is asked, and the reply is the next event.
-    Ask(TrialId),
     /// A result counts: the trial's files get it, and the searcher learns of its value.
     Record { branch: Branch, result: TrialResult },
     /// The searcher learns of an end.
@@ -56,8 +54,6 @@ pub(crate) enum Action {
     Log(Decision),
     /// The trial's attempt is brought in line with the core: it starts, ends or gets an answer.
     Reconcile(TrialId),
-    /// Every trial has ended.
-    Finish,
 }
 
 /// A decision, which in ordered mode depends on nothing but the configuration and what trials reported.

@@ -6,6 +6,8 @@ mod checkpoints;
 mod decide;
 mod event;
 mod prefix;
+#[cfg(test)]
+mod tests;
 mod trial_state;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -20,13 +22,13 @@ use crate::scheduler::{OtherTrials, TrialScheduler};
 use crate::stop::Stop;
 use crate::view::{TrialResult, TrialStatus};
 
-pub use self::checkpoints::CheckpointSettings;
-pub(crate) use self::checkpoints::prunable;
-pub(crate) use self::decide::AttemptPlan;
-use self::event::Origin;
-pub(crate) use self::event::{Action, Branch, CheckpointKey, Decision, EndReason, Event};
-pub(crate) use self::trial_state::TrialState;
-use self::trial_state::TrialUpdate;
+pub use checkpoints::CheckpointSettings;
+pub(crate) use checkpoints::prunable;
+pub(crate) use decide::AttemptPlan;
+use event::Origin;
+pub(crate) use event::{Action, Branch, CheckpointKey, Decision, EndReason, Event};
+pub(crate) use trial_state::TrialState;
+use trial_state::TrialUpdate;
 
 /// A search in progress.
 #[derive(Debug)]
@@ -180,9 +182,11 @@ impl Core {
         &self.rules.objective.metric
     }
 
-    /// Returns `true` if the searcher's reply is the next event.
-    pub(crate) fn is_asking(&self) -> bool {
-        self.is_asking
+    /// Returns the trial for which the searcher's reply is the next event.
+    pub(crate) fn asking(&self) -> Option<TrialId> {
+        #[expect(clippy::cast_possible_truncation, reason = "fewer than 2^32 trials")]
+        let next = TrialId::new(self.trials.len() as u32);
+        self.is_asking.then_some(next)
     }
 
     /// Returns the number of trials that there will be, once it is known.
@@ -259,7 +263,6 @@ impl Core {
             self.end(trial, EndReason::Scheduler);
         }
         self.is_finished = true;
-        self.actions.push(Action::Finish);
     }
 
     /// Gives a worker without a trial one, or asks the searcher; whether a trial has begun or was resumed.
@@ -273,7 +276,7 @@ impl Core {
             self.is_exhausted = true;
         }
         if can_ask && self.workers > 0 && self.pending.len() < self.rules.lookahead {
-            self.ask();
+            self.is_asking = true;
             return false;
         }
         if self.running.len() >= self.workers {
@@ -301,19 +304,11 @@ impl Core {
                 self.start(trial, origin);
                 true
             }
-            None if can_ask => {
-                self.ask();
+            None => {
+                self.is_asking = can_ask;
                 false
             }
-            None => false,
         }
-    }
-
-    fn ask(&mut self) {
-        self.is_asking = true;
-        #[expect(clippy::cast_possible_truncation, reason = "fewer than 2^32 trials")]
-        let next = TrialId::new(self.trials.len() as u32);
-        self.actions.push(Action::Ask(next));
     }
 
     /// The next trial to begin, and what it goes on from.
@@ -476,12 +471,3 @@ impl Rules {
         )))
     }
 }
-
-#[cfg(test)]
-mod scheduler_tests;
-
-#[cfg(test)]
-mod simulation;
-
-#[cfg(test)]
-mod tests;

@@ -16,7 +16,7 @@ use rustix::process::Signal;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 use super::agent_link::{EndSignal, FromAgent, Invitation, ToAgent};
-use super::{HostResources, LocalProcess, Output, ProcessSpec};
+use super::{HostResources, LocalProcess, Output, Process, ProcessSpec};
 use crate::error::{Error, Result};
 use crate::trial::protocol::{PeerRole, connect, receive, send};
 

@@ -8,16 +8,15 @@ use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
-use accelerator_collective::launcher::{GroupExt, PendingHandshakes, Token};
+use accelerator_collective::launcher::{GroupExt, PendingHandshakes, Token, listen_everywhere};
 use accelerator_collective::{GroupOptions, Launch, ProcessGroup};
 use accelerator_host::machine::host_name;
 use rustix::process::Signal;
 
-pub(crate) use self::agent_link::HostResources;
-use self::agent_link::Invitation;
 use crate::error::{Error, Kind, Result};
 use crate::trial::protocol::accept_one;
-use agent_link::AgentLink;
+pub(crate) use agent_link::HostResources;
+use agent_link::{AgentLink, Invitation};
 use process::{LocalProcess, Output, Process, ProcessLog};
 pub(crate) use process::{ProcessProgram, ProcessSpec};
 
@@ -81,7 +80,7 @@ impl Hosts {
             Some(store) => store.host().to_owned(),
             None => name.clone(),
         };
-        let listener = bind_everywhere()?;
+        let listener = listen_everywhere(0)?;
         let mark = SharedMark::make(folder)?;
         let invitation = Invitation {
             address: at_port(&address, listener.local_addr()?.port()),
@@ -262,30 +261,11 @@ fn of_job(error: accelerator_collective::Error) -> Error {
     .with_source(error)
 }
 
-/// Listens at all addresses of this host.
-pub(crate) fn bind_everywhere() -> std::io::Result<TcpListener> {
-    accelerator_collective::launcher::listen_everywhere(0)
-}
-
 /// Joins a host and a port; an IPv6 address gets brackets.
 pub(crate) fn at_port(host: &str, port: u16) -> String {
     match host.contains(':') && !host.starts_with('[') {
         true => format!("[{host}]:{port}"),
         false => format!("{host}:{port}"),
-    }
-}
-
-impl Process for LocalProcess {
-    fn id(&self) -> u32 {
-        LocalProcess::id(self)
-    }
-
-    fn signal(&self, signal: Signal) {
-        LocalProcess::signal(self, signal);
-    }
-
-    fn reap(&mut self) -> Option<ExitStatus> {
-        LocalProcess::reap(self)
     }
 }
 

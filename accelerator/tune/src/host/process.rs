@@ -127,11 +127,6 @@ impl LocalProcess {
         self.child.stdout.take()
     }
 
-    /// Its number to the system.
-    pub(super) fn id(&self) -> u32 {
-        self.child.id()
-    }
-
     /// Tells when it has ended. It is left unreaped, so that its id stays its own.
     pub(super) fn watch(&self, exited: impl FnOnce() + Send + 'static) -> Result<()> {
         let pid = pid_of(&self.child);
@@ -147,8 +142,14 @@ impl LocalProcess {
             })?;
         Ok(())
     }
+}
 
-    pub(super) fn signal(&self, signal: Signal) {
+impl Process for LocalProcess {
+    fn id(&self) -> u32 {
+        self.child.id()
+    }
+
+    fn signal(&self, signal: Signal) {
         let leader = self.guard.as_ref().unwrap_or(&self.child);
         if !self.is_reaped
             && let Some(group) = pid_of(leader)
@@ -158,8 +159,7 @@ impl LocalProcess {
         }
     }
 
-    /// Takes its end. What it has started ends, too.
-    pub(super) fn reap(&mut self) -> Option<ExitStatus> {
+    fn reap(&mut self) -> Option<ExitStatus> {
         self.signal(Signal::KILL);
         let status = self.child.wait().ok();
         // It was of the group.

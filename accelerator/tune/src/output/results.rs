@@ -3,16 +3,18 @@
 use std::path::Path;
 use std::{fmt, fs};
 
-use serde_json::{Map, Value};
+use accelerator_host::fs::Durability;
+use serde_json::Value;
 
 use super::report;
 use super::table::{Rows, status};
-use super::trial_folder::{csv_line, read_results, read_rows, write};
+use super::trial_folder::{csv_line, read_results, read_rows};
+use crate::appended::replace;
 use crate::config::{Config, TrialId};
 use crate::error::{Error, Result};
 use crate::objective::Mode;
 use crate::value::json_number;
-use crate::view::{Rung, SearchEnd, SearchView, Trial, TrialResult};
+use crate::view::{SearchEnd, SearchView, Trial, TrialResult};
 
 /// The results of a search: Ray Tune's `ExperimentAnalysis`.
 ///
@@ -113,12 +115,6 @@ impl Results {
         mode.best(scored)
     }
 
-    /// The rungs of a scheduler that has some, from the bottom.
-    #[must_use]
-    pub fn rungs(&self) -> &[Rung] {
-        &self.view.rungs
-    }
-
     /// The last result of each trial, with its configuration.
     #[must_use]
     pub fn dataframe(&self) -> DataFrame {
@@ -135,10 +131,9 @@ impl Results {
                     &format!("best_{metric}"),
                     best.map_or(Value::Null, json_number),
                 );
-                add("training_iteration", last.training_iteration.into());
-                add("time_this_iter_s", last.time_this_iter_s.into());
-                add("time_total_s", last.time_total_s.into());
-                add("timestamp", last.timestamp.into());
+                for (name, value) in TrialResult::FILLED.into_iter().zip(last.filled()) {
+                    add(name, value);
+                }
             }
             add("trial_id", trial.id.to_string().into());
             add("trial_name", trial.name.as_str().into());
@@ -169,7 +164,7 @@ impl Results {
         let objective = &self.view.objective;
         let best = self.best_trial(&objective.metric, objective.mode, Scope::Best);
         let page = report::html(&self.view, self.ending, best.map(|(trial, _)| trial))?;
-        write(path.as_ref(), page.as_bytes())
+        replace(path.as_ref(), page.as_bytes(), Durability::Cached)
     }
 
     fn is_objective(&self, metric: &str, mode: Mode) -> bool {
@@ -246,11 +241,7 @@ impl DataFrame {
     pub fn json(&self) -> Value {
         let object = |row: &Vec<Value>| {
             let fields = self.columns.iter().cloned().zip(row.iter().cloned());
-            Value::Object(
-                fields
-                    .filter(|(_, value)| !value.is_null())
-                    .collect::<Map<_, _>>(),
-            )
+            Value::Object(fields.filter(|(_, value)| !value.is_null()).collect())
         };
         self.rows.iter().map(object).collect()
     }
@@ -259,14 +250,9 @@ impl DataFrame {
 /// Comma-separated values.
 impl fmt::Display for DataFrame {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let header: Vec<_> = self
-            .columns
-            .iter()
-            .map(|name| Value::from(name.as_str()))
-            .collect();
-        formatter.write_str(&csv_line(&header))?;
-        self.rows
-            .iter()
-            .try_for_each(|row| formatter.write_str(&csv_line(row)))
+        let header = self.columns.iter().map(|name| name.as_str().into());
+        formatter.write_str(&csv_line(header))?;
+        let mut rows = self.rows.iter().cloned();
+        rows.try_for_each(|row| formatter.write_str(&csv_line(row)))
     }
 }

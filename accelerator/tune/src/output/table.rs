@@ -1,13 +1,13 @@
 //! The status of a search, with the lines of Ray Tune.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 
 use accelerator_host::machine::Memory;
 use accelerator_host::text::{columns, figure, plain, without_middle};
 use serde_json::Value;
 
 use super::trial_folder::ERROR;
-use crate::stop::{ITERATION, TIME_TOTAL};
+use crate::stop::ITERATION;
 use crate::view::{SearchView, Trial, TrialStatus};
 
 /// The number of trials to show.
@@ -113,7 +113,7 @@ const METRICS: [(&str, &str); 6] = [
     ("mean_accuracy", "acc"),
     ("mean_loss", "loss"),
     (ITERATION, "iter"),
-    (TIME_TOTAL, "total time (s)"),
+    ("time_total_s", "total time (s)"),
     ("timesteps_total", "ts"),
     ("episode_reward_mean", "reward"),
 ];
@@ -124,33 +124,21 @@ const LONGEST_VALUE: usize = 20;
 
 /// Takes a trial of each status in turn, until there are enough; those with the lowest numbers.
 fn shown_trials(trials: &[Trial], rows: Rows) -> Vec<&Trial> {
-    let mut by_word: BTreeMap<&str, Vec<&Trial>> = BTreeMap::new();
+    let most = match rows {
+        Rows::AtMost(most) => most.min(trials.len()),
+        Rows::All => trials.len(),
+    };
+    let mut left: BTreeMap<&str, VecDeque<&Trial>> = BTreeMap::new();
     for trial in trials {
-        by_word.entry(word(trial.status)).or_default().push(trial);
-    }
-    if let Rows::AtMost(most) = rows {
-        let mut taken: BTreeMap<&str, usize> = BTreeMap::new();
-        let mut left = most;
-        let mut has_changed = true;
-        while left > 0 && has_changed {
-            has_changed = false;
-            for (word, trials) in &by_word {
-                let taken = taken.entry(word).or_default();
-                if *taken < trials.len() && left > 0 {
-                    *taken += 1;
-                    left -= 1;
-                    has_changed = true;
-                }
-            }
-        }
-        for (word, trials) in &mut by_word {
-            trials.truncate(taken.get(word).copied().unwrap_or(0));
-        }
+        left.entry(word(trial.status)).or_default().push_back(trial);
     }
     let mut shown = Vec::new();
-    for status in ORDER {
-        shown.extend(by_word.remove(word(status)).unwrap_or_default());
+    while shown.len() < most {
+        let next = left.values_mut().filter_map(VecDeque::pop_front);
+        shown.extend(next.take(most - shown.len()));
     }
+    let place = |trial: &&Trial| ORDER.iter().position(|status| *status == trial.status);
+    shown.sort_by_key(|trial| (place(trial), trial.id));
     shown
 }
 

@@ -1,26 +1,23 @@
 //! The files of a trial: its folder, and its events for TensorBoard.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs::{self, File, OpenOptions};
-use std::io::{self, BufRead, BufReader, Write};
+use std::fs::{self, File};
+use std::io::{self, BufRead, BufReader};
 use std::path::{Path, PathBuf};
 
-use accelerator_host::fs::{Durability, Replace};
+use accelerator_host::fs::Durability;
 use accelerator_host::text::csv_cell;
 use accelerator_track::{
     EndStatus, Entry, Number, Origin, PointValue, Record, RunId, RunInfo, Sink, TensorBoard,
 };
-use serde_json::{Map, Value, json};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
+use crate::appended::{AppendedFile, json_lines, replace};
 use crate::config::{Config, TrialId};
 use crate::error::{Error, Kind, Result};
 use crate::value::{Metrics, json_number};
 use crate::view::TrialResult;
-
-/// Returns a name such as `MnistTrainable_358bb_00006`.
-pub(crate) fn trial_name(search: &str, id: &str, trial: TrialId) -> String {
-    format!("{search}_{id}_{trial}")
-}
 
 /// The name of a trial's folder, with the values of its parameters.
 pub(crate) fn folder_name(
@@ -53,10 +50,9 @@ pub(crate) fn folder_name(
 pub(crate) struct TrialFolder {
     path: PathBuf,
     name: String,
-    results: File,
-    progress: File,
-    /// It has none before the first result.
-    header: Option<ProgressHeader>,
+    results: AppendedFile,
+    progress: AppendedFile,
+    columns: Columns,
 }
 
 impl TrialFolder {
@@ -70,55 +66,44 @@ impl TrialFolder {
     ) -> Result<Self> {
         let made = fs::create_dir_all(path);
         made.map_err(|error| Error::io("make", path, error))?;
-        write(&path.join("params.json"), format!("{config}\n").as_bytes())?;
+        let params = format!("{config}\n");
+        replace(
+            &path.join("params.json"),
+            params.as_bytes(),
+            Durability::Cached,
+        )?;
         let rows = before
             .iter()
             .map(|(result, config)| row(name, result, config));
-        let rows: Vec<_> = rows.collect();
-        let mut folder = Self {
-            results: rewrite(&path.join(RESULTS), &lines(&rows)?)?,
-            progress: rewrite(&path.join(PROGRESS), b"")?,
+        let rows = json_lines(rows)?;
+        let columns = Columns::of(before);
+        Ok(Self {
+            results: AppendedFile::replace(path.join(RESULTS), &rows, Durability::Cached)?,
+            progress: columns.write(path, before)?,
             path: path.to_owned(),
             name: name.to_owned(),
-            header: None,
-        };
-        if !before.is_empty() {
-            folder.rewrite_progress(before)?;
-        }
-        Ok(folder)
+            columns,
+        })
     }
 
     pub(crate) fn append(&mut self, result: &TrialResult, config: &Config) -> Result<()> {
-        let path = self.path.join(RESULTS);
-        let line = lines(&[row(&self.name, result, config)])?;
-        let written = self.results.write_all(&line);
-        written.map_err(|error| Error::io("write", &path, error))?;
-        match &self.header {
-            Some(header) if header.has_all(result, config) => {
-                let written = self
-                    .progress
-                    .write_all(header.row(result, config).as_bytes());
-                written.map_err(|error| Error::io("write", &self.path.join(PROGRESS), error))
-            }
-            _ => self.rewrite_progress(&read_rows(&self.path)?),
+        let line = json_lines([row(&self.name, result, config)])?;
+        self.results.append(&line)?;
+        if self.columns.have_all(result, config) {
+            let line = self.columns.row(result, config);
+            return self.progress.append(line.as_bytes());
         }
+        // Every line is written again, with a column for each metric and parameter.
+        let rows = read_rows(&self.path)?;
+        self.columns = Columns::of(&rows);
+        self.progress = self.columns.write(&self.path, &rows)?;
+        Ok(())
     }
 
     /// Writes why the newest attempt has failed.
     pub(crate) fn fail(&self, error: &str) -> Result<()> {
-        write(&self.path.join(ERROR), format!("{error}\n").as_bytes())
-    }
-
-    /// Writes all lines again, with a column for each metric and parameter.
-    fn rewrite_progress(&mut self, rows: &[(TrialResult, Config)]) -> Result<()> {
-        let header = ProgressHeader::of(rows);
-        let mut text = header.line();
-        for (result, config) in rows {
-            text.push_str(&header.row(result, config));
-        }
-        self.progress = rewrite(&self.path.join(PROGRESS), text.as_bytes())?;
-        self.header = Some(header);
-        Ok(())
+        let text = format!("{error}\n");
+        replace(&self.path.join(ERROR), text.as_bytes(), Durability::Cached)
     }
 }
 
@@ -215,10 +200,10 @@ impl TrialEvents {
 }
 
 /// Returns a line of comma-separated values.
-pub(super) fn csv_line<'a>(fields: impl IntoIterator<Item = &'a Value>) -> String {
+pub(super) fn csv_line(fields: impl IntoIterator<Item = Value>) -> String {
     let fields = fields.into_iter().map(|field| match field {
         Value::Null => String::new(),
-        Value::String(text) => csv_cell(text),
+        Value::String(text) => csv_cell(&text),
         Value::Array(_) | Value::Object(_) => csv_cell(&field.to_string()),
         other => other.to_string(),
     });
@@ -239,67 +224,91 @@ const RESULTS: &str = "result.jsonl";
 const PROGRESS: &str = "progress.csv";
 /// Ray's bound.
 const LONGEST_NAME: usize = 130;
-/// Ray's auto-filled metrics.
-const AUTO_FILLED: [&str; 4] = [
-    "training_iteration",
-    "time_this_iter_s",
-    "time_total_s",
-    "timestamp",
-];
 
-/// The columns of `progress.csv`, after those that are auto-filled.
+/// The columns of `progress.csv` behind those that the search fills.
 #[derive(Debug)]
-struct ProgressHeader {
+struct Columns {
+    /// There are no lines, not even that of the columns, before the first result.
+    are_written: bool,
     metrics: BTreeSet<String>,
     /// Paths of configurations.
     parameters: BTreeSet<String>,
 }
 
-impl ProgressHeader {
+impl Columns {
     fn of(rows: &[(TrialResult, Config)]) -> Self {
         let metrics = rows.iter().flat_map(|(result, _)| result.metrics.iter());
         let parameters = rows.iter().flat_map(|(_, config)| config.leaves());
         Self {
+            are_written: !rows.is_empty(),
             metrics: metrics.map(|(name, _)| name.to_owned()).collect(),
             parameters: parameters.map(|(path, _)| path).collect(),
         }
     }
 
-    fn has_all(&self, result: &TrialResult, config: &Config) -> bool {
+    fn have_all(&self, result: &TrialResult, config: &Config) -> bool {
         let mut metrics = result.metrics.iter();
         let mut parameters = config.leaves().into_iter();
-        metrics.all(|(name, _)| self.metrics.contains(name))
+        self.are_written
+            && metrics.all(|(name, _)| self.metrics.contains(name))
             && parameters.all(|(path, _)| self.parameters.contains(&path))
     }
 
-    fn line(&self) -> String {
-        let auto_filled = AUTO_FILLED.iter().map(|name| Value::from(*name));
-        let metrics = self.metrics.iter().map(|name| name.as_str().into());
-        let parameters = self.parameters.iter();
-        let parameters = parameters.map(|path| format!("config/{path}").into());
-        csv_line(
-            &auto_filled
-                .chain(metrics)
-                .chain(parameters)
-                .collect::<Vec<_>>(),
-        )
+    /// Writes `progress.csv` in a trial's folder.
+    fn write(&self, folder: &Path, rows: &[(TrialResult, Config)]) -> Result<AppendedFile> {
+        let mut text = String::new();
+        if self.are_written {
+            let filled = TrialResult::FILLED.map(str::to_owned).into_iter();
+            let parameters = self.parameters.iter().map(|path| format!("config/{path}"));
+            let names = filled.chain(self.metrics.iter().cloned()).chain(parameters);
+            text = csv_line(names.map(Value::from));
+        }
+        let rows = rows.iter().map(|(result, config)| self.row(result, config));
+        text.extend(rows);
+        AppendedFile::replace(folder.join(PROGRESS), text.as_bytes(), Durability::Cached)
     }
 
     fn row(&self, result: &TrialResult, config: &Config) -> String {
-        let auto_filled = AUTO_FILLED.iter().map(|name| auto_filled(result, name));
         let metrics = self.metrics.iter().map(|name| {
             let value = result.metrics.value(name);
             value.map_or(Value::Null, json_number)
         });
         let parameters = self.parameters.iter();
         let parameters = parameters.map(|path| config.value(path).cloned().unwrap_or(Value::Null));
-        csv_line(
-            &auto_filled
-                .chain(metrics)
-                .chain(parameters)
-                .collect::<Vec<_>>(),
-        )
+        csv_line(result.filled().into_iter().chain(metrics).chain(parameters))
     }
+}
+
+/// A line of `result.jsonl`.
+#[derive(Deserialize, Serialize)]
+struct Row {
+    #[serde(flatten)]
+    metrics: Metrics,
+    training_iteration: u64,
+    #[serde(default)]
+    time_this_iter_s: f64,
+    #[serde(default)]
+    time_total_s: f64,
+    #[serde(default)]
+    timestamp: u64,
+    /// The trial's name.
+    trial_id: String,
+    config: Config,
+}
+
+/// Returns a line, whose fields are sorted by name.
+fn row(name: &str, result: &TrialResult, config: &Config) -> Value {
+    let result = result.clone();
+    let row = Row {
+        metrics: result.metrics,
+        training_iteration: result.training_iteration,
+        time_this_iter_s: result.time_this_iter_s,
+        time_total_s: result.time_total_s,
+        timestamp: result.timestamp,
+        trial_id: name.to_owned(),
+        config: config.clone(),
+    };
+    serde_json::to_value(row).unwrap_or_default()
 }
 
 /// The same, each with the configuration that it is of.
@@ -314,85 +323,29 @@ pub(crate) fn read_rows(folder: &Path) -> Result<Vec<(TrialResult, Config)>> {
     for line in BufReader::new(file).lines() {
         let line = line.map_err(|error| Error::io("read", &path, error))?;
         // The last line may be incomplete while the search writes it.
-        let Ok(Value::Object(mut row)) = serde_json::from_str(&line) else {
+        let Ok(row) = serde_json::from_str::<Row>(&line) else {
             break;
         };
-        let whole = |value: Option<Value>| value.and_then(|value| value.as_u64()).unwrap_or(0);
-        let number = |value: Option<Value>| value.and_then(|value| value.as_f64()).unwrap_or(0.0);
-        let mut result = TrialResult {
-            training_iteration: whole(row.remove("training_iteration")),
-            time_this_iter_s: number(row.remove("time_this_iter_s")),
-            time_total_s: number(row.remove("time_total_s")),
-            timestamp: whole(row.remove("timestamp")),
-            metrics: Metrics::default(),
+        let result = TrialResult {
+            training_iteration: row.training_iteration,
+            time_this_iter_s: row.time_this_iter_s,
+            time_total_s: row.time_total_s,
+            timestamp: row.timestamp,
+            metrics: row.metrics,
         };
-        row.remove("trial_id");
-        let config = match row.remove("config") {
-            Some(Value::Object(config)) => Config::from(config),
-            _ => Config::default(),
-        };
-        if let Ok(metrics) = serde_json::from_value(Value::Object(row)) {
-            result.metrics = metrics;
-        }
-        rows.push((result, config));
+        rows.push((result, row.config));
     }
     Ok(rows)
 }
 
-fn auto_filled(result: &TrialResult, name: &str) -> Value {
-    match name {
-        "training_iteration" => result.training_iteration.into(),
-        "time_this_iter_s" => result.time_this_iter_s.into(),
-        "time_total_s" => result.time_total_s.into(),
-        _ => result.timestamp.into(),
-    }
-}
-
-/// A line of `result.jsonl`: what the trial reported, what is auto-filled, and the configuration.
-fn row(name: &str, result: &TrialResult, config: &Config) -> Value {
-    let mut row = match serde_json::to_value(&result.metrics) {
-        Ok(Value::Object(metrics)) => metrics,
-        _ => Map::new(),
-    };
-    for field in AUTO_FILLED {
-        row.insert(field.to_owned(), auto_filled(result, field));
-    }
-    row.insert("trial_id".to_owned(), name.into());
-    row.insert("config".to_owned(), json!(config));
-    Value::Object(row)
-}
-
-fn lines(rows: &[Value]) -> Result<Vec<u8>> {
-    let mut text = Vec::new();
-    for row in rows {
-        serde_json::to_writer(&mut text, row)
-            .map_err(|error| Error::misuse(error.to_string()).with_source(error))?;
-        text.push(b'\n');
-    }
-    Ok(text)
-}
-
-/// Writes a file whole, and opens it to append to it.
-fn rewrite(path: &Path, text: &[u8]) -> Result<File> {
-    write(path, text)?;
-    let file = OpenOptions::new().append(true).open(path);
-    file.map_err(|error| Error::io("write", path, error))
-}
-
-/// Writes a file as a whole or not at all.
-pub(super) fn write(path: &Path, text: &[u8]) -> Result<()> {
-    Replace::new(path, Durability::Cached)
-        .draft(path.with_added_extension("new"))
-        .write(|file| file.write_all(text))
-        .map_err(|error| Error::io("write", path, error))
-}
-
 fn of_track(error: accelerator_track::Error) -> Error {
-    Error::new(Kind::Io, error.to_string()).with_source(error)
+    Error::of(Kind::Io, error)
 }
 
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
 
     fn result(iteration: u64, metrics: &[(&str, f64)]) -> TrialResult {
@@ -424,7 +377,7 @@ mod tests {
                         1,0.5,0.5,9,,NaN,0.5,\"a,b\"\n2,0.5,1.0,9,1.0,0.25,0.5,\"a,b\"\n";
         assert_eq!(progress, expected);
         // Cut within a line, as by a kill.
-        let file = OpenOptions::new()
+        let file = File::options()
             .write(true)
             .open(path.join(RESULTS))
             .unwrap();
@@ -449,7 +402,7 @@ mod tests {
             json!(null),
         ];
         assert_eq!(
-            csv_line(&fields),
+            csv_line(fields),
             "0.5,\"a,b\",\"say \"\"x\"\"\",\"[1,2]\",\n"
         );
     }

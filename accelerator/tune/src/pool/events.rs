@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use super::worker::{PoolEvent, Worker};
+use super::worker::{PoolEvent, Worker, WorkerEvent};
 use super::{Pool, WorkerReuse};
 use crate::checkpoint_folder;
 use crate::config::TrialId;
@@ -11,31 +11,24 @@ use crate::runner::RunnerEvent;
 use crate::trial::protocol::{FromWorker, ToWorker};
 
 impl Pool {
-    pub(super) fn handle(&mut self, event: PoolEvent) -> Result<()> {
+    pub(super) fn handle(&mut self, (number, event): PoolEvent) -> Result<()> {
+        let Some(worker) = self.workers.get_mut(&number) else {
+            return Ok(());
+        };
         match event {
-            PoolEvent::Connected(connection) => {
-                if let Some(worker) = self.workers.get_mut(&connection.worker) {
-                    worker.connect(connection);
-                }
+            WorkerEvent::Connected(connection) => {
+                worker.connect(connection);
                 Ok(())
             }
-            PoolEvent::Message {
-                worker,
-                rank,
-                message,
-            } => self.on_message(worker, rank, message),
-            PoolEvent::Closed { worker } => {
-                if let Some(worker) = self.workers.get_mut(&worker) {
-                    worker.closed = worker.closed.or(Some(Instant::now()));
-                    worker.open -= 1;
-                }
-                self.end_exited(worker)
+            WorkerEvent::Message(rank, message) => self.on_message(number, rank, message),
+            WorkerEvent::Closed => {
+                worker.closed = worker.closed.or(Some(Instant::now()));
+                worker.open -= 1;
+                self.end_exited(number)
             }
-            PoolEvent::Exited { worker } => {
-                if let Some(worker) = self.workers.get_mut(&worker) {
-                    worker.has_exited = true;
-                }
-                self.end_exited(worker)
+            WorkerEvent::Exited => {
+                worker.has_exited = true;
+                self.end_exited(number)
             }
         }
     }

@@ -12,17 +12,16 @@ use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
-use self::worker::{Listener, PoolEvent};
 use serde::{Deserialize, Serialize};
-use worker::Worker;
 
 use crate::checkpoint_folder;
 use crate::config::TrialId;
 use crate::error::{Error, Result};
-use crate::host::{Hosts, ProcessProgram, ProcessSpec};
+use crate::host::{Hosts, ProcessProgram};
 use crate::runner::{Answer, RunnerEvent, TrialRunner, TrialStart};
-use crate::slots::{Resources, Slot, Slots};
-use crate::trial::protocol::ToWorker;
+use crate::slots::{Resources, Slots};
+use crate::trial::protocol::{ToWorker, WorkerPlace};
+use worker::{PoolEvent, Worker, WorkerEvent, listen};
 
 /// The choice whether a process carries out several trials, one after the other.
 #[derive(Clone, Copy, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
@@ -45,7 +44,8 @@ pub(crate) struct Pool {
     ranks: usize,
     reuse: WorkerReuse,
     logs: PathBuf,
-    listener: Listener,
+    /// The address to which workers connect.
+    address: String,
     workers: BTreeMap<u32, Worker>,
     next_worker: u32,
     events: Receiver<PoolEvent>,
@@ -71,7 +71,7 @@ impl Pool {
             ranks: resources.processes,
             reuse,
             logs,
-            listener: Listener::bind(hosts.address(), hosts.token(), most, sender.clone())?,
+            address: listen(hosts.address(), hosts.token(), most, sender.clone())?,
             hosts,
             workers: BTreeMap::new(),
             next_worker: 0,
@@ -119,34 +119,26 @@ impl Pool {
         Ok(())
     }
 
-    fn spawn(&mut self, slot: usize) -> Result<u32> {
+    fn spawn(&mut self, slot_number: usize) -> Result<u32> {
         let number = self.next_worker;
         self.next_worker += 1;
-        let Slot {
-            host,
-            threads,
-            cores,
-            gpus,
-            ..
-        } = &self.placements.slots()[slot];
-        let spec = ProcessSpec {
-            program: ProcessProgram::Worker(self.listener.place(number)),
-            ranks: self.ranks,
-            threads: *threads,
-            cores: cores.clone(),
-            gpus: gpus.clone(),
-            log: self.logs.join(match self.hosts.address() {
-                Some(_) => format!("worker-{number:05}.{}.log", self.hosts.name(*host)),
-                None => format!("worker-{number:05}.log"),
-            }),
+        let slot = &self.placements.slots()[slot_number];
+        let log = self.logs.join(match self.hosts.address() {
+            Some(_) => format!("worker-{number:05}.{}.log", self.hosts.name(slot.host)),
+            None => format!("worker-{number:05}.log"),
+        });
+        let place = WorkerPlace {
+            address: self.address.clone(),
+            worker: number,
         };
+        let spec = slot.process(ProcessProgram::Worker(place), self.ranks, log);
         let sender = self.sender.clone();
         let exited = move || {
             // Nobody listens once the search has ended.
-            let _ = sender.send(PoolEvent::Exited { worker: number });
+            let _ = sender.send((number, WorkerEvent::Exited));
         };
-        let (process, _) = self.hosts.start(*host, &spec, number, exited)?;
-        let worker = Worker::new(process, slot, self.ranks);
+        let (process, _) = self.hosts.start(slot.host, &spec, number, exited)?;
+        let worker = Worker::new(process, slot_number, self.ranks);
         self.workers.insert(number, worker);
         Ok(number)
     }
@@ -253,8 +245,8 @@ impl TrialRunner for Pool {
             let until = Instant::now() + PATIENCE;
             while !self.workers.is_empty() && Instant::now() < until {
                 let left = until.saturating_duration_since(Instant::now());
-                if let Ok(PoolEvent::Exited { worker }) = self.events.recv_timeout(left)
-                    && let Some(mut worker) = self.workers.remove(&worker)
+                if let Ok((number, WorkerEvent::Exited)) = self.events.recv_timeout(left)
+                    && let Some(mut worker) = self.workers.remove(&number)
                 {
                     worker.process.reap();
                 }

@@ -8,16 +8,14 @@ use std::sync::mpsc::Sender;
 use std::thread;
 use std::time::Instant;
 
-use accelerator_collective::launcher::{PendingHandshakes, Token};
+use accelerator_collective::launcher::{PendingHandshakes, Token, listen_everywhere};
 
 use crate::checkpoint_folder;
 use crate::config::TrialId;
 use crate::error::Result;
-use crate::host::{TrialProcess, at_port, bind_everywhere};
+use crate::host::{TrialProcess, at_port};
 use crate::runner::{Location, RunnerEvent, TrialStart};
-use crate::trial::protocol::{
-    self, FromWorker, PeerRole, ToWorker, WorkerPlace, accept_one, greet, receive,
-};
+use crate::trial::protocol::{self, FromWorker, PeerRole, ToWorker, accept_one, greet, receive};
 
 /// A process that carries out trials, one at a time.
 #[derive(Debug)]
@@ -75,10 +73,7 @@ impl Worker {
     pub(super) fn connect(&mut self, connection: Connection) {
         self.open += 1;
         if connection.rank == 0 {
-            self.location = Some(Location {
-                host: connection.host,
-                pid: connection.pid,
-            });
+            self.location = Some(connection.location);
         }
         if let Some(link) = self.links.get_mut(connection.rank) {
             *link = Some(connection.stream);
@@ -97,12 +92,7 @@ impl Worker {
             return;
         }
         if let Some(start) = self.start.clone() {
-            self.send(&ToWorker::Start {
-                trial: start.trial,
-                config: start.config,
-                folder: start.folder,
-                restore: start.restore,
-            });
+            self.send(&ToWorker::Start(start));
         }
     }
 
@@ -124,31 +114,25 @@ impl Worker {
     }
 }
 
-/// Messages that all ranks of a worker send, each in the same order, though one may be ahead of another.
+/// Messages that all ranks of a worker send, each in the same order, though one may be ahead of another. They are kept
+/// by rank.
 #[derive(Debug)]
-pub(super) struct JointMessages {
-    by_rank: Vec<VecDeque<FromWorker>>,
-}
+pub(super) struct JointMessages(Vec<VecDeque<FromWorker>>);
 
 impl JointMessages {
-    pub(super) fn new(ranks: usize) -> Self {
-        Self {
-            by_rank: vec![VecDeque::new(); ranks],
-        }
+    fn new(ranks: usize) -> Self {
+        Self(vec![VecDeque::new(); ranks])
     }
 
     /// Adds a rank's message; returns rank 0's once every rank has sent one. A checkpoint of which one rank skipped its part is
     /// skipped.
     pub(super) fn push(&mut self, rank: usize, message: FromWorker) -> Option<FromWorker> {
-        self.by_rank.get_mut(rank)?.push_back(message);
-        if self.by_rank.iter().any(VecDeque::is_empty) {
+        self.0.get_mut(rank)?.push_back(message);
+        if self.0.iter().any(VecDeque::is_empty) {
             return None;
         }
-        let messages: Vec<_> = self
-            .by_rank
-            .iter_mut()
-            .filter_map(VecDeque::pop_front)
-            .collect();
+        let first = self.0.iter_mut().filter_map(VecDeque::pop_front);
+        let messages: Vec<_> = first.collect();
         if messages.contains(&FromWorker::Skipped) {
             return Some(FromWorker::Skipped);
         }
@@ -156,78 +140,53 @@ impl JointMessages {
     }
 }
 
-/// The address to which workers connect.
-#[derive(Debug)]
-pub(super) struct Listener {
-    address: String,
-}
-
 /// A rank of a worker has connected, and knows the token.
 #[derive(Debug)]
 pub(super) struct Connection {
-    pub(super) worker: u32,
-    pub(super) rank: usize,
-    pub(super) host: String,
-    pub(super) pid: u32,
-    pub(super) stream: Arc<TcpStream>,
+    rank: usize,
+    location: Location,
+    stream: Arc<TcpStream>,
 }
 
-/// An event of a worker.
+/// The number of a worker, and its event.
+pub(super) type PoolEvent = (u32, WorkerEvent);
+
 #[derive(Debug)]
-pub(super) enum PoolEvent {
+pub(super) enum WorkerEvent {
     Connected(Connection),
-    Message {
-        worker: u32,
-        rank: usize,
-        message: FromWorker,
-    },
-    Closed {
-        worker: u32,
-    },
-    Exited {
-        worker: u32,
-    },
+    Message(usize, FromWorker),
+    /// A rank has closed its connection.
+    Closed,
+    Exited,
 }
 
-impl Listener {
-    /// Listens for at most `most` workers at a time. Workers of other hosts connect to `host`; if it is `None`, there
-    /// are none.
-    pub(super) fn bind(
-        host: Option<&str>,
-        token: &Token,
-        most: usize,
-        events: Sender<PoolEvent>,
-    ) -> Result<Self> {
-        let listener = match host {
-            None => TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?,
-            Some(_) => bind_everywhere()?,
-        };
-        let port = listener.local_addr()?.port();
-        let token = token.clone();
-        let pending = PendingHandshakes::logged(most.saturating_add(64));
-        thread::Builder::new()
-            .name("workers".to_owned())
-            .spawn(move || {
-                loop {
-                    let (events, token) = (events.clone(), token.clone());
-                    let pending = Arc::clone(&pending);
-                    accept_one(&listener, "worker", move |stream| {
-                        serve(stream, &token, &pending, &events);
-                    });
-                }
-            })?;
-        Ok(Self {
-            address: at_port(host.unwrap_or("127.0.0.1"), port),
-        })
-    }
-
-    /// Returns the address of the search for a worker that is about to be started.
-    pub(super) fn place(&self, worker: u32) -> WorkerPlace {
-        WorkerPlace {
-            address: self.address.clone(),
-            worker,
-        }
-    }
+/// Listens for at most `most` workers at a time, and returns the address. Workers of other hosts connect to `host`; if it
+/// is `None`, there are none.
+pub(super) fn listen(
+    host: Option<&str>,
+    token: &Token,
+    most: usize,
+    events: Sender<PoolEvent>,
+) -> Result<String> {
+    let listener = match host {
+        None => TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?,
+        Some(_) => listen_everywhere(0)?,
+    };
+    let port = listener.local_addr()?.port();
+    let token = token.clone();
+    let pending = PendingHandshakes::logged(most.saturating_add(64));
+    thread::Builder::new()
+        .name("workers".to_owned())
+        .spawn(move || {
+            loop {
+                let (events, token) = (events.clone(), token.clone());
+                let pending = Arc::clone(&pending);
+                accept_one(&listener, "worker", move |stream| {
+                    serve(stream, &token, &pending, &events);
+                });
+            }
+        })?;
+    Ok(at_port(host.unwrap_or("127.0.0.1"), port))
 }
 
 /// Passes on the messages of a worker, until it closes the connection.
@@ -248,28 +207,23 @@ fn serve(
     if !handshake.leave() {
         return;
     }
+    let rank = peer.rank;
+    let (host, pid) = (peer.host, peer.pid);
     let connection = Connection {
-        worker,
-        rank: peer.rank,
-        host: peer.host,
-        pid: peer.pid,
+        rank,
+        location: Location { host, pid },
         stream,
     };
-    let rank = connection.rank;
-    let mut is_open = events.send(PoolEvent::Connected(connection)).is_ok();
+    let tell = |event| events.send((worker, event)).is_ok();
+    let mut is_open = tell(WorkerEvent::Connected(connection));
     while is_open {
         let Some(message) = receive(&mut reader) else {
             break;
         };
-        let event = PoolEvent::Message {
-            worker,
-            rank,
-            message,
-        };
-        is_open = events.send(event).is_ok();
+        is_open = tell(WorkerEvent::Message(rank, message));
     }
     // Nobody listens once the search has ended.
-    let _ = events.send(PoolEvent::Closed { worker });
+    tell(WorkerEvent::Closed);
 }
 
 #[cfg(test)]

@@ -210,17 +210,19 @@ pub(super) struct MetricsLine {
     pub(super) checkpoint: Option<PathBuf>,
 }
 
-/// An event of a program.
+/// The number of an attempt, and its event.
+pub(super) type ProgramEvent = (u32, AttemptEvent);
+
 #[derive(Debug)]
-pub(super) enum ProgramEvent {
-    Line(u32, MetricsLine),
+pub(super) enum AttemptEvent {
+    Line(MetricsLine),
     /// It has printed, for the first time, an object with numbers of these names, and not the metric.
-    Other(u32, Vec<String>),
+    Other(Vec<String>),
     /// This rank, which is not rank 0, has printed its first report.
-    OtherRank(u32, usize),
+    OtherRank(usize),
     /// Its standard output is closed.
-    Closed(u32),
-    Exited(u32),
+    Closed,
+    Exited,
 }
 
 /// The origin of the lines of an output.
@@ -287,28 +289,28 @@ pub(super) fn follow(
                 LineSource::Process => 0,
                 LineSource::Ranks => rank_of(&text),
             };
-            let is_heard = match parse(&text, &metric) {
+            let event = match parse(&text, &metric) {
                 Some(Printed::Report(_)) if rank != 0 && !is_rank_told => {
                     is_rank_told = true;
-                    events.send(ProgramEvent::OtherRank(attempt, rank)).is_ok()
+                    Some(AttemptEvent::OtherRank(rank))
                 }
-                _ if rank != 0 => true,
+                _ if rank != 0 => None,
                 Some(Printed::Report(report)) if backlog.send(()).is_ok() => {
-                    events.send(ProgramEvent::Line(attempt, report)).is_ok()
+                    Some(AttemptEvent::Line(report))
                 }
                 Some(Printed::Other(names)) if !is_other_told => {
                     is_other_told = true;
-                    events.send(ProgramEvent::Other(attempt, names)).is_ok()
+                    Some(AttemptEvent::Other(names))
                 }
-                _ => true,
+                _ => None,
             };
-            if !is_heard {
+            if event.is_some_and(|event| events.send((attempt, event)).is_err()) {
                 return;
             }
             line.clear();
         }
         // Nobody listens once the search has ended.
-        let _ = events.send(ProgramEvent::Closed(attempt));
+        let _ = events.send((attempt, AttemptEvent::Closed));
     };
     thread::Builder::new()
         .name("output".to_owned())
@@ -454,73 +456,79 @@ mod tests {
             "loss",
         )
         .unwrap();
-        assert_eq!(
-            report.metrics,
-            Metrics::from([("loss", 0.5), ("epoch", 3.0)])
-        );
+        let metrics = Metrics::from([("loss", 0.5), ("epoch", 3.0)]);
+        assert_eq!(report.metrics, metrics);
         assert_eq!(report.checkpoint, Some(PathBuf::from("c/1")));
-        for line in ["loss: 0.5", "{\"accuracy\": 1}", "{\"loss\": ", "", "{}"] {
+        let report = parsed("epoch {1/3} {\"loss\": 0.5}\r\n", "loss").unwrap();
+        assert_eq!(report.metrics, Metrics::from([("loss", 0.5)]));
+        for line in [
+            "loss: 0.5",
+            "{\"accuracy\": 1}",
+            "{\"loss\": ",
+            "",
+            "{}",
+            "{\"epoch\": {\"loss\": 0.5}}",
+            "{\"loss\": Nan}",
+        ] {
             assert_eq!(parsed(line, "loss"), None, "{line}");
         }
-        let nan = parsed("{\"loss\": \"NaN\"}", "loss").unwrap();
-        assert!(nan.metrics.value("loss").unwrap().is_nan());
-        let null = parsed("{\"loss\": null}", "loss").unwrap();
-        assert!(null.metrics.value("loss").unwrap().is_nan());
+        // As Python writes them, too.
+        for (value, expected) in [
+            ("\"NaN\"", f64::NAN),
+            ("null", f64::NAN),
+            ("NaN", f64::NAN),
+            ("-Infinity", f64::NEG_INFINITY),
+        ] {
+            let line = format!(r#"{{"loss": {value}, "high": [Infinity], "note": "\"NaN, \\"}}"#);
+            let loss = parsed(&line, "loss").unwrap().metrics.value("loss");
+            assert_eq!(loss.map(f64::to_bits), Some(expected.to_bits()), "{line}");
+        }
     }
 
-    #[test]
-    fn numbers_that_python_writes_bare_are_read() {
-        let line = r#"{"loss": NaN, "low": -Infinity, "high": [Infinity], "note": "\"NaN, \\"}"#;
-        let nan = parsed(line, "loss").unwrap();
-        assert!(nan.metrics.value("loss").unwrap().is_nan());
-        assert_eq!(nan.metrics.value("low"), Some(f64::NEG_INFINITY));
-        assert_eq!(parsed("{\"loss\": Nan}", "loss"), None);
+    /// Follows an output from beginning to end.
+    fn followed(
+        output: impl Read + Send + 'static,
+        log: Option<&Path>,
+        source: LineSource,
+    ) -> Vec<ProgramEvent> {
+        let (events, received) = std::sync::mpsc::channel();
+        let (backlog, _taken) = std::sync::mpsc::sync_channel(9);
+        let sender = ReportSender {
+            attempt: 0,
+            source,
+            metric: "loss".to_owned(),
+            events,
+            backlog,
+        };
+        follow(output, log, sender).unwrap();
+        received.iter().collect()
     }
 
     #[test]
     fn a_line_without_an_end_is_not_kept() {
         let folder = tempfile::tempdir().unwrap();
         let log = folder.path().join("log");
-        let (events, received) = std::sync::mpsc::channel();
-        let endless = std::io::repeat(b'{').take(3 * LINE_BYTES);
-        let report = std::io::Cursor::new("\n{\"loss\": 1}\n");
-        let (backlog, _taken) = std::sync::mpsc::sync_channel(1);
-        let sender = ReportSender {
-            attempt: 0,
-            source: LineSource::Process,
-            metric: "loss".to_owned(),
-            events,
-            backlog,
+        let endless = io::repeat(b'{').take(3 * LINE_BYTES);
+        let report = io::Cursor::new("\n{\"loss\": 1}\n");
+        let events = followed(endless.chain(report), Some(&log), LineSource::Process);
+        let [(0, AttemptEvent::Line(_)), (0, AttemptEvent::Closed)] = events.as_slice() else {
+            panic!("{events:?}");
         };
-        follow(endless.chain(report), Some(&log), sender).unwrap();
-        let report = received.recv().unwrap();
-        assert!(matches!(report, ProgramEvent::Line(0, _)), "{report:?}");
-        assert!(matches!(received.recv().unwrap(), ProgramEvent::Closed(0)));
         assert!(log.metadata().unwrap().len() > 3 * LINE_BYTES);
     }
 
     #[test]
     fn of_ranks_the_first_reports() {
-        let (events, received) = std::sync::mpsc::channel();
         let lines = "[1] {\"loss\": 1}\n[0] {\"loss\": 0}\n[1] {\"loss\": 1}\n[10] {\"x\": 1}\n[0] {\"x\": 2}\n";
-        let (backlog, _taken) = std::sync::mpsc::sync_channel(9);
-        let sender = ReportSender {
-            attempt: 0,
-            source: LineSource::Ranks,
-            metric: "loss".to_owned(),
-            events,
-            backlog,
-        };
-        follow(std::io::Cursor::new(lines), None, sender).unwrap();
-        let received: Vec<_> = received.iter().collect();
+        let events = followed(io::Cursor::new(lines), None, LineSource::Ranks);
         let [
-            ProgramEvent::OtherRank(0, 1),
-            ProgramEvent::Line(0, report),
-            ProgramEvent::Other(0, names),
-            ProgramEvent::Closed(0),
-        ] = received.as_slice()
+            (0, AttemptEvent::OtherRank(1)),
+            (0, AttemptEvent::Line(report)),
+            (0, AttemptEvent::Other(names)),
+            (0, AttemptEvent::Closed),
+        ] = events.as_slice()
         else {
-            panic!("{received:?}");
+            panic!("{events:?}");
         };
         assert_eq!(report.metrics, Metrics::from([("loss", 0.0)]));
         assert_eq!(names, &["x"]);
@@ -540,12 +548,5 @@ mod tests {
         assert!(!reading.is_finished());
         drop(writer);
         assert_eq!(reading.join().unwrap(), "{\"loss\": 1}\n{}");
-    }
-
-    #[test]
-    fn a_prefix_may_have_braces() {
-        let report = parsed("epoch {1/3} {\"loss\": 0.5}\r\n", "loss").unwrap();
-        assert_eq!(report.metrics, Metrics::from([("loss", 0.5)]));
-        assert_eq!(parsed("{\"epoch\": {\"loss\": 0.5}}", "loss"), None);
     }
 }

@@ -7,15 +7,13 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel, sync_channel};
 use std::time::{Duration, Instant};
 
-use self::attempt::{GrowingFile, LineSource, ProgramEvent, ReportSender};
 use crate::config::TrialId;
 use crate::error::{Error, Result};
 use crate::fields;
-use crate::host::{Hosts, ProcessProgram, ProcessSpec};
+use crate::host::{Hosts, ProcessProgram};
 use crate::runner::{Answer, Location, RunnerEvent, TrialRunner, TrialStart};
-use crate::slots::{Resources, Slot, Slots};
-use attempt::ProgramAttempt;
-
+use crate::slots::{Resources, Slots};
+use attempt::{AttemptEvent, GrowingFile, LineSource, ProgramAttempt, ProgramEvent, ReportSender};
 pub(crate) use template::Template;
 
 mod attempt;
@@ -87,21 +85,9 @@ impl Programs {
         let number = self.next_attempt;
         self.next_attempt += 1;
         let log = start.folder.join("output.log");
-        let Slot {
-            host,
-            threads,
-            cores,
-            gpus,
-            ..
-        } = &self.slots[slot];
-        let spec = ProcessSpec {
-            program: ProcessProgram::Command(self.template.fill(&start)?),
-            ranks: self.processes,
-            threads: *threads,
-            cores: cores.clone(),
-            gpus: gpus.clone(),
-            log: log.clone(),
-        };
+        let on = &self.slots[slot];
+        let program = ProcessProgram::Command(self.template.fill(&start)?);
+        let spec = on.process(program, self.processes, log.clone());
         let (file, writer) = match self.template.has_metrics() {
             true => {
                 let (file, writer) = GrowingFile::create(&start.folder.join(template::METRICS))?;
@@ -112,9 +98,9 @@ impl Programs {
         let sender = self.sender.clone();
         let exited = move || {
             // Nobody listens once the search has ended.
-            let _ = sender.send(ProgramEvent::Exited(number));
+            let _ = sender.send((number, AttemptEvent::Exited));
         };
-        let (process, output) = self.hosts.start(*host, &spec, number, exited)?;
+        let (process, output) = self.hosts.start(on.host, &spec, number, exited)?;
         let (backlog, permits) = sync_channel(MOST_REPORTS);
         let sender = ReportSender {
             attempt: number,
@@ -137,7 +123,7 @@ impl Programs {
             open += 1;
         }
         let location = Location {
-            host: self.hosts.name(*host).to_owned(),
+            host: self.hosts.name(on.host).to_owned(),
             pid: process.id(),
         };
         let trial = start.trial;
@@ -173,32 +159,25 @@ impl Programs {
         found.map(|(number, _)| *number)
     }
 
-    fn handle(&mut self, event: ProgramEvent) -> Result<()> {
-        let number = match &event {
-            ProgramEvent::Line(number, _)
-            | ProgramEvent::Other(number, _)
-            | ProgramEvent::OtherRank(number, _)
-            | ProgramEvent::Closed(number)
-            | ProgramEvent::Exited(number) => *number,
-        };
+    fn handle(&mut self, (number, event): ProgramEvent) -> Result<()> {
         let Some(attempt) = self.attempts.get_mut(&number) else {
             return Ok(());
         };
         match event {
-            ProgramEvent::Line(_, line) => {
+            AttemptEvent::Line(line) => {
                 attempt.reports.push_back(line);
                 attempt.has_reported = true;
                 self.others = OtherObjects::Ignored;
                 // What it has written last is still on its way.
                 attempt.exited = attempt.exited.map(|_| Instant::now());
             }
-            ProgramEvent::Other(_, names) if self.others == OtherObjects::Refused => {
+            AttemptEvent::Other(names) if self.others == OtherObjects::Refused => {
                 return Err(without_metric(&self.metric, attempt.trial, &names));
             }
-            ProgramEvent::Other(..) => {}
-            ProgramEvent::OtherRank(_, rank) => attempt.other_rank = Some(rank),
-            ProgramEvent::Closed(_) => attempt.open = attempt.open.saturating_sub(1),
-            ProgramEvent::Exited(_) => {
+            AttemptEvent::Other(_) => {}
+            AttemptEvent::OtherRank(rank) => attempt.other_rank = Some(rank),
+            AttemptEvent::Closed => attempt.open = attempt.open.saturating_sub(1),
+            AttemptEvent::Exited => {
                 attempt.exited = Some(Instant::now());
                 attempt.writer = None;
             }
@@ -323,7 +302,7 @@ impl TrialRunner for Programs {
             && Instant::now() < until
         {
             let left = until.saturating_duration_since(Instant::now());
-            if let Ok(ProgramEvent::Exited(number)) = self.events.recv_timeout(left)
+            if let Ok((number, AttemptEvent::Exited)) = self.events.recv_timeout(left)
                 && let Some(attempt) = self.attempts.get_mut(&number)
             {
                 attempt.exited = Some(Instant::now());

@@ -9,7 +9,7 @@ use super::trial_scheduler::{
 use crate::config::{Config, TrialId};
 use crate::error::Result;
 use crate::objective::Mode;
-use crate::space::{Keys, Node, Parameter, Place, Random, Space};
+use crate::space::{Domain, Keys, Node, Parameter, Place, Random, Space};
 
 /// Population based training (Jaderberg et al. 2017, arXiv 1711.09846): bad trials go on as copies of good ones, with
 /// parameters that are changed a little. Ray Tune's `PopulationBasedTraining`, in its asynchronous form.
@@ -77,34 +77,34 @@ impl Pbt {
     }
 
     pub(super) fn build(&self, mode: Mode, seed: u64) -> Result<Box<dyn TrialScheduler>> {
-        let wrong = |what: String| Err(misuse("pbt", &what));
-        if !(self.perturbation_interval > 0.0 && self.perturbation_interval.is_finite()) {
-            let found = self.perturbation_interval;
-            return wrong(format!("`perturbation_interval` is {found}; it is above 0"));
-        }
-        if !self.burn_in_period.is_finite() {
-            let found = self.burn_in_period;
-            return wrong(format!(
-                "`burn_in_period` is {found}; it must be a finite number"
-            ));
-        }
+        let (interval, burn_in) = (self.perturbation_interval, self.burn_in_period);
+        let (quantile, resample) = (self.quantile_fraction, self.resample_probability);
         let (up, down) = self.perturbation_factors;
-        if !(up.is_finite() && down.is_finite()) {
-            return wrong(format!(
-                "`perturbation_factors` are {up} and {down}; they must be finite numbers"
-            ));
-        }
-        if !(0.0..=0.5).contains(&self.quantile_fraction) {
-            let found = self.quantile_fraction;
-            return wrong(format!(
-                "`quantile_fraction` is {found}; it is from 0 to 0.5"
-            ));
-        }
-        if !(0.0..=1.0).contains(&self.resample_probability) {
-            let found = self.resample_probability;
-            return wrong(format!(
-                "`resample_probability` is {found}; it is from 0 to 1"
-            ));
+        for (is_right, what) in [
+            (
+                interval > 0.0 && interval.is_finite(),
+                format!("`perturbation_interval` is {interval}; it is above 0"),
+            ),
+            (
+                burn_in.is_finite(),
+                format!("`burn_in_period` is {burn_in}; it must be a finite number"),
+            ),
+            (
+                up.is_finite() && down.is_finite(),
+                format!("`perturbation_factors` are {up} and {down}; they must be finite numbers"),
+            ),
+            (
+                (0.0..=0.5).contains(&quantile),
+                format!("`quantile_fraction` is {quantile}; it is from 0 to 0.5"),
+            ),
+            (
+                (0.0..=1.0).contains(&resample),
+                format!("`resample_probability` is {resample}; it is from 0 to 1"),
+            ),
+        ] {
+            if !is_right {
+                return Err(misuse("pbt", &what));
+            }
         }
         Ok(Box::new(Population {
             settings: self.clone(),
@@ -175,7 +175,7 @@ struct Member {
 /// The way in which a parameter is changed.
 #[derive(Clone, Debug)]
 enum Mutation {
-    Domain(crate::space::Domain),
+    Domain(Domain),
     /// A list: one of these values is drawn, or a neighbour of the present one is taken.
     List(Vec<Value>),
 }
@@ -197,7 +197,7 @@ impl Population {
                             0 => at.saturating_sub(1),
                             _ => (at + 1).min(values.len() - 1),
                         },
-                        _ => index_below(random, values.len()),
+                        _ => random.index(values.len()),
                     };
                     values[index].clone()
                 }
@@ -223,7 +223,7 @@ impl Population {
             &exploits.to_le_bytes(),
         ];
         let mut random = Random::of(self.seed, &parts);
-        let donor = upper[index_below(&mut random, upper.len())];
+        let donor = upper[random.index(upper.len())];
         let from = self.members.get(&donor)?;
         let (iteration, time) = from.checkpoint?;
         let config = self.explore(&from.config, &mut random);
@@ -393,12 +393,6 @@ fn add_mutations(
     };
     mutations.push((path.to_owned(), mutation));
     Ok(())
-}
-
-fn index_below(random: &mut Random, count: usize) -> usize {
-    #[expect(clippy::cast_possible_truncation, reason = "below a count in memory")]
-    let index = random.below(count as u64) as usize;
-    index
 }
 
 fn default_quantile() -> f64 {

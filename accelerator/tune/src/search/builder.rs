@@ -226,12 +226,6 @@ impl Search {
         self
     }
 
-    /// Returns its specification.
-    #[must_use]
-    pub fn spec(&self) -> &SearchSpec {
-        &self.spec
-    }
-
     /// Runs trials of a class until all have ended.
     ///
     /// # Errors

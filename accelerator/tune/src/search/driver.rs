@@ -9,7 +9,7 @@ use accelerator_host::machine::unix_time;
 
 use super::attempt::{Attempt, AttemptState, Backoff};
 use super::files::TrialFiles;
-use super::replay::{DecisionLog, ask, tell_result};
+use super::replay::{DecisionLog, tell_result};
 use crate::config::TrialId;
 use crate::core::{Action, CheckpointKey, CheckpointSettings, Core, Event, prunable};
 use crate::error::{Error, Result};
@@ -43,8 +43,6 @@ pub(crate) struct Driver<'a> {
     pub(crate) blocked: BTreeSet<TrialId>,
     pub(crate) backoff: Backoff,
     pub(crate) closing: Option<Instant>,
-    /// The searcher is still to be asked for this trial.
-    pub(crate) asked: Option<TrialId>,
 }
 
 impl Driver<'_> {
@@ -54,8 +52,8 @@ impl Driver<'_> {
         interrupted: &dyn Fn() -> u32,
         refresh: &mut dyn FnMut(&Self) -> Result<()>,
     ) -> Result<SearchEnd> {
-        if let Some(trial) = self.asked.take() {
-            let config = ask(self.searcher, trial)?;
+        if let Some(trial) = self.core.asking() {
+            let config = self.searcher.ask(trial)?;
             self.apply(Event::Suggested { trial, config })?;
         }
         if let Some(event) = self.core.shared() {
@@ -119,16 +117,12 @@ impl Driver<'_> {
         self.journal.append(&event)?;
         let mut actions = self.core.step(event);
         loop {
-            let mut asked = None;
             for action in actions {
-                match action {
-                    Action::Ask(trial) => asked = Some(trial),
-                    action => self.act(action)?,
-                }
+                self.act(action)?;
             }
-            let event = match asked {
+            let event = match self.core.asking() {
                 Some(trial) => {
-                    let config = ask(self.searcher, trial)?;
+                    let config = self.searcher.ask(trial)?;
                     Event::Suggested { trial, config }
                 }
                 None => match self.core.shared() {
@@ -143,8 +137,6 @@ impl Driver<'_> {
 
     fn act(&mut self, action: Action) -> Result<()> {
         match action {
-            // By `apply`.
-            Action::Ask(_) => {}
             Action::Log(decision) => self.decisions.append(&decision)?,
             Action::Record { branch, result } => {
                 if let Some(state) = self.core.trial(branch.trial) {
@@ -159,7 +151,6 @@ impl Driver<'_> {
                 }
             }
             Action::Reconcile(trial) => self.reconcile(trial)?,
-            Action::Finish => {}
         }
         Ok(())
     }

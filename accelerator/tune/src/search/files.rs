@@ -11,7 +11,7 @@ use crate::checkpoint_folder;
 use crate::config::TrialId;
 use crate::core::{Branch, TrialState};
 use crate::error::Result;
-use crate::output::{TrialEvents, TrialFolder, folder_name, trial_name};
+use crate::output::{TrialEvents, TrialFolder, folder_name};
 use crate::view::{TrialResult, TrialStatus};
 
 /// Writes the files of each trial.
@@ -58,7 +58,7 @@ impl TrialFiles {
 
     /// Returns a name such as `MnistTrainable_358bb_00006`.
     pub(crate) fn name(&self, trial: TrialId) -> String {
-        trial_name(&self.search, &self.id, trial)
+        format!("{}_{}_{trial}", self.search, self.id)
     }
 
     /// Brings the files of trials that have ended in line with the journal.
@@ -117,14 +117,13 @@ impl TrialFiles {
     }
 
     fn files_of(&mut self, state: &TrialState) -> Result<&mut OpenTrial> {
-        let path = self.path(state);
+        let (path, name) = (self.path(state), self.name(state.id));
         match self.open.entry(state.id) {
             Entry::Occupied(open) => Ok(open.into_mut()),
             Entry::Vacant(place) => {
                 let before = self.replayed.remove(&state.id).unwrap_or_default();
                 let with_config = |(branch, result)| (result, state.config_of(branch).clone());
                 let before: Vec<_> = before.into_iter().map(with_config).collect();
-                let name = trial_name(&self.search, &self.id, state.id);
                 let folder = TrialFolder::open(&path, &name, state.config(), &before)?;
                 let mut events = match &self.tensorboard {
                     Some(logs) => {

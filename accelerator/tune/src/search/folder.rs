@@ -1,12 +1,17 @@
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use rustix::process::Signal;
 
+use super::files::TrialFiles;
 use super::lock::SearchLock;
-use super::run::read;
+use super::run::{new_core, view};
 use super::spec::SearchSpec;
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
+use crate::fields;
+use crate::journal::{self, JOURNAL};
 use crate::output::Results;
+use crate::view::{SearchEnd, TrialStatus};
 
 /// A search that is on the disk, whether it runs or not.
 ///
@@ -36,12 +41,43 @@ impl SearchFolder {
     /// [`Error::is_not_found`] where the folder has no search; [`Error::is_corrupt`] where its journal is damaged.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
-        let (spec, results, directory) = read(path)?;
+        let Some(journaled) = journal::read(path)? else {
+            return Err(Error::new(
+                Kind::NotFound,
+                format!("{} has no search: it has no {JOURNAL}", path.display()),
+            ));
+        };
+        let head = journaled.head;
+        let spec: SearchSpec = fields::parse(head.spec).map_err(|error| {
+            let journal = path.join(JOURNAL);
+            let what = format!("the specification in {}: {error}", journal.display());
+            Error::new(Kind::Corrupt, what).with_source(error)
+        })?;
+        let mut core = new_core(&spec, head.asks)?;
+        for event in journaled.events {
+            core.step(event);
+        }
+        let parameters = spec.space.parameters();
+        let replayed = BTreeMap::new();
+        let files = TrialFiles::new(path, &spec.name, &head.id, parameters, replayed, None);
+        let mut view = view(&spec, path, &core, &files, None, None, &|_| None);
+        if SearchLock::holder(path).is_none() {
+            // What ran has ended with the search, and waits for the next.
+            for trial in &mut view.trials {
+                if trial.status == TrialStatus::Running {
+                    trial.status = TrialStatus::Paused;
+                }
+            }
+        }
+        let ending = match core.is_finished() {
+            true => SearchEnd::Finished,
+            false => SearchEnd::Interrupted,
+        };
         Ok(Self {
             path: path.to_owned(),
             spec,
-            results,
-            directory,
+            results: Results::new(view, ending),
+            directory: head.directory,
         })
     }
 

@@ -1,16 +1,16 @@
 //! Replays a journal to the state that it leads to.
 
 use std::collections::BTreeMap;
-use std::fs::{self, File, OpenOptions};
-use std::io::{self, Write};
-use std::path::{Path, PathBuf};
+use std::path::Path;
+use std::{fs, io};
 
-use accelerator_host::fs::{Durability, Replace};
+use accelerator_host::fs::Durability;
 
+use crate::appended::{AppendedFile, json_lines};
 use crate::config::{Config, TrialId};
 use crate::core::{Action, Branch, Core, Decision, Event};
 use crate::error::{Error, Kind, Result};
-use crate::searcher::{Searcher, Suggestion};
+use crate::searcher::Searcher;
 use crate::view::TrialResult;
 
 /// The outcome of a journal.
@@ -18,8 +18,6 @@ pub(super) struct Replayed {
     pub(super) decisions: Vec<Decision>,
     /// Results that count, by trial.
     pub(super) results: BTreeMap<TrialId, Vec<(Branch, TrialResult)>>,
-    /// The searcher was to be asked.
-    pub(super) asked: Option<TrialId>,
 }
 
 /// Brings a new core, and its searcher, to where the events of a journal have left them. The search began with that version
@@ -33,11 +31,10 @@ pub(super) fn replay(
     let mut replayed = Replayed {
         decisions: Vec::new(),
         results: BTreeMap::new(),
-        asked: None,
     };
     for event in events {
         if let Event::Suggested { trial, config } = &event {
-            let again = ask(searcher, *trial)?;
+            let again = searcher.ask(*trial)?;
             if again != *config {
                 let shown = |config: &Option<Config>| match config {
                     Some(config) => config.to_string(),
@@ -60,7 +57,6 @@ pub(super) fn replay(
         }
         for action in core.step(event) {
             match action {
-                Action::Ask(trial) => replayed.asked = Some(trial),
                 Action::Log(decision) => replayed.decisions.push(decision),
                 Action::Record { branch, result } => {
                     tell_result(searcher, core, branch.trial, &result)?;
@@ -68,22 +64,11 @@ pub(super) fn replay(
                     results.push((branch, result));
                 }
                 Action::Tell(trial, end) => searcher.tell(trial, end)?,
-                Action::Reconcile(_) | Action::Finish => {}
+                Action::Reconcile(_) => {}
             }
-        }
-        if !core.is_asking() {
-            replayed.asked = None;
         }
     }
     Ok(replayed)
-}
-
-/// Returns the searcher's suggestion; `None` if it has no more.
-pub(super) fn ask(searcher: &mut dyn Searcher, trial: TrialId) -> Result<Option<Config>> {
-    Ok(match searcher.ask(trial)? {
-        Suggestion::Config(config) => Some(config),
-        Suggestion::Exhausted => None,
-    })
 }
 
 /// Tells the searcher what a trial has reported.
@@ -99,15 +84,9 @@ pub(super) fn tell_result(
     }
 }
 
-/// The file of decisions in a search's folder.
-pub(crate) const DECISIONS: &str = "decisions.jsonl";
-
-/// The log, while it is written.
+/// The log of decisions, while it is written.
 #[derive(Debug)]
-pub(crate) struct DecisionLog {
-    file: File,
-    path: PathBuf,
-}
+pub(crate) struct DecisionLog(AppendedFile);
 
 impl DecisionLog {
     /// Opens the log of a search that has come to these decisions.
@@ -115,16 +94,13 @@ impl DecisionLog {
     /// # Errors
     /// [`Error::is_conflict`] where it holds others.
     pub(crate) fn open(folder: &Path, decisions: &[Decision]) -> Result<Self> {
-        let path = folder.join(DECISIONS);
+        let path = folder.join("decisions.jsonl");
         let before = match fs::read(&path) {
             Ok(bytes) => bytes,
             Err(error) if error.kind() == io::ErrorKind::NotFound => Vec::new(),
             Err(error) => return Err(Error::io("read", &path, error)),
         };
-        let mut text = Vec::new();
-        for decision in decisions {
-            add_line(&mut text, decision)?;
-        }
+        let text = json_lines(decisions)?;
         let common = before.len().min(text.len());
         if let Some(at) = (0..common).find(|at| before[*at] != text[*at]) {
             let line = text[..at].iter().filter(|byte| **byte == b'\n').count() + 1;
@@ -137,28 +113,10 @@ impl DecisionLog {
                 ),
             ));
         }
-        let write = || {
-            Replace::new(&path, Durability::Cached)
-                .draft(folder.join("decisions.new"))
-                .write(|file| file.write_all(&text))?;
-            OpenOptions::new().append(true).open(&path)
-        };
-        let file = write().map_err(|error| Error::io("write", &path, error))?;
-        Ok(Self { file, path })
+        AppendedFile::replace(path, &text, Durability::Cached).map(Self)
     }
 
     pub(crate) fn append(&mut self, decision: &Decision) -> Result<()> {
-        let mut line = Vec::new();
-        add_line(&mut line, decision)?;
-        let written = self.file.write_all(&line);
-        written.map_err(|error| Error::io("write", &self.path, error))
+        self.0.append(&json_lines([decision])?)
     }
-}
-
-fn add_line(text: &mut Vec<u8>, decision: &Decision) -> Result<()> {
-    serde_json::to_writer(&mut *text, decision).map_err(|error| {
-        Error::new(Kind::Io, format!("the decision log's line: {error}")).with_source(error)
-    })?;
-    text.push(b'\n');
-    Ok(())
 }

@@ -1,6 +1,5 @@
 //! A search from its folder to its results.
 
-use std::collections::BTreeMap;
 use std::hash::BuildHasher;
 use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
@@ -16,17 +15,16 @@ use signal_hook::iterator::{Handle, Signals};
 use super::driver::{Driver, Limits};
 use super::files::TrialFiles;
 use super::lock::SearchLock;
-use super::replay::{DecisionLog, Replayed, replay};
+use super::replay::{DecisionLog, replay};
 use super::spec::{SearchAlgorithm, SearchSpec};
 use crate::config::TrialId;
 use crate::core::{CheckpointKey, Core, Event, Rules, SearchOrder, TrialState};
-use crate::error::{Error, Kind, Result};
-use crate::fields;
-use crate::journal::{self, Asking, Head, JOURNAL, Journal, VERSION};
+use crate::error::{Error, Result};
+use crate::journal::{self, Asking, Head, Journal, VERSION};
 use crate::output::{Console, Display, Results};
 use crate::runner::{Location, TrialRunner};
 use crate::searcher::{Searcher, VariantGenerator};
-use crate::view::{SearchEnd, SearchView, Trial, TrialStatus};
+use crate::view::{SearchEnd, SearchView, Trial};
 
 /// The options for running any search.
 #[derive(Clone, Debug, Default)]
@@ -54,14 +52,12 @@ pub(crate) fn run(
     let replayed = replay(&mut core, &mut *searcher, head.searcher.as_deref(), events)?;
     let was_finished = core.is_finished();
     let decisions = DecisionLog::open(&folder, &replayed.decisions)?;
-    let Replayed { results, asked, .. } = replayed;
-    let parameters = spec.space.parameters();
     let mut files = TrialFiles::new(
         &folder,
         &spec.name,
         &head.id,
-        parameters,
-        results,
+        spec.space.parameters(),
+        replayed.results,
         spec.tensorboard.clone(),
     );
     files.restore(core.trials())?;
@@ -112,7 +108,6 @@ pub(crate) fn run(
             blocked: Default::default(),
             backoff: Default::default(),
             closing: None,
-            asked,
         };
         let mut refresh = |driver: &Driver<'_>| {
             if !console.is_due() {
@@ -136,53 +131,6 @@ pub(crate) fn run(
     results.dataframe().to_csv(folder.join("results.csv"))?;
     results.write_report(folder.join("report.html"))?;
     Ok(results)
-}
-
-/// A search in a folder, as far as its journal goes.
-pub(super) fn read(folder: &Path) -> Result<(SearchSpec, Results, Option<PathBuf>)> {
-    let Some(journaled) = journal::read(folder)? else {
-        return Err(Error::new(
-            Kind::NotFound,
-            format!("{} has no search: it has no {JOURNAL}", folder.display()),
-        ));
-    };
-    let head = journaled.head;
-    let spec: SearchSpec = fields::parse(head.spec).map_err(|error| {
-        let what = format!(
-            "the specification in {}: {error}",
-            folder.join(JOURNAL).display()
-        );
-        Error::new(Kind::Corrupt, what).with_source(error)
-    })?;
-    let mut core = new_core(&spec, head.asks)?;
-    for event in journaled.events {
-        core.step(event);
-    }
-    let parameters = spec.space.parameters();
-    let files = TrialFiles::new(
-        folder,
-        &spec.name,
-        &head.id,
-        parameters,
-        BTreeMap::new(),
-        None,
-    );
-    let mut view = view(&spec, folder, &core, &files, core.expected(), None, &|_| {
-        None
-    });
-    if SearchLock::holder(folder).is_none() {
-        // What ran has ended with the search, and waits for the next.
-        for trial in &mut view.trials {
-            if trial.status == TrialStatus::Running {
-                trial.status = TrialStatus::Paused;
-            }
-        }
-    }
-    let ending = match core.is_finished() {
-        true => SearchEnd::Finished,
-        false => SearchEnd::Interrupted,
-    };
-    Ok((spec, Results::new(view, ending), head.directory))
 }
 
 /// A search's folder, below that of searches.
@@ -283,7 +231,7 @@ fn open_journal(
     })
 }
 
-fn new_core(spec: &SearchSpec, asks: Asking) -> Result<Core> {
+pub(super) fn new_core(spec: &SearchSpec, asks: Asking) -> Result<Core> {
     let objective = spec.objective();
     let scheduler = spec.scheduler.build(&objective, spec.seed)?;
     let (lookahead, max_trials) = match asks {
@@ -330,7 +278,7 @@ fn limits(spec: &SearchSpec) -> Result<Limits> {
     })
 }
 
-fn view(
+pub(super) fn view(
     spec: &SearchSpec,
     folder: &Path,
     core: &Core,

@@ -109,8 +109,7 @@ pub struct SearchSpec {
 
 impl SearchSpec {
     /// Describes a search of one configuration without parameters, drawn once.
-    #[must_use]
-    pub fn new(name: impl Into<String>, objective: Objective) -> Self {
+    pub(crate) fn new(name: impl Into<String>, objective: Objective) -> Self {
         Self {
             name: name.into(),
             metric: objective.metric,

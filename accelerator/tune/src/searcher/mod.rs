@@ -16,11 +16,11 @@ mod variants;
 /// A search journals every reply. Where it is resumed, the searcher is made anew and the calls are repeated in their order,
 /// so a searcher is deterministic: the same calls get the same replies.
 pub trait Searcher: Send {
-    /// The configuration of the next trial.
+    /// Suggests the configuration of the next trial; `None` if nothing is left to try.
     ///
     /// # Errors
     /// If it cannot say, as one that lives in another process which has ended. That ends the search.
-    fn ask(&mut self, trial: TrialId) -> Result<Suggestion>;
+    fn ask(&mut self, trial: TrialId) -> Result<Option<Config>>;
 
     /// A trial has reported a value of the objective, which may be NaN, and goes on.
     ///
@@ -54,15 +54,6 @@ pub trait Searcher: Send {
     fn version(&self) -> Option<String> {
         None
     }
-}
-
-/// A searcher's reply.
-#[derive(Clone, Debug, PartialEq)]
-pub enum Suggestion {
-    /// Try that.
-    Config(Config),
-    /// There is nothing left to try.
-    Exhausted,
 }
 
 /// The end of a trial, as its searcher learns of it.

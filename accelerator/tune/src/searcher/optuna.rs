@@ -12,11 +12,11 @@ use accelerator_host::sync::Mutex;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
-use super::{Searcher, Suggestion, TrialEnd};
+use super::{Searcher, TrialEnd};
 use crate::config::{Config, TrialId};
 use crate::error::{Error, Kind, Result};
 use crate::objective::{Mode, Objective};
-use crate::space::{Domain, Node, Parameter, Space};
+use crate::space::{Domain, Node, Parameter, Scale, Space, multiples};
 use crate::value::json_number;
 
 /// Optuna 5 suggests configurations, in a Python process that the search starts; install it by
@@ -175,9 +175,9 @@ impl OptunaSearcher {
 }
 
 impl Searcher for OptunaSearcher {
-    fn ask(&mut self, trial: TrialId) -> Result<Suggestion> {
+    fn ask(&mut self, trial: TrialId) -> Result<Option<Config>> {
         let reply = self.call(&json!({"op": "ask", "id": trial.to_string()}))?;
-        Ok(Suggestion::Config(self.space.config(&reply["params"])?))
+        self.space.config(&reply["params"]).map(Some)
     }
 
     fn report(&mut self, trial: TrialId, iteration: u64, value: f64) -> Result<()> {
@@ -475,33 +475,34 @@ fn template_value(
 }
 
 fn distribution(path: &str, domain: Domain) -> Result<Value> {
-    let float = |low: f64, high: f64, step: Option<f64>, log: bool| {
-        let attributes = json!({"low": low, "high": high, "step": step, "log": log});
-        Ok(json!({"name": "FloatDistribution", "attributes": attributes}))
-    };
-    let int = |low: i64, high: i64, step: i64, log: bool| {
-        let attributes = json!({"low": low, "high": high, "step": step, "log": log});
-        Ok(json!({"name": "IntDistribution", "attributes": attributes}))
-    };
-    match domain {
-        Domain::Uniform(low, high) => float(low, high, None, false),
-        Domain::QUniform(low, high, q) => float(low, high, Some(q), false),
-        Domain::LogUniform(low, high) => float(low, high, None, true),
-        // Optuna's upper bounds are included.
-        Domain::RandInt(low, high) | Domain::QRandInt(low, high, 1) => int(low, high - 1, 1, false),
-        Domain::QRandInt(low, high, q) => {
-            let first = low.div_euclid(q) + i64::from(low.rem_euclid(q) != 0);
-            int(first * q, high.div_euclid(q) * q, q, false)
+    let (name, attributes) = match domain {
+        Domain::Float(Scale::Log, _, _, Some(_)) => {
+            return Err(refused(path, "`qloguniform`", "use `loguniform`"));
         }
-        Domain::LogRandInt(low, high) => int(low, high - 1, 1, true),
-        Domain::QLogUniform(..) => Err(refused(path, "`qloguniform`", "use `loguniform`")),
-        Domain::QLogRandInt(..) => Err(refused(path, "`qlograndint`", "use `lograndint`")),
-        Domain::Randn(..) | Domain::QRandn(..) => Err(refused(
-            path,
-            "a normal distribution",
-            "use `uniform` between bounds",
-        )),
-    }
+        Domain::Int(Scale::Log, _, _, Some(_)) => {
+            return Err(refused(path, "`qlograndint`", "use `lograndint`"));
+        }
+        Domain::Normal(..) => {
+            return Err(refused(
+                path,
+                "a normal distribution",
+                "use `uniform` between bounds",
+            ));
+        }
+        Domain::Float(scale, low, high, step) => {
+            let log = scale == Scale::Log;
+            let attributes = json!({"low": low, "high": high, "step": step, "log": log});
+            ("FloatDistribution", attributes)
+        }
+        Domain::Int(scale, low, high, step) => {
+            // Optuna's upper bounds are included.
+            let (low, high, step) = multiples(scale, low, high, step);
+            let log = scale == Scale::Log;
+            let attributes = json!({"low": low, "high": high, "step": step, "log": log});
+            ("IntDistribution", attributes)
+        }
+    };
+    Ok(json!({"name": name, "attributes": attributes}))
 }
 
 fn refused(path: &str, what: &str, advice: &str) -> Error {
@@ -570,7 +571,8 @@ mod tests {
         let config = space.config(&drawn).unwrap();
         assert_eq!(Value::Object(config.as_map().clone()), expected);
         let error = space.config(&json!({"lr": 0.5, "g": 3})).unwrap_err();
-        assert!(error.is_searcher() && error.to_string().contains("`g`"));
+        assert_eq!(error.kind(), Kind::Searcher);
+        assert!(error.to_string().contains("`g`"), "{error}");
     }
 
     #[test]

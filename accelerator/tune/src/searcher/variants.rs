@@ -1,6 +1,6 @@
 use std::fmt::Display;
 
-use super::{Searcher, Suggestion};
+use super::Searcher;
 use crate::config::{Config, TrialId};
 use crate::error::{Error, Result};
 use crate::space::{Draw, Space};
@@ -140,11 +140,9 @@ impl Variants {
 }
 
 impl Searcher for VariantGenerator {
-    fn ask(&mut self, trial: TrialId) -> Result<Suggestion> {
-        match trial.index() < self.count {
-            true => self.suggest(trial.index()).map(Suggestion::Config),
-            false => Ok(Suggestion::Exhausted),
-        }
+    fn ask(&mut self, trial: TrialId) -> Result<Option<Config>> {
+        let number = Some(trial.index()).filter(|number| *number < self.count);
+        number.map(|number| self.suggest(number)).transpose()
     }
 
     fn is_adaptive(&self) -> bool {
@@ -168,7 +166,7 @@ mod tests {
 
     fn suggested(mut variants: VariantGenerator) -> Result<Vec<Config>> {
         let mut configs = Vec::new();
-        while let Suggestion::Config(config) = variants.ask(TrialId::new(configs.len() as u32))? {
+        while let Some(config) = variants.ask(TrialId::new(configs.len() as u32))? {
             configs.push(config);
         }
         Ok(configs)
@@ -443,9 +441,7 @@ mod tests {
         .unwrap();
         let mut variants = VariantGenerator::new(&space, 1, 0).unwrap();
         assert_eq!(variants.len(), 2_000_000);
-        let Suggestion::Config(last) = variants.ask(TrialId::new(1_999_999)).unwrap() else {
-            panic!("the last point is missing");
-        };
-        assert_eq!(last.to_string(), r#"{"x":999,"y":999,"z":1}"#);
+        let last = variants.ask(TrialId::new(1_999_999)).unwrap();
+        assert_eq!(last.unwrap().to_string(), r#"{"x":999,"y":999,"z":1}"#);
     }
 }

@@ -4,65 +4,63 @@ use serde_json::Value;
 
 use crate::error::{Error, Result};
 
-/// A distribution that a single value is drawn from. The functions of this crate make them, and files have their names.
+/// A distribution that a single value is drawn from, by its bounds, or mean and standard deviation, and the step to whose
+/// multiples values are rounded.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Domain {
-    /// [`uniform`](crate::uniform).
-    Uniform(f64, f64),
-    /// [`quniform`](crate::quniform).
-    QUniform(f64, f64, f64),
-    /// [`loguniform`](crate::loguniform).
-    LogUniform(f64, f64),
-    /// [`qloguniform`](crate::qloguniform).
-    QLogUniform(f64, f64, f64),
-    /// [`randint`](crate::randint).
-    RandInt(i64, i64),
-    /// [`qrandint`](crate::qrandint).
-    QRandInt(i64, i64, i64),
-    /// [`lograndint`](crate::lograndint).
-    LogRandInt(i64, i64),
-    /// [`qlograndint`](crate::qlograndint).
-    QLogRandInt(i64, i64, i64),
-    /// [`randn`](crate::randn).
-    Randn(f64, f64),
-    /// [`qrandn`](crate::qrandn).
-    QRandn(f64, f64, f64),
+pub(crate) enum Domain {
+    Float(Scale, f64, f64, Option<f64>),
+    Int(Scale, i64, i64, Option<i64>),
+    Normal(f64, f64, Option<f64>),
+}
+
+/// The scale on which numbers are uniform.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Scale {
+    Linear,
+    Log,
 }
 
 impl Domain {
-    /// Every name that a file may have, with the number of its arguments.
-    pub(crate) const NAMES: [(&str, usize); 10] = [
-        ("uniform", 2),
-        ("quniform", 3),
-        ("loguniform", 2),
-        ("qloguniform", 3),
-        ("randint", 2),
-        ("qrandint", 3),
-        ("lograndint", 2),
-        ("qlograndint", 3),
-        ("randn", 2),
-        ("qrandn", 3),
+    /// Every name that a file may have. Those with a `q` have a step as third argument.
+    pub(crate) const NAMES: [&str; 10] = [
+        "uniform",
+        "quniform",
+        "loguniform",
+        "qloguniform",
+        "randint",
+        "qrandint",
+        "lograndint",
+        "qlograndint",
+        "randn",
+        "qrandn",
     ];
 
     /// Its name and arguments, as a file has them.
-    pub(crate) fn to_file(self) -> (&'static str, Vec<Value>) {
-        let floats = |values: &[f64]| values.iter().map(|value| (*value).into()).collect();
-        let ints = |values: &[i64]| values.iter().map(|value| (*value).into()).collect();
-        match self {
-            Self::Uniform(low, high) => ("uniform", floats(&[low, high])),
-            Self::QUniform(low, high, q) => ("quniform", floats(&[low, high, q])),
-            Self::LogUniform(low, high) => ("loguniform", floats(&[low, high])),
-            Self::QLogUniform(low, high, q) => ("qloguniform", floats(&[low, high, q])),
-            Self::RandInt(low, high) => ("randint", ints(&[low, high])),
-            Self::QRandInt(low, high, q) => ("qrandint", ints(&[low, high, q])),
-            Self::LogRandInt(low, high) => ("lograndint", ints(&[low, high])),
-            Self::QLogRandInt(low, high, q) => ("qlograndint", ints(&[low, high, q])),
-            Self::Randn(mean, sd) => ("randn", floats(&[mean, sd])),
-            Self::QRandn(mean, sd, q) => ("qrandn", floats(&[mean, sd, q])),
+    pub(crate) fn to_file(self) -> (String, Vec<Value>) {
+        let (name, mut arguments, step): (_, Vec<Value>, Option<Value>) = match self {
+            Self::Float(scale, low, high, step) => {
+                let name = scale.named("uniform");
+                (name, vec![low.into(), high.into()], step.map(Into::into))
+            }
+            Self::Int(scale, low, high, step) => {
+                let name = scale.named("randint");
+                (name, vec![low.into(), high.into()], step.map(Into::into))
+            }
+            Self::Normal(mean, sd, step) => {
+                let name = "randn".to_owned();
+                (name, vec![mean.into(), sd.into()], step.map(Into::into))
+            }
+        };
+        match step {
+            None => (name, arguments),
+            Some(step) => {
+                arguments.push(step);
+                (format!("q{name}"), arguments)
+            }
         }
     }
 
-    /// Creates a distribution from a name and arguments in a file.
+    /// Creates a distribution from one of [`NAMES`](Self::NAMES) and the arguments in a file.
     pub(crate) fn from_file(name: &str, arguments: &[Value]) -> Result<Self> {
         let float = |index: usize| {
             let value = arguments.get(index).and_then(Value::as_f64);
@@ -72,19 +70,20 @@ impl Domain {
             let value = arguments.get(index).and_then(Value::as_i64);
             value.ok_or_else(|| Error::misuse(format!("argument {} is no integer", index + 1)))
         };
-        let domain = match name {
-            "uniform" => Self::Uniform(float(0)?, float(1)?),
-            "quniform" => Self::QUniform(float(0)?, float(1)?, float(2)?),
-            "loguniform" => Self::LogUniform(float(0)?, float(1)?),
-            "qloguniform" => Self::QLogUniform(float(0)?, float(1)?, float(2)?),
-            "randint" => Self::RandInt(int(0)?, int(1)?),
-            "qrandint" => Self::QRandInt(int(0)?, int(1)?, int(2)?),
-            "lograndint" => Self::LogRandInt(int(0)?, int(1)?),
-            "qlograndint" => Self::QLogRandInt(int(0)?, int(1)?, int(2)?),
-            "randn" => Self::Randn(float(0)?, float(1)?),
-            _ => Self::QRandn(float(0)?, float(1)?, float(2)?),
+        let (name, step) = match name.strip_prefix('q') {
+            Some(name) => (name, Some(2)),
+            None => (name, None),
         };
-        Ok(domain)
+        let (name, scale) = match name.strip_prefix("log") {
+            Some(name) => (name, Scale::Log),
+            None => (name, Scale::Linear),
+        };
+        let float_step = || step.map(float).transpose();
+        Ok(match name {
+            "uniform" => Self::Float(scale, float(0)?, float(1)?, float_step()?),
+            "randint" => Self::Int(scale, int(0)?, int(1)?, step.map(int).transpose()?),
+            _ => Self::Normal(float(0)?, float(1)?, float_step()?),
+        })
     }
 
     /// Fails where nothing can be drawn.
@@ -97,13 +96,6 @@ impl Domain {
                 arguments.join(", ")
             )))
         };
-        let is_log = matches!(
-            self,
-            Self::LogUniform(..)
-                | Self::QLogUniform(..)
-                | Self::LogRandInt(..)
-                | Self::QLogRandInt(..)
-        );
         if let Some((low, high)) = self.bounds() {
             if !low.is_finite() || !high.is_finite() {
                 return wrong("the bounds are finite");
@@ -111,102 +103,84 @@ impl Domain {
             if low >= high {
                 return wrong("the lower bound is less than the upper one");
             }
+            let is_log = matches!(
+                self,
+                Self::Float(Scale::Log, ..) | Self::Int(Scale::Log, ..)
+            );
             if is_log && low <= 0.0 {
                 return wrong("the bounds of a logarithmic parameter are above 0");
             }
         }
-        match self {
-            Self::QUniform(low, high, q) | Self::QLogUniform(low, high, q) => {
-                if q <= 0.0 || !q.is_finite() {
-                    return wrong("the step is above 0");
-                }
-                if !is_multiple(low, q) || !is_multiple(high, q) {
-                    return wrong("the bounds are multiples of the step");
-                }
-            }
-            Self::QRandInt(low, high, q) | Self::QLogRandInt(low, high, q) => {
-                if q <= 0 {
-                    return wrong("the step is at least 1");
-                }
-                if low.div_euclid(q) == high.div_euclid(q) && low.rem_euclid(q) != 0 {
-                    return wrong("no multiple of the step lies within the bounds");
-                }
-            }
-            Self::Randn(mean, sd) | Self::QRandn(mean, sd, _) => {
-                if !mean.is_finite() || !sd.is_finite() || sd < 0.0 {
-                    return wrong(
-                        "mean and standard deviation are finite, and the latter is not negative",
-                    );
-                }
-                if let Self::QRandn(_, _, q) = self
-                    && (q <= 0.0 || !q.is_finite())
-                {
-                    return wrong("the step is above 0");
-                }
-            }
-            _ => {}
+        if let Self::Normal(mean, sd, _) = self
+            && !(mean.is_finite() && sd.is_finite() && sd >= 0.0)
+        {
+            return wrong("mean and standard deviation are finite, and the latter is not negative");
         }
-        Ok(())
+        if self.step().is_some_and(|q| q <= 0.0 || !q.is_finite()) {
+            return wrong("the step is above 0");
+        }
+        match self {
+            Self::Float(_, low, high, Some(q))
+                if !(is_multiple(low, q) && is_multiple(high, q)) =>
+            {
+                wrong("the bounds are multiples of the step")
+            }
+            Self::Int(.., Some(q)) if q <= 0 => wrong("the step is at least 1"),
+            Self::Int(_, low, high, Some(q))
+                if low.div_euclid(q) == high.div_euclid(q) && low.rem_euclid(q) != 0 =>
+            {
+                wrong("no multiple of the step lies within the bounds")
+            }
+            _ => Ok(()),
+        }
     }
 
-    /// A value.
+    /// Draws a value.
     pub(crate) fn sample(self, random: &mut Random) -> Value {
         match self {
-            Self::Uniform(low, high) => uniform(random, low, high).into(),
-            Self::QUniform(low, high, q) => quantize(uniform(random, low, high), q).into(),
-            Self::LogUniform(low, high) => log_uniform(random, low, high).into(),
-            Self::QLogUniform(low, high, q) => quantize(log_uniform(random, low, high), q)
-                .clamp(low, high)
-                .into(),
-            Self::RandInt(low, high) => {
-                let offset = random.below(low.abs_diff(high));
-                low.wrapping_add_unsigned(offset).into()
+            Self::Float(Scale::Linear, low, high, q) => {
+                quantize(uniform(random, low, high), q).into()
             }
-            // As Ray, a step of 1 leaves the upper bound out.
-            Self::QRandInt(low, high, 1) => Self::RandInt(low, high).sample(random),
-            Self::QRandInt(low, high, q) => {
-                let (first, last) = multiples(low, high, q);
+            Self::Float(Scale::Log, low, high, q) => {
+                let drawn = quantize(log_uniform(random, low, high), q);
+                drawn.clamp(low, high).into()
+            }
+            Self::Int(Scale::Linear, low, high, q) => {
+                let (first, last, q) = multiples(Scale::Linear, low, high, q);
                 let offset = random.below((first / q).abs_diff(last / q) + 1);
-                (first / q)
-                    .wrapping_add_unsigned(offset)
-                    .wrapping_mul(q)
-                    .into()
+                let steps = (first / q).wrapping_add_unsigned(offset);
+                steps.wrapping_mul(q).into()
             }
-            Self::LogRandInt(low, high) => log_int(random, low, high).into(),
-            Self::QLogRandInt(low, high, q) => {
-                let (first, last) = multiples(low, high, q);
+            Self::Int(Scale::Log, low, high, None) => log_int(random, low, high).into(),
+            Self::Int(Scale::Log, low, high, Some(q)) => {
+                let (first, last, q) = multiples(Scale::Log, low, high, Some(q));
                 #[expect(clippy::cast_precision_loss, reason = "bounds are far below 2^53")]
                 let steps = (log_int(random, low, high) as f64 / q as f64).round_ties_even();
                 #[expect(clippy::cast_possible_truncation, reason = "between the bounds")]
                 let rounded = steps as i64 * q;
                 rounded.clamp(first, last.max(first)).into()
             }
-            Self::Randn(mean, sd) => (mean + sd * random.normal()).into(),
-            Self::QRandn(mean, sd, q) => quantize(mean + sd * random.normal(), q).into(),
+            Self::Normal(mean, sd, q) => quantize(mean + sd * random.normal(), q).into(),
         }
     }
 
     /// Returns the value of the domain nearest to `value`.
     pub(crate) fn clamp(self, value: f64) -> Value {
-        if let Some((first, last, q)) = self.integers() {
-            #[expect(clippy::cast_precision_loss, reason = "steps are far below 2^53")]
-            let steps = (value / q as f64).round();
-            #[expect(
-                clippy::cast_possible_truncation,
-                reason = "it saturates, and is clamped"
-            )]
-            let nearest = (steps as i64).saturating_mul(q);
-            return nearest.clamp(first, last.max(first)).into();
-        }
         match self {
-            Self::Uniform(low, high) | Self::LogUniform(low, high) => {
-                value.clamp(low, high.next_down()).into()
+            Self::Float(_, low, high, None) => value.clamp(low, high.next_down()).into(),
+            Self::Float(_, low, high, q) => quantize(value, q).clamp(low, high).into(),
+            Self::Normal(_, _, q) => quantize(value.clamp(f64::MIN, f64::MAX), q).into(),
+            Self::Int(scale, low, high, q) => {
+                let (first, last, q) = multiples(scale, low, high, q);
+                #[expect(clippy::cast_precision_loss, reason = "steps are far below 2^53")]
+                let steps = (value / q as f64).round();
+                #[expect(
+                    clippy::cast_possible_truncation,
+                    reason = "it saturates, and is clamped"
+                )]
+                let nearest = (steps as i64).saturating_mul(q);
+                nearest.clamp(first, last.max(first)).into()
             }
-            Self::QUniform(low, high, q) | Self::QLogUniform(low, high, q) => {
-                quantize(value, q).clamp(low, high).into()
-            }
-            Self::QRandn(_, _, q) => quantize(value.clamp(f64::MIN, f64::MAX), q).into(),
-            _ => value.clamp(f64::MIN, f64::MAX).into(),
         }
     }
 
@@ -237,37 +211,34 @@ impl Domain {
     /// Returns the least and the greatest integer, and the step; `None` for floats.
     fn integers(self) -> Option<(i64, i64, i64)> {
         match self {
-            Self::RandInt(low, high)
-            | Self::LogRandInt(low, high)
-            | Self::QRandInt(low, high, 1) => Some((low, high - 1, 1)),
-            Self::QRandInt(low, high, q) | Self::QLogRandInt(low, high, q) => {
-                let (first, last) = multiples(low, high, q);
-                Some((first, last, q))
-            }
-            _ => None,
+            Self::Int(scale, low, high, q) => Some(multiples(scale, low, high, q)),
+            Self::Float(..) | Self::Normal(..) => None,
         }
     }
 
     /// Returns the step of floats.
     fn step(self) -> Option<f64> {
         match self {
-            Self::QUniform(_, _, q) | Self::QLogUniform(_, _, q) | Self::QRandn(_, _, q) => Some(q),
-            _ => None,
+            Self::Float(.., q) | Self::Normal(.., q) => q,
+            Self::Int(..) => None,
         }
     }
 
     fn bounds(self) -> Option<(f64, f64)> {
         match self {
-            Self::Uniform(low, high)
-            | Self::QUniform(low, high, _)
-            | Self::LogUniform(low, high)
-            | Self::QLogUniform(low, high, _) => Some((low, high)),
+            Self::Float(_, low, high, _) => Some((low, high)),
             #[expect(clippy::cast_precision_loss, reason = "compared with each other only")]
-            Self::RandInt(low, high)
-            | Self::QRandInt(low, high, _)
-            | Self::LogRandInt(low, high)
-            | Self::QLogRandInt(low, high, _) => Some((low as f64, high as f64)),
-            Self::Randn(..) | Self::QRandn(..) => None,
+            Self::Int(_, low, high, _) => Some((low as f64, high as f64)),
+            Self::Normal(..) => None,
+        }
+    }
+}
+
+impl Scale {
+    fn named(self, linear: &str) -> String {
+        match self {
+            Self::Linear => linear.to_owned(),
+            Self::Log => format!("log{linear}"),
         }
     }
 }
@@ -309,10 +280,16 @@ fn log_int(random: &mut Random, low: i64, high: i64) -> i64 {
     floor.clamp(low, high - 1)
 }
 
-/// Returns the first and the last multiple of a step within bounds.
-fn multiples(low: i64, high: i64, q: i64) -> (i64, i64) {
-    let first = (low.div_euclid(q) + i64::from(low.rem_euclid(q) != 0)) * q;
-    (first, high.div_euclid(q) * q)
+/// Returns the first and the last integer within bounds, and the step between two.
+pub(crate) fn multiples(scale: Scale, low: i64, high: i64, step: Option<i64>) -> (i64, i64, i64) {
+    match (scale, step) {
+        // As Ray, a step of 1 leaves the upper bound out.
+        (_, None) | (Scale::Linear, Some(1)) => (low, high - 1, 1),
+        (_, Some(q)) => {
+            let first = (low.div_euclid(q) + i64::from(low.rem_euclid(q) != 0)) * q;
+            (first, high.div_euclid(q) * q, q)
+        }
+    }
 }
 
 fn is_multiple(value: f64, q: f64) -> bool {
@@ -320,8 +297,8 @@ fn is_multiple(value: f64, q: f64) -> bool {
     (steps - steps.round()).abs() < 1e-9 * steps.abs().max(1.0)
 }
 
-fn quantize(value: f64, q: f64) -> f64 {
-    (value / q).round_ties_even() * q
+fn quantize(value: f64, q: Option<f64>) -> f64 {
+    q.map_or(value, |q| (value / q).round_ties_even() * q)
 }
 
 /// Draws that follow from a seed and names: SplitMix64 (Steele, Lea and Flood 2014), begun at a hash of them.
@@ -363,6 +340,13 @@ impl Random {
     pub(crate) fn below(&mut self, bound: u64) -> u64 {
         let wide = u128::from(self.next()) * u128::from(bound);
         (wide >> 64) as u64
+    }
+
+    /// Draws an index into a list of so many, of which there is one at least.
+    pub(crate) fn index(&mut self, count: usize) -> usize {
+        #[expect(clippy::cast_possible_truncation, reason = "below a count in memory")]
+        let index = self.below(count as u64) as usize;
+        index
     }
 
     /// Draws from the standard normal distribution (Box and Muller 1958).

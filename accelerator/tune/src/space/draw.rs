@@ -114,12 +114,7 @@ fn drawn(
             if options.is_empty() {
                 return Err(at(path, &"`choice` has no options"));
             }
-            let chosen = random().below(options.len() as u64);
-            #[expect(
-                clippy::cast_possible_truncation,
-                reason = "below the number of options"
-            )]
-            let option = &options[chosen as usize];
+            let option = &options[random().index(options.len())];
             drawn(&option.0, path, draw, later)?
         }
         Node::Grid(options) => {

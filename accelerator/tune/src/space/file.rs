@@ -90,9 +90,10 @@ fn parse_named(path: &str, name: &str, value: Value) -> Result<Result<Node, Valu
         Value::Array(arguments) => Ok(arguments),
         other => Err(wrong(&format!("{other} stands where {what} is expected"))),
     };
-    if let Some((_, count)) = Domain::NAMES.iter().find(|(known, _)| *known == name) {
+    if Domain::NAMES.contains(&name) {
+        let count = 2 + usize::from(name.starts_with('q'));
         let arguments = arguments(value, &format!("a list of {count} numbers"))?;
-        if arguments.len() != *count {
+        if arguments.len() != count {
             let found = arguments.len();
             return Err(wrong(&format!("it has {count} numbers, not {found}")));
         }
@@ -155,10 +156,11 @@ fn parse_named(path: &str, name: &str, value: Value) -> Result<Result<Node, Valu
 
 /// Returns the keyword that is most like a name and that takes such a value.
 fn nearest(name: &str, value: &Value) -> Option<&'static str> {
-    let of_lists = Domain::NAMES.iter().map(|(name, _)| *name);
     match value {
         Value::Array(_) if name == "grid" => Some(GRID),
-        Value::Array(_) if name.len() > 3 => fields::nearest(name, of_lists.chain([CHOICE, GRID])),
+        Value::Array(_) if name.len() > 3 => {
+            fields::nearest(name, Domain::NAMES.into_iter().chain([CHOICE, GRID]))
+        }
         Value::Object(map) if map.contains_key("cases") => fields::nearest(name, [SAMPLE_FROM]),
         _ => None,
     }

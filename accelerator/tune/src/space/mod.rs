@@ -11,10 +11,8 @@ use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::value::IntoValue;
 
-pub(crate) use self::domain::Random;
-pub(crate) use self::draw::{Keys, Place};
-pub use domain::Domain;
-pub(crate) use draw::Draw;
+pub(crate) use domain::{Domain, Random, Scale, multiples};
+pub(crate) use draw::{Draw, Keys, Place};
 
 mod domain;
 mod draw;
@@ -66,20 +64,8 @@ impl Space {
         Parameter(Node::List(parameters.into_iter().collect()))
     }
 
-    /// Reads what a file has.
-    ///
-    /// # Errors
-    /// [`Error::is_misuse`] with the path of what is wrong.
-    pub fn from_value(value: Value) -> Result<Self> {
-        match file::parse("", value)? {
-            Parameter(Node::Table(table)) => Ok(Self(table)),
-            _ => Err(Error::misuse("the search space is no table of parameters")),
-        }
-    }
-
     /// The paths of what is drawn, by path. Constants are not among them.
-    #[must_use]
-    pub fn parameters(&self) -> Vec<String> {
+    pub(crate) fn parameters(&self) -> Vec<String> {
         let mut paths = Vec::new();
         for (name, parameter) in &self.0 {
             parameter.0.add_drawn(name, &mut paths);
@@ -182,12 +168,6 @@ impl<T: IntoValue> From<T> for Parameter {
     }
 }
 
-impl From<Domain> for Parameter {
-    fn from(domain: Domain) -> Self {
-        Self(Node::Domain(domain))
-    }
-}
-
 impl From<Space> for Parameter {
     fn from(space: Space) -> Self {
         Self(Node::Table(space.0))
@@ -197,61 +177,66 @@ impl From<Space> for Parameter {
 /// Any number from `low` to below `high`.
 #[must_use]
 pub fn uniform(low: f64, high: f64) -> Parameter {
-    Domain::Uniform(low, high).into()
+    Parameter(Node::Domain(Domain::Float(Scale::Linear, low, high, None)))
 }
 
 /// A multiple of `q` from `low` to `high`, of which each is one: a number of [`uniform`], rounded.
 #[must_use]
 pub fn quniform(low: f64, high: f64, q: f64) -> Parameter {
-    Domain::QUniform(low, high, q).into()
+    Parameter(Node::Domain(Domain::Float(
+        Scale::Linear,
+        low,
+        high,
+        Some(q),
+    )))
 }
 
 /// Any number from `low` to below `high`, whose logarithm is uniform.
 #[must_use]
 pub fn loguniform(low: f64, high: f64) -> Parameter {
-    Domain::LogUniform(low, high).into()
+    Parameter(Node::Domain(Domain::Float(Scale::Log, low, high, None)))
 }
 
 /// A number of [`loguniform`], rounded to a multiple of `q`.
 #[must_use]
 pub fn qloguniform(low: f64, high: f64, q: f64) -> Parameter {
-    Domain::QLogUniform(low, high, q).into()
+    Parameter(Node::Domain(Domain::Float(Scale::Log, low, high, Some(q))))
 }
 
 /// An integer from `low` to below `high`.
 #[must_use]
 pub fn randint(low: i64, high: i64) -> Parameter {
-    Domain::RandInt(low, high).into()
+    Parameter(Node::Domain(Domain::Int(Scale::Linear, low, high, None)))
 }
 
 /// A multiple of `q` from `low` to `high`, both included.
 #[must_use]
 pub fn qrandint(low: i64, high: i64, q: i64) -> Parameter {
-    Domain::QRandInt(low, high, q).into()
+    Parameter(Node::Domain(Domain::Int(Scale::Linear, low, high, Some(q))))
 }
 
 /// An integer from `low` to below `high`, whose logarithm is uniform.
 #[must_use]
 pub fn lograndint(low: i64, high: i64) -> Parameter {
-    Domain::LogRandInt(low, high).into()
+    Parameter(Node::Domain(Domain::Int(Scale::Log, low, high, None)))
 }
 
 /// An integer of [`lograndint`], rounded to a multiple of `q` from `low` to `high`.
 #[must_use]
 pub fn qlograndint(low: i64, high: i64, q: i64) -> Parameter {
-    Domain::QLogRandInt(low, high, q).into()
+    Parameter(Node::Domain(Domain::Int(Scale::Log, low, high, Some(q))))
 }
 
 /// A number of the normal distribution with that mean and standard deviation.
 #[must_use]
 pub fn randn(mean: f64, sd: f64) -> Parameter {
-    Domain::Randn(mean, sd).into()
+    Parameter(Node::Domain(Domain::Normal(mean, sd, None)))
 }
 
 /// A number of [`randn`], rounded to a multiple of `q`.
 #[must_use]
 pub fn qrandn(mean: f64, sd: f64, q: f64) -> Parameter {
-    Domain::QRandn(mean, sd, q).into()
+    Parameter(Node::Domain(Domain::Normal(mean, sd, Some(q))))
 }
 
 /// Draws one of the options, each as likely as the others. The contents of an option are drawn if it is chosen.
@@ -282,7 +267,10 @@ impl TryFrom<Value> for Space {
     type Error = Error;
 
     fn try_from(value: Value) -> Result<Self> {
-        Self::from_value(value)
+        match file::parse("", value)? {
+            Parameter(Node::Table(table)) => Ok(Self(table)),
+            _ => Err(Error::misuse("the search space is no table of parameters")),
+        }
     }
 }
 

@@ -23,6 +23,13 @@ fn numbers(parameter: Parameter) -> Vec<f64> {
     drawn.iter().map(|value| value.as_f64().unwrap()).collect()
 }
 
+fn domain(parameter: Parameter) -> Domain {
+    match parameter.0 {
+        Node::Domain(domain) => domain,
+        other => panic!("{other:?}"),
+    }
+}
+
 fn mean(values: &[f64]) -> f64 {
     values.iter().sum::<f64>() / values.len() as f64
 }
@@ -83,18 +90,18 @@ proptest! {
         q in 1_i64..50,
     ) {
         let (high, random) = (low + width, &mut Random::of(seed, &[&number.to_le_bytes()]));
-        let drawn = Domain::RandInt(low, high).sample(random).as_i64().unwrap();
+        let drawn = domain(randint(low, high)).sample(random).as_i64().unwrap();
         prop_assert!((low..high).contains(&drawn));
-        let domain = Domain::QRandInt(low, high, q);
-        if domain.check().is_ok() {
-            let drawn = domain.sample(random).as_i64().unwrap();
+        let multiples = domain(qrandint(low, high, q));
+        if multiples.check().is_ok() {
+            let drawn = multiples.sample(random).as_i64().unwrap();
             prop_assert!((low..=high).contains(&drawn) && (drawn % q == 0 || q == 1));
         }
         let (low, high) = (low as f64 / 7.0, high as f64 / 7.0);
-        let drawn = Domain::Uniform(low, high).sample(random).as_f64().unwrap();
+        let drawn = domain(uniform(low, high)).sample(random).as_f64().unwrap();
         prop_assert!((low..high).contains(&drawn));
         if low > 0.0 {
-            let drawn = Domain::LogUniform(low, high).sample(random).as_f64().unwrap();
+            let drawn = domain(loguniform(low, high)).sample(random).as_f64().unwrap();
             prop_assert!((low..high).contains(&drawn));
         }
     }
@@ -199,7 +206,7 @@ fn what_cannot_be_drawn_is_an_error_with_its_path() {
         (json!({"lr": {"sample_from": "x"}}), "`of` and `cases`"),
         (json!(3), "no table of parameters"),
     ] {
-        let error = Space::from_value(value.clone()).unwrap_err();
+        let error = Space::try_from(value.clone()).unwrap_err();
         assert!(error.is_misuse());
         assert!(error.to_string().contains(expected), "{value}: {error}");
     }

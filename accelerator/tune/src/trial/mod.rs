@@ -1,7 +1,6 @@
 //! The interfaces that trials implement, and the process that carries them out.
 
-pub use self::session::{Reset, Trainable};
-pub use session::{BoxError, TrialContext, TrialSession};
+pub use session::{BoxError, Reset, Trainable, TrialContext, TrialSession};
 pub(crate) use worker::{serve_function, serve_trainable};
 
 pub(crate) mod protocol;

@@ -27,9 +27,9 @@ use accelerator_host::machine::host_name;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use crate::config::{Config, TrialId};
-use crate::error::{Error, Result};
-use crate::runner::{Offer, Restore};
+use crate::appended::json_lines;
+use crate::error::{Error, Kind, Result};
+use crate::runner::{Offer, TrialStart};
 use crate::value::Metrics;
 
 /// The first line of a connection, from a worker or agent.
@@ -76,19 +76,10 @@ pub(crate) enum PeerRole {
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum ToWorker {
-    Start {
-        trial: TrialId,
-        config: Config,
-        folder: PathBuf,
-        restore: Option<Restore>,
-    },
+    Start(TrialStart),
     Continue,
-    Save {
-        folder: PathBuf,
-    },
-    Pause {
-        folder: PathBuf,
-    },
+    Save { folder: PathBuf },
+    Pause { folder: PathBuf },
     Stop,
     Exit,
 }
@@ -128,7 +119,7 @@ impl WorkerPlace {
     /// Returns the content that a worker inherits: its place, and the search's token.
     pub(crate) fn to_inherit(&self, token: &Token) -> Result<Vec<u8>> {
         let bytes = serde_json::to_vec(&(self, token.secret()));
-        bytes.map_err(|error| Error::connection(error.to_string()).with_source(error))
+        bytes.map_err(|error| Error::of(Kind::Io, error))
     }
 
     /// Returns the place of this process and the token, if it is a worker.
@@ -235,8 +226,7 @@ fn introduce(
 ) -> Result<Option<BufReader<TcpStream>>> {
     stream.set_nodelay(true)?;
     stream.set_read_timeout(Some(SEARCH_PATIENCE))?;
-    let nonce =
-        Token::nonce().map_err(|error| Error::connection(error.to_string()).with_source(error))?;
+    let nonce = Token::nonce().map_err(|error| Error::of(Kind::Io, error))?;
     let mut reader = BufReader::new(stream.try_clone()?);
     if send(stream, &Hello { nonce }).is_err() {
         return Ok(None);
@@ -256,8 +246,7 @@ fn introduce(
         host: host_name(),
         pid: std::process::id(),
     };
-    let peer = serde_json::to_string(&peer)
-        .map_err(|error| Error::connection(error.to_string()).with_source(error))?;
+    let peer = serde_json::to_string(&peer).map_err(|error| Error::of(Kind::Io, error))?;
     let proof = token.prove(PEER, &[&own, &nonce, peer.as_bytes()]);
     send(stream, &Introduction { peer, proof })?;
     stream.set_read_timeout(None)?;
@@ -266,10 +255,7 @@ fn introduce(
 
 /// Sends a value as a line.
 pub(crate) fn send(mut stream: &TcpStream, value: &impl Serialize) -> Result<()> {
-    let mut line = serde_json::to_vec(value)
-        .map_err(|error| Error::connection(error.to_string()).with_source(error))?;
-    line.push(b'\n');
-    Ok(stream.write_all(&line)?)
+    Ok(stream.write_all(&json_lines([value])?)?)
 }
 
 /// Reads a line; `None` at the end, and of what is no such value.
@@ -378,7 +364,7 @@ mod tests {
         let address = "127.0.0.1:0";
         let token = Token::generate().unwrap();
         let error = connect(address, &token, PeerRole::Agent, 0).unwrap_err();
-        assert!(error.is_io() && !error.is_trial(), "{error:?}");
+        assert!(error.is_io(), "{error:?}");
         let expected = format!("cannot reach the search at {address}");
         assert!(error.to_string().contains(&expected), "{error}");
     }

@@ -2,7 +2,7 @@
 
 use std::net::TcpStream;
 use std::ops::Deref;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::Receiver;
 use std::time::Instant;
@@ -12,53 +12,34 @@ use accelerator_host::sync::Mutex;
 use super::protocol::{self, FromWorker, ToWorker};
 use crate::config::{Config, TrialId};
 use crate::error::{Error, Kind, Result};
-use crate::runner::{Offer, Restore};
+use crate::runner::{Offer, TrialStart};
 use crate::value::Metrics;
 
 /// An error of a trial's own work: `?` takes any error.
 pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
-/// The trial that a process carries out, and its place.
+/// The trial that a process carries out.
 #[derive(Clone, Debug)]
-pub struct TrialContext {
-    pub(super) trial: TrialId,
-    pub(super) folder: PathBuf,
-    pub(super) restore: Option<Restore>,
-    pub(super) rank: usize,
-    pub(super) world_size: usize,
-}
+pub struct TrialContext(TrialStart);
 
 impl TrialContext {
     /// The trial.
     #[must_use]
     pub fn trial(&self) -> TrialId {
-        self.trial
+        self.0.trial
     }
 
     /// The trial's own folder, for what it writes besides checkpoints.
     #[must_use]
     pub fn folder(&self) -> &Path {
-        &self.folder
+        &self.0.folder
     }
 
     /// The checkpoint that it goes on from; none where it begins.
     #[must_use]
     pub fn checkpoint(&self) -> Option<&Path> {
-        self.restore
-            .as_ref()
-            .map(|restore| restore.folder.as_path())
-    }
-
-    /// Returns the rank of this process among the trial's.
-    #[must_use]
-    pub fn rank(&self) -> usize {
-        self.rank
-    }
-
-    /// Returns the number of the trial's processes.
-    #[must_use]
-    pub fn world_size(&self) -> usize {
-        self.world_size
+        let restore = self.0.restore.as_ref();
+        restore.map(|restore| restore.folder.as_path())
     }
 }
 
@@ -97,13 +78,11 @@ struct Progress {
 }
 
 impl TrialSession {
-    pub(super) fn new(context: TrialContext, link: Link) -> Self {
-        let iteration = context
-            .restore
-            .as_ref()
-            .map_or(0, |restore| restore.iteration);
+    pub(super) fn new(start: TrialStart, link: Link) -> Self {
+        let restore = start.restore.as_ref();
+        let iteration = restore.map_or(0, |restore| restore.iteration);
         Self {
-            context,
+            context: TrialContext(start),
             link,
             progress: Arc::new(Mutex::new(Progress {
                 iteration,
@@ -182,9 +161,10 @@ impl TrialSession {
             let message = match &mut save {
                 Some(save) => {
                     save(folder).map_err(|error| {
-                        Error::trial(format!(
+                        let what = format!(
                             "the checkpoint after iteration {iteration} cannot be saved: {error}"
-                        ))
+                        );
+                        Error::new(Kind::Trial, what)
                     })?;
                     FromWorker::Saved
                 }
@@ -344,12 +324,6 @@ pub enum Reset {
     Refused,
 }
 
-/// Runs trials: a class or a function.
-pub(super) trait RunTrial {
-    /// Runs an attempt until it ends.
-    fn run(&mut self, session: &mut TrialSession, config: &Config) -> Result<Outcome, BoxError>;
-}
-
 /// The outcome of an attempt that did not fail.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Outcome {
@@ -359,52 +333,35 @@ pub(super) enum Outcome {
     Refused,
 }
 
-/// The class API: a [`Trainable`], and what it made for the trial before.
-#[derive(Debug)]
-pub(super) struct ClassTrainable<T>(pub(super) Option<T>);
-
-impl<T: Trainable> RunTrial for ClassTrainable<T> {
-    fn run(&mut self, session: &mut TrialSession, config: &Config) -> Result<Outcome, BoxError> {
-        // Taken, so that one that fails is not reused.
-        let mut trained = match self.0.take() {
-            None => T::setup(config, session)?,
-            Some(mut before) => match before.reset_config(config, session)? {
-                Reset::Done => before,
-                Reset::Refused => return Ok(Outcome::Refused),
-            },
-        };
-        if let Some(folder) = session.checkpoint() {
-            trained.load_checkpoint(folder)?;
-        }
-        loop {
-            let metrics = trained.step()?;
-            let answer = session.report_step(metrics, |folder| trained.save_checkpoint(folder));
-            match answer {
-                Err(_) if session.is_over() => break,
-                answer => answer?,
-            }
-            if trained.is_done() {
-                break;
-            }
-        }
-        trained.cleanup()?;
-        self.0 = Some(trained);
-        Ok(Outcome::Done)
+/// Makes an attempt at a trial of a class. `reused` is what the trial before has left, and is left for the next.
+pub(super) fn run_class<T: Trainable>(
+    reused: &mut Option<T>,
+    session: &mut TrialSession,
+    config: &Config,
+) -> Result<Outcome, BoxError> {
+    // Taken, so that one that fails is not reused.
+    let mut trained = match reused.take() {
+        None => T::setup(config, session)?,
+        Some(mut before) => match before.reset_config(config, session)? {
+            Reset::Done => before,
+            Reset::Refused => return Ok(Outcome::Refused),
+        },
+    };
+    if let Some(folder) = session.checkpoint() {
+        trained.load_checkpoint(folder)?;
     }
-}
-
-/// The function API.
-#[derive(Debug)]
-pub(super) struct FunctionTrainable<F>(pub(super) F);
-
-impl<F> RunTrial for FunctionTrainable<F>
-where
-    F: FnMut(&mut TrialSession, &Config) -> Result<(), BoxError>,
-{
-    fn run(&mut self, session: &mut TrialSession, config: &Config) -> Result<Outcome, BoxError> {
-        match (self.0)(session, config) {
-            Err(_) if session.is_over() => Ok(Outcome::Done),
-            ended => ended.map(|()| Outcome::Done),
+    loop {
+        let metrics = trained.step()?;
+        let answer = session.report_step(metrics, |folder| trained.save_checkpoint(folder));
+        match answer {
+            Err(_) if session.is_over() => break,
+            answer => answer?,
+        }
+        if trained.is_done() {
+            break;
         }
     }
+    trained.cleanup()?;
+    *reused = Some(trained);
+    Ok(Outcome::Done)
 }

@@ -9,30 +9,32 @@ use accelerator_host::error::chain;
 use rustix::process::Signal;
 
 use super::protocol::{FromWorker, PeerRole, ToWorker, WorkerPlace, connect, receive};
-use super::session::{
-    BoxError, ClassTrainable, FunctionTrainable, Link, Outcome, RunTrial, Trainable, TrialContext,
-    TrialSession,
-};
+use super::session::{BoxError, Link, Outcome, Trainable, TrialSession, run_class};
 use crate::config::Config;
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 
 /// Carries out trials of a class and exits, in a process that a search has started; returns in any other.
 pub(crate) fn serve_trainable<T: Trainable>() {
-    serve(ClassTrainable::<T>(None));
+    let mut trained = None;
+    serve(|session, config| run_class::<T>(&mut trained, session, config));
 }
 
 /// Carries out trials of a function and exits, in a process that a search has started; returns in any other.
 pub(crate) fn serve_function(
-    function: impl FnMut(&mut TrialSession, &Config) -> Result<(), BoxError>,
+    mut function: impl FnMut(&mut TrialSession, &Config) -> Result<(), BoxError>,
 ) {
-    serve(FunctionTrainable(function));
+    serve(|session, config| match function(session, config) {
+        Err(_) if session.is_over() => Ok(Outcome::Done),
+        ended => ended.map(|()| Outcome::Done),
+    });
 }
 
-fn serve(mut trainable: impl RunTrial) {
+/// Carries trials out and exits, in a process that a search has started. `run` makes an attempt at one.
+fn serve(mut run: impl FnMut(&mut TrialSession, &Config) -> Result<Outcome, BoxError>) {
     // What a worker starts does not inherit it, and may be a search of its own.
     let carried_out = match WorkerPlace::inherited() {
         Ok(None) => return,
-        Ok(Some((place, token))) => carry_out(&place, &token, &mut trainable),
+        Ok(Some((place, token))) => carry_out(&place, &token, &mut run),
         Err(error) => Err(error),
     };
     let code = match carried_out {
@@ -45,40 +47,23 @@ fn serve(mut trainable: impl RunTrial) {
     std::process::exit(code);
 }
 
-fn carry_out(place: &WorkerPlace, token: &Token, trainable: &mut impl RunTrial) -> Result<()> {
+fn carry_out(
+    place: &WorkerPlace,
+    token: &Token,
+    run: &mut impl FnMut(&mut TrialSession, &Config) -> Result<Outcome, BoxError>,
+) -> Result<()> {
     // This only helps: the worker cannot reach a search that ended before, and one that ends later closes the
     // connection.
     if let Err(error) = rustix::process::set_parent_process_death_signal(Some(Signal::KILL)) {
         tracing::warn!("the system does not end this trial with what has started it: {error}");
     }
-    let number = |name| {
-        let value = accelerator_host::variable(name)?;
-        value.to_str()?.parse::<usize>().ok()
-    };
-    let rank = number("RANK").unwrap_or(0);
-    let world_size = number("WORLD_SIZE").unwrap_or(1);
-    let link = join(place, token, rank)?;
-    loop {
-        let ToWorker::Start {
-            trial,
-            config,
-            folder,
-            restore,
-        } = link.next()?
-        else {
-            return Ok(());
-        };
+    let rank = accelerator_host::variable("RANK").and_then(|rank| rank.to_str()?.parse().ok());
+    let link = join(place, token, rank.unwrap_or(0))?;
+    while let ToWorker::Start(start) = link.next()? {
         link.send(&FromWorker::Started)?;
-        let context = TrialContext {
-            trial,
-            folder,
-            restore,
-            rank,
-            world_size,
-        };
-        let mut session = TrialSession::new(context, link.clone());
-        let run = AssertUnwindSafe(|| trainable.run(&mut session, &config));
-        let message = match catch_unwind(run) {
+        let config = start.config.clone();
+        let mut session = TrialSession::new(start, link.clone());
+        let message = match catch_unwind(AssertUnwindSafe(|| run(&mut session, &config))) {
             Ok(Ok(Outcome::Done)) if session.is_over() => FromWorker::Stopped,
             Ok(Ok(Outcome::Done)) => FromWorker::Ended,
             Ok(Ok(Outcome::Refused)) => FromWorker::Refused,
@@ -92,9 +77,10 @@ fn carry_out(place: &WorkerPlace, token: &Token, trainable: &mut impl RunTrial) 
         link.send(&message)?;
         if matches!(message, FromWorker::Failed { .. }) {
             // What it leaves behind is not known.
-            return Err(Error::trial("the trial failed"));
+            return Err(Error::new(Kind::Trial, "the trial failed"));
         }
     }
+    Ok(())
 }
 
 fn join(place: &WorkerPlace, token: &Token, rank: usize) -> Result<Link> {

@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use accelerator_host::machine::UsableCores;
 use accelerator_tune::{
-    Asha, CheckpointSettings, Display, Mode, Objective, Results, Search, SearchEnd, SearchFolder,
-    Searcher, Space, Stop, Suggestion, TrialId, TrialStatus, grid_search,
+    Asha, CheckpointSettings, Config, Display, Mode, Objective, Results, Search, SearchEnd,
+    SearchFolder, Searcher, Space, Stop, TrialId, TrialStatus, grid_search,
 };
 use serde_json::{Value, json};
 
@@ -124,11 +124,9 @@ fn a_metric_that_no_trial_reports_is_an_error() {
 struct Once(u64);
 
 impl Searcher for Once {
-    fn ask(&mut self, trial: TrialId) -> accelerator_tune::Result<Suggestion> {
-        Ok(match trial.number() {
-            0 => Suggestion::Config(serde_json::from_value(json!({ "x": 1 })).unwrap()),
-            _ => Suggestion::Exhausted,
-        })
+    fn ask(&mut self, trial: TrialId) -> accelerator_tune::Result<Option<Config>> {
+        let config = serde_json::from_value(json!({ "x": 1 })).unwrap();
+        Ok((trial.number() == 0).then_some(config))
     }
 
     fn config(&self) -> Value {

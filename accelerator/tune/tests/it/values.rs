@@ -4,7 +4,7 @@ use std::sync::atomic::AtomicU32;
 
 use accelerator_tune::{
     Config, Display, IntoValue, MaxFailures, Mode, Objective, Pbt, Results, Search, SearchEnd,
-    SearchFolder, SearchSpec, Space, Stop, choice, grid_search, uniform,
+    SearchFolder, SearchSpec, Space, Stop, TrialId, choice, grid_search, uniform,
 };
 use serde_json::{Value, json};
 
@@ -124,11 +124,8 @@ fn a_closure_may_make_what_is_named() {
 fn a_searcher_of_ones_own_is_not_given_points() {
     struct Nothing;
     impl accelerator_tune::Searcher for Nothing {
-        fn ask(
-            &mut self,
-            _trial: accelerator_tune::TrialId,
-        ) -> accelerator_tune::Result<accelerator_tune::Suggestion> {
-            Ok(accelerator_tune::Suggestion::Exhausted)
+        fn ask(&mut self, _: TrialId) -> accelerator_tune::Result<Option<Config>> {
+            Ok(None)
         }
     }
     let folder = tempfile::tempdir().unwrap();

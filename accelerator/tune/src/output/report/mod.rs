@@ -11,7 +11,7 @@ use serde_json::Value;
 use super::table::{Rows, status};
 use super::trial_folder::read_results;
 use crate::config::TrialId;
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 use crate::objective::Mode;
 use crate::view::{Rung, SearchEnd, SearchView, Trial, TrialResult, TrialStatus};
 
@@ -45,9 +45,7 @@ pub(super) fn html(view: &SearchView, ending: SearchEnd, best: Option<&Trial>) -
         trials: trials.collect::<Result<_>>()?,
         rungs: view.rungs.iter().map(PageRung::of).collect(),
     };
-    let data = serde_json::to_string(&page).map_err(|error| {
-        Error::misuse(format!("the report of {}: {error}", view.name)).with_source(error)
-    })?;
+    let data = serde_json::to_string(&page).map_err(|error| Error::of(Kind::Io, error))?;
     let page = HtmlPage {
         title: &view.name,
         data: &data,

@@ -16,7 +16,7 @@ fn names_and_values_are_data_whatever_they_are() {
     view.name = hostile.to_owned();
     view.objective.metric = "loss".to_owned();
     view.trials[0].name = hostile.to_owned();
-    view.trials[1].best_config.insert("kind", hostile);
+    view.trials[1].best_config.set("kind", hostile.into());
     view.trials[2].error = Some(hostile.to_owned());
     let page = html(&view, SearchEnd::Finished, view.trials.first()).unwrap();
     assert!(!page.contains("<script>document") && !page.contains("<!--"));
@@ -90,16 +90,9 @@ fn search(folder: &Path, trials: u32, results: u32) -> SearchView {
         let id = TrialId::new(number);
         let name = format!("search_358bb_{id}");
         let path = folder.join(&name);
-        let mut config = Config::default();
-        config.insert("lr", 1e-4 * f64::from(number + 1));
-        config.insert(
-            "kind",
-            if number.is_multiple_of(2) {
-                "sgd"
-            } else {
-                "adam"
-            },
-        );
+        let kind = ["sgd", "adam"][number as usize % 2];
+        let config = json!({"lr": 1e-4 * f64::from(number + 1), "kind": kind});
+        let config: Config = serde_json::from_value(config).unwrap();
         let result = |iteration: u32| TrialResult {
             training_iteration: iteration.into(),
             time_this_iter_s: 0.5,

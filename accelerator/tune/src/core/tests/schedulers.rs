@@ -4,10 +4,9 @@ use std::collections::BTreeMap;
 
 use proptest::prelude::*;
 
-use super::event::Event;
 use super::simulation::{Chance, SimulatedSearch, check, configs, quality, rules, simulate};
-use super::{Decision, Rules, SearchOrder};
 use crate::config::Config;
+use crate::core::{Decision, Event, Rules, SearchOrder};
 use crate::objective::{Mode, Objective};
 use crate::scheduler::{Asha, AshaPromotion, MedianStopping, Pbt, Scheduler};
 use crate::space::{Space, uniform};
@@ -130,6 +129,23 @@ fn a_best_value_is_of_the_configuration_that_reported_it() {
     assert!(earlier > 0);
 }
 
+#[test]
+fn order_matters_to_decisions_in_eager_mode() {
+    let run_with = |seed| {
+        let chance = Chance {
+            seed,
+            slots: 4,
+            failures: 0,
+            crashes: 0,
+        };
+        let scheduler = MedianStopping::default().into();
+        let ended = run(&scheduler, SearchOrder::Eager, None, chance).core;
+        let trials = ended.trials().iter();
+        trials.map(|trial| trial.decided).collect::<Vec<_>>()
+    };
+    assert_ne!(run_with(1), run_with(2));
+}
+
 proptest! {
     /// No trial is lost or counted twice, and one that fails for good blocks no other, on any rung.
     #[test]
@@ -153,8 +169,12 @@ proptest! {
     }
 
     #[test]
-    fn in_ordered_mode_no_scheduler_sees_slots_timing_or_kills(scheduler in schedulers(), chance in chances()) {
-        let order = SearchOrder::Ordered { workers: 3 };
+    fn in_ordered_mode_no_scheduler_sees_slots_timing_or_kills(
+        scheduler in schedulers(),
+        chance in chances(),
+        workers in 1_usize..6,
+    ) {
+        let order = SearchOrder::Ordered { workers };
         let calm = Chance { seed: 0, slots: 3, failures: 0, crashes: 0 };
         let undisturbed = run(&scheduler, order, None, calm);
         prop_assert_eq!(undisturbed.decisions, run(&scheduler, order, None, chance).decisions);

@@ -4,9 +4,8 @@ use std::collections::BTreeMap;
 
 use serde_json::json;
 
-use super::event::Event;
-use super::{Action, Core, Decision, Rules, SearchOrder};
 use crate::config::{Config, TrialId};
+use crate::core::{Action, Core, Decision, Event, Rules, SearchOrder};
 use crate::objective::{Mode, Objective};
 use crate::scheduler::TrialScheduler;
 use crate::space::Random;
@@ -50,7 +49,8 @@ pub(super) fn rules(order: SearchOrder, iterations: u32) -> Rules {
     }
 }
 
-/// Runs a search to its end. Trial n has `configs[n]`, and after iteration t the score `score(config, t)`.
+/// Runs a search to its end, and replays its journal. Trial n has `configs[n]`, and after iteration t the score
+/// `score(config, t)`.
 pub(super) fn simulate(
     rules: &dyn Fn() -> Rules,
     scheduler: &dyn Fn() -> Box<dyn TrialScheduler>,
@@ -67,19 +67,20 @@ pub(super) fn simulate(
             let mut next = Some(event);
             while let Some(event) = next.take() {
                 events.push(event.clone());
-                for action in core.step(event) {
-                    match action {
-                        Action::Ask(trial) => {
-                            let config = configs.get(trial.index()).cloned();
-                            next = Some(Event::Suggested { trial, config });
-                        }
-                        Action::Log(decision) => decisions.push(decision),
-                        _ => {}
-                    }
-                }
-                next = next.or_else(|| core.shared());
+                decisions.extend(logged(core, [event]));
+                let suggested = core.asking().map(|trial| {
+                    let config = configs.get(trial.index()).cloned();
+                    Event::Suggested { trial, config }
+                });
+                next = suggested.or_else(|| core.shared());
             }
         };
+    let replay = |events: &[Event], decisions: &[Decision]| {
+        let mut core = Core::new(rules(), scheduler());
+        let again = logged(&mut core, events.iter().cloned());
+        assert_eq!(again, decisions, "the journal leads to other decisions");
+        core
+    };
     let opened = Event::Opened {
         slots: chance.slots,
     };
@@ -88,6 +89,7 @@ pub(super) fn simulate(
     let mut computing: BTreeMap<TrialId, u64> = BTreeMap::new();
     for _ in 0..1_000_000 {
         if core.is_finished() {
+            replay(&events, &decisions);
             return SimulatedSearch {
                 decisions,
                 core,
@@ -96,16 +98,7 @@ pub(super) fn simulate(
         }
         if random.below(1000) < chance.crashes {
             computing.clear();
-            core = Core::new(rules(), scheduler());
-            let mut again = Vec::new();
-            for event in &events {
-                for action in core.step(event.clone()) {
-                    if let Action::Log(decision) = action {
-                        again.push(decision);
-                    }
-                }
-            }
-            assert_eq!(again, decisions, "the journal leads to other decisions");
+            core = replay(&events, &decisions);
             step(&mut core, opened.clone(), &mut decisions, &mut events);
             continue;
         }
@@ -124,7 +117,7 @@ pub(super) fn simulate(
             "a slot is idle: {:?}",
             core.trials()
         );
-        let nth = random.below(computing.len() as u64) as usize;
+        let nth = random.index(computing.len());
         let trial = *computing.keys().nth(nth).unwrap();
         computing.remove(&trial);
         let state = core.trial(trial).unwrap();
@@ -147,14 +140,20 @@ pub(super) fn simulate(
     panic!("the search does not end: {:?}", core.trials());
 }
 
+/// Returns what the core decides at these events.
+pub(super) fn logged(core: &mut Core, events: impl IntoIterator<Item = Event>) -> Vec<Decision> {
+    let actions = events.into_iter().flat_map(|event| core.step(event));
+    let decisions = actions.filter_map(|action| match action {
+        Action::Log(decision) => Some(decision),
+        _ => None,
+    });
+    decisions.collect()
+}
+
 /// Configurations with a quality each.
 pub(super) fn configs(count: u64, seed: u64) -> Vec<Config> {
     let mut random = Random::of(seed, &[]);
-    let config = |quality: u64| {
-        let mut config = Config::default();
-        config.insert("quality", json!(quality));
-        config
-    };
+    let config = |quality: u64| serde_json::from_value(json!({ "quality": quality })).unwrap();
     (0..count).map(|_| config(random.below(1000))).collect()
 }
 
