@@ -49,7 +49,10 @@ enum TuneCommand {
     /// Go on with a search that was interrupted, by the command that began it.
     Resume(ResumeArgs),
     /// Pause a search that runs: its trials save at their next report.
-    Stop(StopArgs),
+    Stop {
+        /// The search's folder.
+        folder: PathBuf,
+    },
 }
 
 #[derive(Args, Clone, Debug)]
@@ -82,12 +85,6 @@ struct BestResult<'a> {
     checkpoint: Option<&'a Path>,
 }
 
-#[derive(Args, Clone, Debug)]
-struct StopArgs {
-    /// The search's folder.
-    folder: PathBuf,
-}
-
 impl TuneArgs {
     /// Returns `true` if processes are started that must not outlive the launcher.
     pub(crate) fn starts_processes(&self) -> bool {
@@ -111,7 +108,7 @@ pub(crate) fn run(arguments: &TuneArgs, liveness: Option<LivenessPipe>) -> Resul
         Some(TuneCommand::Show(arguments)) => show(arguments),
         Some(TuneCommand::Best(arguments)) => best(arguments),
         Some(TuneCommand::Resume(arguments)) => resume(arguments, liveness),
-        Some(TuneCommand::Stop(arguments)) => stop(arguments),
+        Some(TuneCommand::Stop { folder }) => stop(folder),
     }
 }
 
@@ -123,7 +120,7 @@ fn best(arguments: &BestArgs) -> Result<ExitCode> {
     let Some((trial, result, config)) = search.results().best_result(metric, mode) else {
         return Err(Error::usage(format!(
             "no trial of {} has reported a number as `{metric}`",
-            plain(&arguments.folder.display().to_string())
+            shown(&arguments.folder)
         )));
     };
     let best = BestResult {
@@ -140,7 +137,7 @@ fn best(arguments: &BestArgs) -> Result<ExitCode> {
     }
     let row = |name: &str, text: String| [name.to_owned(), plain(&text)];
     let value = best.value.map(|value| value.0.to_string());
-    let checkpoint = best.checkpoint.map(|path| path.display().to_string());
+    let checkpoint = best.checkpoint.map(shown);
     print(&columns(&[
         row(metric, value.unwrap_or_default()),
         row("trial", best.trial.to_owned()),
@@ -153,9 +150,9 @@ fn best(arguments: &BestArgs) -> Result<ExitCode> {
     ]))
 }
 
-fn stop(arguments: &StopArgs) -> Result<ExitCode> {
-    let search = SearchFolder::open(&arguments.folder).map_err(of_tune)?;
-    let folder = plain(&arguments.folder.display().to_string());
+fn stop(folder: &Path) -> Result<ExitCode> {
+    let search = SearchFolder::open(folder).map_err(of_tune)?;
+    let folder = shown(folder);
     match search.interrupt().map_err(of_tune)? {
         true => note(&format!(
             "the search in {folder} pauses when its trials have reported; go on with: accel-launch tune resume {folder}"
@@ -173,6 +170,10 @@ fn mode(word: &str) -> std::result::Result<Mode, String> {
         "max" => Ok(Mode::Max),
         _ => Err("expected `min` or `max`".to_owned()),
     }
+}
+
+fn shown(path: &Path) -> String {
+    plain(&path.display().to_string())
 }
 
 fn of_tune(error: accelerator_tune::Error) -> Error {
@@ -231,7 +232,7 @@ fn resume(arguments: &ResumeArgs, liveness: Option<LivenessPipe>) -> Result<Exit
         return Err(Error::usage(format!(
             "the trials of the search in {} are processes of the program that searches: start that program again, as it was \
              started, and it goes on",
-            plain(&arguments.folder.display().to_string())
+            shown(&arguments.folder)
         )));
     }
     spec.slots = arguments.slots.or(spec.slots);
@@ -242,7 +243,7 @@ fn resume(arguments: &ResumeArgs, liveness: Option<LivenessPipe>) -> Result<Exit
         env::set_current_dir(directory).map_err(|error| {
             Error::usage(format!(
                 "the search was begun in {}, where its program is to run, and which cannot be entered: {error}",
-                plain(&directory.display().to_string())
+                shown(directory)
             ))
         })?;
     }
@@ -266,7 +267,7 @@ fn search(
         thread::park();
     }
     let results = results?;
-    let folder = plain(&results.folder().display().to_string());
+    let folder = shown(results.folder());
     match results.ending() {
         SearchEnd::Finished => {}
         SearchEnd::Interrupted | SearchEnd::OutOfTime => {
@@ -353,8 +354,10 @@ struct ListedSearch {
 fn list(arguments: &ListSearchesArgs) -> Result<ExitCode> {
     let folder = &arguments.folder;
     let entries = folder.read_dir().map_err(|error| {
-        let shown = plain(&folder.display().to_string());
-        Error::usage(format!("the folder {shown} cannot be read: {error}"))
+        Error::usage(format!(
+            "the folder {} cannot be read: {error}",
+            shown(folder)
+        ))
     })?;
     let paths = entries.flatten().map(|entry| entry.path());
     let mut folders: Vec<_> = paths.filter(|path| path.is_dir()).collect();
@@ -373,16 +376,13 @@ fn list(arguments: &ListSearchesArgs) -> Result<ExitCode> {
         return print(&json(&searches)?);
     }
     if searches.is_empty() {
-        return Err(Error::usage(format!(
-            "{} has no search",
-            plain(&folder.display().to_string())
-        )));
+        return Err(Error::usage(format!("{} has no search", shown(folder))));
     }
     let mut rows =
         vec![["FOLDER", "STATUS", "TRIALS", "FAILED", "METRIC", "BEST"].map(str::to_owned)];
     rows.extend(searches.iter().map(|search| {
         [
-            plain(&search.folder.display().to_string()),
+            shown(&search.folder),
             search.status.to_owned(),
             format!("{}/{}", search.ended, search.trials),
             search.failed.to_string(),
@@ -399,12 +399,11 @@ fn listed(path: &Path) -> accelerator_tune::Result<ListedSearch> {
     let search = SearchFolder::open(path)?;
     let results = search.results();
     let objective = search.spec().objective();
-    let count = |statuses: &[TrialStatus]| {
+    let count = |status: TrialStatus| {
         let trials = results.trials().iter();
-        trials
-            .filter(|trial| statuses.contains(&trial.status))
-            .count()
+        trials.filter(|trial| trial.status == status).count()
     };
+    let failed = count(TrialStatus::Error);
     let best = results.best_trial(&objective.metric, objective.mode, Default::default());
     Ok(ListedSearch {
         folder: path.to_owned(),
@@ -415,8 +414,8 @@ fn listed(path: &Path) -> accelerator_tune::Result<ListedSearch> {
             _ => "paused",
         },
         trials: results.trials().len(),
-        ended: count(&[TrialStatus::Terminated, TrialStatus::Error]),
-        failed: count(&[TrialStatus::Error]),
+        ended: count(TrialStatus::Terminated) + failed,
+        failed,
         metric: objective.metric.clone(),
         best: best.map(|(_, best)| Number(best)),
     })
