@@ -60,7 +60,6 @@ pub(crate) fn replace(path: &Path, text: &[u8], durability: Durability) -> Resul
         .map_err(|error| Error::io("write", path, error))
 }
 
-/// Returns the values as lines of JSON.
 pub(crate) fn json_lines<T: Serialize>(values: impl IntoIterator<Item = T>) -> Result<Vec<u8>> {
     let mut text = Vec::new();
     for value in values {

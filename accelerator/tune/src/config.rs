@@ -70,33 +70,15 @@ impl Config {
     /// The value at a path.
     #[must_use]
     pub fn value(&self, path: &str) -> Option<&Value> {
-        let mut parts = path.split('/');
-        let mut value = self.0.get(parts.next()?)?;
-        for part in parts {
-            value = match value {
-                Value::Object(map) => map.get(part)?,
-                Value::Array(values) => values.get(part.parse::<usize>().ok()?)?,
-                _ => return None,
-            };
-        }
-        Some(value)
+        let (name, below) = split(path);
+        self.0.get(name)?.pointer(&below)
     }
 
     /// Sets the value at a path, whose tables and lists are there.
     pub(crate) fn set(&mut self, path: &str, value: Value) {
-        let mut parts = path.split('/');
-        let mut place = parts.next().and_then(|name| self.0.get_mut(name));
-        for part in parts {
-            place = match place {
-                Some(Value::Object(map)) => map.get_mut(part),
-                Some(Value::Array(values)) => {
-                    let index = part.parse::<usize>().ok();
-                    index.and_then(|index| values.get_mut(index))
-                }
-                _ => None,
-            };
-        }
-        if let Some(place) = place {
+        let (name, below) = split(path);
+        let top = self.0.get_mut(name);
+        if let Some(place) = top.and_then(|top| top.pointer_mut(&below)) {
             *place = value;
         }
     }
@@ -123,6 +105,14 @@ impl fmt::Display for Config {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         let text = serde_json::to_string(&self.0).map_err(|_| fmt::Error)?;
         formatter.write_str(&text)
+    }
+}
+
+/// Splits a path into a name at the top, and the JSON pointer to what is below.
+fn split(path: &str) -> (&str, String) {
+    match path.split_once('/') {
+        None => (path, String::new()),
+        Some((name, below)) => (name, format!("/{}", below.replace('~', "~0"))),
     }
 }
 

@@ -14,27 +14,21 @@ use crate::appended::{AppendedFile, json_lines};
 use crate::core::Event;
 use crate::error::{Error, Kind, Result};
 
-/// The journal's file in a search's folder.
 pub(crate) const JOURNAL: &str = "journal.jsonl";
 
-/// The first line of a journal.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub(crate) struct Head {
-    /// The version of the format.
     pub(crate) version: u32,
     /// Part of the names of trials.
     pub(crate) id: String,
     /// Seconds since 1970.
     pub(crate) created: u64,
-    /// The time at which the searcher is asked.
     pub(crate) asks: Asking,
-    /// The searcher's version, where it has one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) searcher: Option<String>,
     /// The folder in which the search was begun; names in a program's arguments are relative to it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) directory: Option<PathBuf>,
-    /// The specification of the search.
     pub(crate) spec: Value,
 }
 
@@ -58,7 +52,6 @@ struct Line<E> {
     line: Option<u64>,
 }
 
-/// The version of the format.
 pub(crate) const VERSION: u32 = 1;
 
 /// A journal that is being written.
@@ -69,7 +62,6 @@ pub(crate) const VERSION: u32 = 1;
 #[derive(Debug)]
 pub(crate) struct Journal {
     file: AppendedFile,
-    /// The number of its events.
     lines: u64,
     synced: Instant,
     is_synced: bool,
@@ -126,12 +118,10 @@ impl Journal {
     }
 }
 
-/// The content of a journal.
 #[derive(Debug)]
 pub(crate) struct Journaled {
     pub(crate) head: Head,
     pub(crate) events: Vec<Event>,
-    /// The number of bytes of its intact lines.
     pub(crate) intact: u64,
 }
 
@@ -144,7 +134,6 @@ impl Journaled {
     }
 }
 
-/// Returns the time at which the journal in a folder was last written.
 pub(crate) fn written(folder: &Path) -> Option<SystemTime> {
     let metadata = fs::metadata(folder.join(JOURNAL)).ok()?;
     metadata.modified().ok()

@@ -48,7 +48,6 @@ pub(crate) trait TrialRunner {
     fn close(&mut self);
 }
 
-/// An attempt at a trial.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 pub(crate) struct TrialStart {
     pub(crate) trial: TrialId,
@@ -59,7 +58,6 @@ pub(crate) struct TrialStart {
     pub(crate) restore: Option<Restore>,
 }
 
-/// A checkpoint to go on from.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 pub(crate) struct Restore {
     pub(crate) folder: PathBuf,
@@ -67,7 +65,6 @@ pub(crate) struct Restore {
     pub(crate) iteration: u64,
 }
 
-/// The search's answer to a report.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Answer {
     /// Go on to the next report.
@@ -76,23 +73,19 @@ pub(crate) enum Answer {
     Save(PathBuf),
     /// Save to that folder and end.
     Pause(PathBuf),
-    /// End.
     Stop,
 }
 
-/// An event of a trial.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum RunnerEvent {
-    /// Its process runs.
-    Started { trial: TrialId, location: Location },
-    /// It reports after an iteration, counted from 1, and waits for the answer.
+    Started {
+        trial: TrialId,
+        location: Location,
+    },
+    /// It reports, and waits for the answer.
     Reported {
         trial: TrialId,
-        iteration: u64,
-        metrics: Metrics,
-        /// Seconds since the report before, or since its attempt began to compute.
-        seconds: f64,
-        offer: Offer,
+        report: Report,
     },
     /// A checkpoint is complete, on the disk, under its final name.
     Saved {
@@ -101,15 +94,21 @@ pub(crate) enum RunnerEvent {
         bytes: u64,
     },
     /// It has nothing more to do. Its attempt is over.
-    Ended { trial: TrialId },
+    Ended {
+        trial: TrialId,
+    },
     /// Its attempt is over: the program failed, or its process ended.
-    Failed { trial: TrialId, message: String },
+    Failed {
+        trial: TrialId,
+        message: String,
+    },
     /// After [`Answer::Pause`] or [`Answer::Stop`]: its attempt is over, and its slot is free.
-    Stopped { trial: TrialId },
+    Stopped {
+        trial: TrialId,
+    },
 }
 
 impl RunnerEvent {
-    /// Returns the trial that it is about.
     pub(crate) fn trial(&self) -> TrialId {
         match self {
             Self::Started { trial, .. }
@@ -122,6 +121,17 @@ impl RunnerEvent {
     }
 }
 
+/// What a trial reports after an iteration.
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
+pub(crate) struct Report {
+    /// Counted from 1.
+    pub(crate) iteration: u64,
+    pub(crate) metrics: Metrics,
+    /// Seconds since the report before, or since its attempt began to compute.
+    pub(crate) seconds: f64,
+    pub(crate) offer: Offer,
+}
+
 /// Tells if a report comes with a checkpoint, as those of functions and programs may.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
@@ -130,7 +140,6 @@ pub(crate) enum Offer {
     Nothing,
 }
 
-/// The process in which a trial runs.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub(crate) struct Location {
     pub(crate) host: String,

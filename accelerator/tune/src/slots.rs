@@ -45,7 +45,6 @@ impl Default for Resources {
     }
 }
 
-/// The slots that trials run on.
 #[derive(Debug)]
 pub(crate) struct Slots {
     slots: Vec<Slot>,
@@ -63,7 +62,6 @@ pub(crate) struct Slot {
     /// The cores to which trials are bound; empty if the system has to choose.
     pub(crate) cores: Vec<usize>,
     pub(crate) gpus: Vec<String>,
-    /// The one that computes.
     pub(crate) active: Option<TrialId>,
 }
 
@@ -129,7 +127,7 @@ impl Slots {
         let slots = hosts.iter().enumerate().flat_map(|(number, host)| {
             (0..dealt(number)).map(move |slot| Slot {
                 host: number,
-                threads: whole_number(cpus).min(host.cores).max(1),
+                threads: integer(cpus.ceil()).min(host.cores).max(1),
                 cores: share(&host.core_numbers, slot, cpus),
                 gpus: share(&host.gpus, slot, gpus),
                 ..Slot::default()
@@ -151,20 +149,14 @@ impl Slots {
         self.resources.gpus > 0.0
     }
 
-    /// A slot on which nothing computes.
     pub(crate) fn free(&self) -> Option<usize> {
         self.slots.iter().position(|slot| slot.active.is_none())
     }
 
     /// Returns the resources in use and in all, such as `2.0/2 CPUs, 0.0/0 GPUs`.
     pub(crate) fn requested(&self) -> String {
-        let used = self
-            .slots
-            .iter()
-            .filter(|slot| slot.active.is_some())
-            .count();
-        #[expect(clippy::cast_precision_loss, reason = "a few slots")]
-        let used = used as f64;
+        let used = self.slots.iter().filter(|slot| slot.active.is_some());
+        let used = float(used.count());
         format!(
             "{:.1}/{} CPUs, {:.1}/{} GPUs",
             used * self.resources.cpus,
@@ -176,7 +168,6 @@ impl Slots {
 }
 
 impl Slot {
-    /// Describes a process that computes on it.
     pub(crate) fn process(
         &self,
         program: ProcessProgram,
@@ -212,41 +203,37 @@ impl IndexMut<usize> for Slots {
 const MOST_SLOTS: usize = 1 << 16;
 
 /// Returns how often `each` goes into `all`.
-#[expect(
-    clippy::cast_precision_loss,
-    clippy::cast_possible_truncation,
-    clippy::cast_sign_loss,
-    reason = "numbers of cores and GPUs"
-)]
 fn whole(all: usize, each: f64) -> usize {
-    (all as f64 / each + 1e-9).floor() as usize
+    integer((float(all) / each + 1e-9).floor())
 }
 
-/// Returns the number of cores or GPUs of a trial that uses only a part of the last one.
-#[expect(
-    clippy::cast_possible_truncation,
-    clippy::cast_sign_loss,
-    reason = "numbers of cores and GPUs"
-)]
-fn whole_number(each: f64) -> usize {
-    each.ceil() as usize
-}
-
-/// Returns a slot's share of `all`, if each slot has `each`; slots share if there are too many.
-#[expect(
-    clippy::cast_precision_loss,
-    clippy::cast_possible_truncation,
-    clippy::cast_sign_loss,
-    reason = "numbers of cores and GPUs"
-)]
+/// Returns a slot's share of `all`, if each slot has `each`; slots share if there are too many. Of the last core or GPU, a
+/// trial may use only a part.
 fn share<T: Clone>(all: &[T], slot: usize, each: f64) -> Vec<T> {
     if all.is_empty() || each == 0.0 {
         return Vec::new();
     }
-    let first = (slot as f64 * each + 1e-9).floor() as usize;
-    let count = whole_number(each).min(all.len());
+    let first = integer((float(slot) * each + 1e-9).floor());
+    let count = integer(each.ceil()).min(all.len());
     let indices = (first..first + count).map(|index| index % all.len());
     indices.map(|index| all[index].clone()).collect()
+}
+
+#[expect(
+    clippy::cast_precision_loss,
+    reason = "a number of slots, cores or GPUs"
+)]
+fn float(count: usize) -> f64 {
+    count as f64
+}
+
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "a number of cores or GPUs"
+)]
+fn integer(count: f64) -> usize {
+    count as usize
 }
 
 #[cfg(test)]
@@ -266,12 +253,22 @@ mod tests {
         assert_eq!((whole(4, 0.5), whole(4, 3.0), whole(1, 2.0)), (8, 1, 0));
     }
 
+    fn host(cores: usize) -> HostResources {
+        HostResources {
+            cores,
+            ..HostResources::default()
+        }
+    }
+
+    fn cpus(cpus: f64) -> Resources {
+        Resources {
+            cpus,
+            ..Resources::default()
+        }
+    }
+
     #[test]
     fn resources_that_cannot_be_are_refused() {
-        let host = HostResources {
-            cores: 2,
-            ..HostResources::default()
-        };
         for (cpus, gpus, processes) in [
             (0.0, 0.0, 1),
             (f64::NAN, 0.0, 1),
@@ -285,23 +282,15 @@ mod tests {
                 gpus,
                 processes,
             };
-            let error = Slots::new(&resources, None, &[&host]).unwrap_err();
+            let error = Slots::new(&resources, None, &[&host(2)]).unwrap_err();
             assert!(error.is_misuse(), "{error}");
         }
     }
 
     #[test]
     fn slots_are_as_many_as_a_quota_grants_and_the_system_chooses_their_cores() {
-        let host = HostResources {
-            cores: 4,
-            ..HostResources::default()
-        };
-        for (cpus, expected) in [(1.0, [1; 4].as_slice()), (2.0, &[2; 2]), (9.0, &[4])] {
-            let resources = Resources {
-                cpus,
-                ..Resources::default()
-            };
-            let slots = Slots::new(&resources, None, &[&host]).unwrap().slots;
+        for (each, expected) in [(1.0, [1; 4].as_slice()), (2.0, &[2; 2]), (9.0, &[4])] {
+            let slots = Slots::new(&cpus(each), None, &[&host(4)]).unwrap().slots;
             let threads: Vec<_> = slots.iter().map(|slot| slot.threads).collect();
             assert_eq!(threads, expected);
             assert!(slots.iter().all(|slot| slot.cores.is_empty()));
@@ -311,17 +300,12 @@ mod tests {
     #[test]
     fn slots_are_on_hosts_by_what_they_have() {
         let hosts = [4, 2].map(|cores| HostResources {
-            cores,
             core_numbers: (0..cores).collect(),
-            gpus: Vec::new(),
+            ..host(cores)
         });
         let hosts: Vec<_> = hosts.iter().collect();
-        let on = |cpus: f64, count: Option<usize>| -> Vec<(usize, Vec<usize>)> {
-            let resources = Resources {
-                cpus,
-                ..Resources::default()
-            };
-            let slots = Slots::new(&resources, count, &hosts).unwrap().slots;
+        let on = |each: f64, count: Option<usize>| -> Vec<(usize, Vec<usize>)> {
+            let slots = Slots::new(&cpus(each), count, &hosts).unwrap().slots;
             let places = slots.into_iter().map(|slot| (slot.host, slot.cores));
             places.collect()
         };
@@ -332,6 +316,6 @@ mod tests {
         );
         assert_eq!(on(2.0, Some(2)), [(0, two.clone()), (1, two)]);
         assert_eq!(on(1.0, Some(1)), [(1, vec![0])]);
-        assert!(Slots::new(&Resources::default(), Some(usize::MAX), &hosts).is_err());
+        assert!(Slots::new(&cpus(1.0), Some(usize::MAX), &hosts).is_err());
     }
 }

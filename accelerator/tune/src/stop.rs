@@ -134,7 +134,6 @@ impl Stop {
         reached || is_flat()
     }
 
-    /// Returns `true` if a closure ends the trial.
     pub(crate) fn closures_say(&self, trial: TrialId, result: &TrialResult) -> bool {
         self.closures.iter().any(|stops| (stops.0)(trial, result))
     }

@@ -76,18 +76,8 @@ impl Serialize for Number {
 
 impl<'de> Deserialize<'de> for Number {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        #[derive(Deserialize)]
-        #[serde(untagged)]
-        enum Written {
-            Number(f64),
-            Word(String),
-        }
-        match Written::deserialize(deserializer)? {
-            Written::Number(value) => Ok(Self(value)),
-            Written::Word(word) => of_word(&word)
-                .map(Self)
-                .ok_or_else(|| D::Error::custom(format!("`{word}` is no number"))),
-        }
+        let value = Value::deserialize(deserializer)?;
+        parse(&value).map(Self).map_err(D::Error::custom)
     }
 }
 

@@ -97,7 +97,6 @@ pub struct Trial {
     pub name: String,
     /// Its status.
     pub status: TrialStatus,
-    /// The process that it runs in.
     pub(crate) location: Option<Location>,
     /// The configuration that it tries.
     pub config: Config,
@@ -125,7 +124,6 @@ pub(crate) struct SearchView {
     pub(crate) objective: Objective,
     /// Paths of the parameters that are drawn, by path; constants are not among them.
     pub(crate) parameters: Vec<String>,
-    /// Lines of the scheduler.
     pub(crate) scheduler: Vec<String>,
     pub(crate) rungs: Vec<Rung>,
     /// The trials, in the order of numbers.

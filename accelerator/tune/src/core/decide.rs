@@ -9,7 +9,6 @@ use crate::searcher::TrialEnd;
 use crate::view::{TrialResult, TrialStatus};
 
 impl Core {
-    /// Decides about what a trial did.
     pub(super) fn decide(&mut self, trial: TrialId) {
         match self.trial_mut(trial).update.take() {
             Some(TrialUpdate::Reported(result)) => self.decide_report(trial, result),
@@ -179,7 +178,6 @@ impl Core {
     }
 }
 
-/// An attempt at a trial that is to be made.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct AttemptPlan {
     /// The branch whose configuration it has: the trial's own, or one that this goes back to.

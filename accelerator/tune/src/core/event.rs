@@ -11,13 +11,14 @@ use crate::view::TrialResult;
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Event {
     /// A process carries the search out from here on, with that many slots. Attempts of an earlier one are gone.
-    Opened { slots: usize },
+    Opened {
+        slots: usize,
+    },
     /// The searcher's reply; `None` where nothing is left to try.
     Suggested {
         trial: TrialId,
         config: Option<Config>,
     },
-    /// A trial has reported.
     Reported {
         trial: TrialId,
         result: TrialResult,
@@ -27,28 +28,36 @@ pub(crate) enum Event {
     },
     /// A trial continues from results of another, which count as its own. `stop` is the iteration with which a closure
     /// of the search ends it.
-    Shared { trial: TrialId, stop: Option<u64> },
-    /// A trial has nothing more to do.
-    Ended { trial: TrialId },
-    /// An attempt at a trial has failed.
-    Failed { trial: TrialId, message: String },
-    /// A checkpoint is complete.
+    Shared {
+        trial: TrialId,
+        stop: Option<u64>,
+    },
+    Ended {
+        trial: TrialId,
+    },
+    Failed {
+        trial: TrialId,
+        message: String,
+    },
     Saved {
         checkpoint: CheckpointKey,
         bytes: u64,
     },
     /// A checkpoint is about to be deleted.
-    Deleted { checkpoint: CheckpointKey },
+    Deleted {
+        checkpoint: CheckpointKey,
+    },
     /// The last line: nothing is left to do.
     Finished,
 }
 
-/// An action that follows from an event.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Action {
     /// A result counts: the trial's files get it, and the searcher learns of its value.
-    Record { branch: Branch, result: TrialResult },
-    /// The searcher learns of an end.
+    Record {
+        branch: Branch,
+        result: TrialResult,
+    },
     Tell(TrialId, TrialEnd),
     /// A line of the decision log.
     Log(Decision),
@@ -60,7 +69,6 @@ pub(crate) enum Action {
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case", tag = "decision")]
 pub(crate) enum Decision {
-    /// A trial begins.
     Start {
         trial: TrialId,
         config: Config,
@@ -68,14 +76,23 @@ pub(crate) enum Decision {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         from: Option<Origin>,
     },
-    /// A trial continues after a report.
-    Continue { trial: TrialId, iteration: u64 },
+    Continue {
+        trial: TrialId,
+        iteration: u64,
+    },
     /// A trial saves a checkpoint after a report, and continues.
-    Save { trial: TrialId, iteration: u64 },
-    /// A trial pauses after a report.
-    Pause { trial: TrialId, iteration: u64 },
-    /// A paused trial goes on.
-    Resume { trial: TrialId, iteration: u64 },
+    Save {
+        trial: TrialId,
+        iteration: u64,
+    },
+    Pause {
+        trial: TrialId,
+        iteration: u64,
+    },
+    Resume {
+        trial: TrialId,
+        iteration: u64,
+    },
     /// A trial continues after a report as a changed copy of another.
     Exploit {
         trial: TrialId,
@@ -83,7 +100,6 @@ pub(crate) enum Decision {
         from: Origin,
         config: Config,
     },
-    /// It has ended.
     End {
         trial: TrialId,
         iteration: u64,
@@ -91,15 +107,11 @@ pub(crate) enum Decision {
     },
 }
 
-/// The reason for which a trial has ended.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum EndReason {
-    /// It had nothing more to do.
     Completed,
-    /// A stop rule of the search.
     StopRule,
-    /// The scheduler.
     Scheduler,
     /// It failed more often than it may.
     Failed,
@@ -112,7 +124,6 @@ pub(crate) struct Origin {
     pub(crate) iteration: u64,
 }
 
-/// The branch and the iteration of a checkpoint.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize)]
 pub(crate) struct CheckpointKey {
     pub(crate) branch: Branch,

@@ -30,7 +30,6 @@ pub(crate) use event::{Action, Branch, CheckpointKey, Decision, EndReason, Event
 pub(crate) use trial_state::TrialState;
 use trial_state::TrialUpdate;
 
-/// A search in progress.
 #[derive(Debug)]
 pub(crate) struct Core {
     rules: Rules,
@@ -177,7 +176,6 @@ impl Core {
         })
     }
 
-    /// The metric of the objective.
     pub(crate) fn metric(&self) -> &str {
         &self.rules.objective.metric
     }
@@ -418,7 +416,6 @@ pub enum SearchOrder {
     },
 }
 
-/// The settings by which the core decides.
 #[derive(Debug)]
 pub(crate) struct Rules {
     pub(crate) objective: Objective,
@@ -431,9 +428,7 @@ pub(crate) struct Rules {
     pub(crate) max_failures: Option<u32>,
     /// A checkpoint after every so many iterations.
     pub(crate) checkpoint_frequency: Option<u64>,
-    /// A checkpoint when a trial ends.
     pub(crate) checkpoint_at_end: bool,
-    /// The maximum number of trials.
     pub(crate) max_trials: Option<u32>,
     /// The number of trials that the searcher is asked for before they can begin.
     pub(crate) lookahead: usize,

@@ -4,7 +4,6 @@ use super::event::{Branch, EndReason, Origin};
 use crate::config::{Config, TrialId};
 use crate::view::{TrialResult, TrialStatus};
 
-/// A trial as the core knows it.
 #[derive(Debug)]
 pub(crate) struct TrialState {
     pub(crate) id: TrialId,
@@ -23,14 +22,12 @@ pub(crate) struct TrialState {
     pub(super) recent: VecDeque<TrialResult>,
     pub(crate) last: Option<TrialResult>,
     pub(crate) best: Option<TrialResult>,
-    /// The branch of its best result.
     pub(crate) best_branch: Branch,
     pub(crate) failures: u32,
     pub(crate) error: Option<String>,
     pub(crate) end: Option<EndReason>,
 }
 
-/// One branch of a trial.
 #[derive(Debug)]
 pub(crate) struct BranchState {
     pub(crate) config: Config,
@@ -71,7 +68,6 @@ impl TrialState {
         }
     }
 
-    /// Returns its present branch.
     pub(crate) fn branch(&self) -> Branch {
         #[expect(
             clippy::cast_possible_truncation,

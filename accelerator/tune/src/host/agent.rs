@@ -44,7 +44,6 @@ struct Agent {
     interrupted: Arc<AtomicBool>,
 }
 
-/// The state that the threads of an agent share.
 #[derive(Clone)]
 struct Shared {
     stream: Arc<Mutex<TcpStream>>,
@@ -160,7 +159,6 @@ impl Shared {
         Ok(pid)
     }
 
-    /// Passes standard output on, line by line.
     fn forward(self, process: u32, output: Output) -> Result<thread::JoinHandle<()>> {
         let forward = move || {
             let mut lines = BufReader::new(output);

@@ -23,8 +23,6 @@ use super::process::{Output, Process, ProcessProgram, ProcessSpec};
 use crate::error::{Error, Kind, Result};
 use crate::trial::protocol::{PeerRole, greet, receive, send};
 
-/// The search's connection to the agent of another host.
-#[derive(Debug)]
 pub(super) struct AgentLink {
     pub(super) rank: usize,
     pub(super) name: String,
@@ -35,7 +33,6 @@ pub(super) struct AgentLink {
     is_lost: Arc<AtomicBool>,
 }
 
-/// A process of another host.
 #[derive(Debug)]
 pub(super) struct RemoteProcess {
     number: u32,
@@ -184,12 +181,6 @@ struct Running {
     output: Option<PipeWriter>,
 }
 
-impl std::fmt::Debug for Processes {
-    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        formatter.debug_set().entries(self.0.lock().keys()).finish()
-    }
-}
-
 /// Passes on what the agent says, until it closes.
 fn follow(mut reader: BufReader<TcpStream>, processes: &Processes, replies: &Sender<FromAgent>) {
     while let Some(message) = receive(&mut reader) {
@@ -287,7 +278,6 @@ pub(super) enum FromAgent {
     },
 }
 
-/// The resources that a host has for trials.
 #[derive(Clone, Debug, Default, Deserialize, Serialize)]
 pub(crate) struct HostResources {
     /// The number of threads that may compute at a time, by affinity and quota.

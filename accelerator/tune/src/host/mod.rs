@@ -25,7 +25,6 @@ mod agent_link;
 mod process;
 
 /// The hosts on which a search starts processes: this one, and those whose agents have joined.
-#[derive(Debug)]
 pub(crate) struct Hosts {
     name: String,
     resources: HostResources,
@@ -36,7 +35,6 @@ pub(crate) struct Hosts {
     address: Option<String>,
 }
 
-/// A process that was started on a host.
 #[derive(Debug)]
 pub(crate) struct TrialProcess {
     process: Box<dyn Process>,
@@ -100,7 +98,6 @@ impl Hosts {
         })
     }
 
-    /// Returns the resources of each host; the first is this one.
     pub(crate) fn resources(&self) -> Vec<&HostResources> {
         let agents = self.agents.iter().map(|agent| &agent.resources);
         std::iter::once(&self.resources).chain(agents).collect()
@@ -111,7 +108,6 @@ impl Hosts {
         self.address.as_deref()
     }
 
-    /// Returns the token of the search, which its workers know.
     pub(crate) fn token(&self) -> &Token {
         &self.token
     }
@@ -145,19 +141,16 @@ impl Hosts {
         Ok((TrialProcess { process, log }, output))
     }
 
-    /// Fails where a host is lost.
     pub(crate) fn check(&self) -> Result<()> {
         self.agents.iter().try_for_each(AgentLink::check)
     }
 }
 
 impl TrialProcess {
-    /// Its number to the system.
     pub(crate) fn id(&self) -> u32 {
         self.process.id()
     }
 
-    /// Asks it to end.
     pub(crate) fn terminate(&self) {
         self.process.signal(Signal::TERM);
     }
@@ -167,7 +160,6 @@ impl TrialProcess {
         self.process.signal(Signal::KILL);
     }
 
-    /// Takes its end. What it has started ends, too.
     pub(crate) fn reap(&mut self) -> Option<ExitStatus> {
         self.process.reap()
     }
@@ -269,7 +261,6 @@ pub(crate) fn at_port(host: &str, port: u16) -> String {
     }
 }
 
-/// The purpose for which the token of a search is derived.
 const PURPOSE: &str = "hyperparameter search";
 
 /// The time that agents have to connect, once their ranks have met the search's.

@@ -16,7 +16,6 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Error, Kind, Result};
 use crate::trial::protocol::WorkerPlace;
 
-/// A process of this host or of another.
 pub(super) trait Process: std::fmt::Debug + Send {
     /// Its number to the system.
     fn id(&self) -> u32;
@@ -28,10 +27,8 @@ pub(super) trait Process: std::fmt::Debug + Send {
     fn reap(&mut self) -> Option<ExitStatus>;
 }
 
-/// The standard output of a process.
 pub(crate) type Output = Box<dyn Read + Send>;
 
-/// The description of a process to start.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub(crate) struct ProcessSpec {
     pub(crate) program: ProcessProgram,
@@ -41,7 +38,6 @@ pub(crate) struct ProcessSpec {
     pub(crate) threads: usize,
     /// The cores to which it is bound; if there are none, the system chooses.
     pub(crate) cores: Vec<usize>,
-    /// The GPUs that it sees, as `CUDA_VISIBLE_DEVICES` names them.
     pub(crate) gpus: Vec<String>,
     /// The file for its standard error, and for a worker's standard output.
     pub(crate) log: PathBuf,
@@ -67,27 +63,25 @@ pub(super) struct LocalProcess {
 impl LocalProcess {
     /// Starts a process; `token` is the search's, which a worker has to know.
     pub(super) fn spawn(spec: &ProcessSpec, token: &Token) -> Result<Self> {
-        let mut command = match &spec.program {
-            ProcessProgram::Worker(_) => worker(spec.ranks)?,
+        let output = OpenOptions::new().create(true).append(true).open(&spec.log);
+        let output = output.map_err(|error| Error::io("write", &spec.log, error))?;
+        let (mut command, stdout, inherited, guard) = match &spec.program {
+            ProcessProgram::Worker(place) => (
+                worker(spec.ranks)?,
+                output.try_clone()?.into(),
+                Some(place.to_inherit(token)?),
+                None,
+            ),
             ProcessProgram::Command(words) => {
                 let mut command = of_ranks(Path::new(&words[0]), spec.ranks)?;
                 command.args(&words[1..]);
-                command
+                (command, Stdio::piped(), None, guard())
             }
-        };
-        let output = OpenOptions::new().create(true).append(true).open(&spec.log);
-        let output = output.map_err(|error| Error::io("write", &spec.log, error))?;
-        let guard = match &spec.program {
-            ProcessProgram::Worker(_) => None,
-            ProcessProgram::Command(_) => guard(),
         };
         command
             .env("CUDA_VISIBLE_DEVICES", spec.gpus.join(","))
             .stdin(Stdio::null())
-            .stdout(match &spec.program {
-                ProcessProgram::Worker(_) => output.try_clone()?.into(),
-                ProcessProgram::Command(_) => Stdio::piped(),
-            })
+            .stdout(stdout)
             .stderr(output)
             .process_group(guard.as_ref().map_or(0, |guard| guard.id().cast_signed()));
         let threads = (spec.threads / spec.ranks).max(1).to_string();
@@ -103,10 +97,6 @@ impl LocalProcess {
         }
         let program = Path::new(command.get_program()).to_owned();
         accelerator_host::prepare_child(&mut command);
-        let inherited = match &spec.program {
-            ProcessProgram::Worker(place) => Some(place.to_inherit(token)?),
-            ProcessProgram::Command(_) => None,
-        };
         let child = bound_to(&spec.cores, || match inherited {
             Some(content) => {
                 let variable = accelerator_host::TUNE_WORKER.name;
@@ -295,7 +285,6 @@ fn of_ranks(program: &Path, ranks: usize) -> Result<Command> {
     Ok(command)
 }
 
-/// Finds `accel-launch`.
 fn launcher() -> Result<PathBuf> {
     find_installed("accel-launch").ok_or_else(|| {
         Error::new(

@@ -22,7 +22,6 @@ pub enum Display {
     Quiet,
 }
 
-/// Prints what there is to see.
 #[derive(Debug)]
 pub(crate) struct Console {
     display: Display,
@@ -52,7 +51,6 @@ impl Console {
         }
     }
 
-    /// Returns `true` if it is time to show the search again.
     pub(crate) fn is_due(&self) -> bool {
         let every = match self.display {
             Display::Quiet => return false,
@@ -73,7 +71,6 @@ impl Console {
         print(&text);
     }
 
-    /// Shows what it has come to.
     pub(crate) fn finish(&mut self, view: &SearchView) {
         if self.display == Display::Quiet {
             return;
@@ -86,7 +83,6 @@ impl Console {
         print(&format!("{}{lines}{table}", self.above()));
     }
 
-    /// Prints a note about the search as a whole.
     pub(crate) fn note(&self, text: &str) {
         if self.display != Display::Quiet {
             print(&format!("{text}\n"));
@@ -167,7 +163,6 @@ fn print(text: &str) {
     }
 }
 
-/// Columns and rows.
 fn terminal_size() -> (usize, usize) {
     match rustix::termios::tcgetwinsize(io::stdout()) {
         Ok(size) if size.ws_col > 0 && size.ws_row > 1 => (size.ws_col.into(), size.ws_row.into()),

@@ -9,4 +9,6 @@ mod console;
 mod report;
 mod results;
 mod table;
+#[cfg(test)]
+mod tests;
 mod trial_folder;

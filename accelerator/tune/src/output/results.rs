@@ -247,7 +247,6 @@ impl DataFrame {
     }
 }
 
-/// Comma-separated values.
 impl fmt::Display for DataFrame {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         let header = self.columns.iter().map(|name| name.as_str().into());

@@ -10,7 +10,6 @@ use super::trial_folder::ERROR;
 use crate::stop::ITERATION;
 use crate::view::{SearchView, Trial, TrialStatus};
 
-/// The number of trials to show.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Rows {
     /// At most this number of rows, taken evenly from the statuses.
@@ -18,7 +17,6 @@ pub(crate) enum Rows {
     All,
 }
 
-/// The whole status.
 pub(crate) fn status(view: &SearchView, rows: Rows) -> String {
     let mut lines = vec!["== Status ==".to_owned()];
     lines.extend(memory());
@@ -89,7 +87,6 @@ pub(crate) fn counts<'a>(trials: impl Iterator<Item = &'a Trial>) -> Vec<String>
         .collect()
 }
 
-/// Returns the word for a status.
 pub(crate) fn word(status: TrialStatus) -> &'static str {
     match status {
         TrialStatus::Pending => "PENDING",
@@ -100,7 +97,6 @@ pub(crate) fn word(status: TrialStatus) -> &'static str {
     }
 }
 
-/// Statuses in the order of the table.
 const ORDER: [TrialStatus; 5] = [
     TrialStatus::Running,
     TrialStatus::Paused,
@@ -168,7 +164,6 @@ fn trial_table(view: &SearchView, shown: &[&Trial]) -> String {
     columns(&rows).trim_end().to_owned()
 }
 
-/// Returns the cell of a parameter.
 fn parameter(value: Option<&Value>) -> String {
     match value {
         None | Some(Value::Null) => String::new(),
@@ -227,7 +222,6 @@ fn memory() -> Option<String> {
     ))
 }
 
-/// The table of trials that have failed.
 fn errors(view: &SearchView, rows: Rows) -> Option<String> {
     let failed = view.trials.iter().filter(|trial| trial.failures > 0);
     let failed: Vec<_> = failed.collect();
@@ -270,37 +264,42 @@ fn errors(view: &SearchView, rows: Rows) -> Option<String> {
 
 #[cfg(test)]
 mod tests {
-    use std::path::Path;
-
     use serde_json::json;
 
     use super::*;
-    use crate::config::Config;
-    use crate::config::TrialId;
-    use crate::objective::{Mode, Objective};
+    use crate::output::tests::{result, search, trial};
     use crate::runner::Location;
-    use crate::view::TrialResult;
 
     #[test]
     fn a_status_has_the_best_trial_counts_values_and_failures() {
-        let mut view = view(&[
-            (
-                TrialStatus::Terminated,
+        use TrialStatus::{Error, Pending, Running, Terminated};
+        let result = |metrics: &[_]| Some(result(1, metrics));
+        let trials = vec![
+            trial(
+                0,
+                Terminated,
                 json!({"a": 12345678, "b": [1, 2]}),
-                &[("loss", 1e-7)],
+                result(&[("loss", 1e-7)]),
             ),
-            (
-                TrialStatus::Running,
+            trial(
+                1,
+                Running,
                 json!({"a": 0.000_123_456_78, "b": null}),
-                &[("loss", f64::NAN), ("n", 1200.0)],
+                result(&[("loss", f64::NAN), ("n", 1200.0)]),
             ),
-            (
-                TrialStatus::Error,
+            trial(
+                2,
+                Error,
                 json!({"a": 5, "b": "a\u{7}text that is longer"}),
-                &[],
+                None,
             ),
-            (TrialStatus::Pending, json!({"a": true, "b": "it's"}), &[]),
-        ]);
+            trial(3, Pending, json!({"a": true, "b": "it's"}), None),
+        ];
+        let mut view = search(["a", "b"], trials);
+        view.trials[1].location = Some(Location {
+            host: "10.0.0.2".to_owned(),
+            pid: 7,
+        });
         view.trials[0].failures = 1;
         view.trials[2].failures = 2;
         let text = status(&view, Rows::All);
@@ -317,9 +316,9 @@ Current best trial: 358bb_00000 with loss=1e-7 and parameters={\"a\":12345678,\"
 Result logdir: /results
 Number of trials: 4/4 (1 ERROR, 1 PENDING, 1 RUNNING, 1 TERMINATED)
 Trial name        status      loc         a            b                      iter  total time (s)  loss  n
-line_358bb_00001  RUNNING     10.0.0.2:7  0.000123457                         1     1.5             NaN   1200
+line_358bb_00001  RUNNING     10.0.0.2:7  0.000123457                         1     0.5             NaN   1200
 line_358bb_00003  PENDING                 true         it's
-line_358bb_00000  TERMINATED              12345678     [1,2]                  1     1.5             1e-7
+line_358bb_00000  TERMINATED              12345678     [1,2]                  1     0.5             1e-7
 line_358bb_00002  ERROR                   5            a\\u{7}text… is longer
 Number of errored trials: 2
 Trial name        # failures  error file
@@ -331,85 +330,31 @@ line_358bb_00002  2           /results/line_358bb_00002/error.txt
 
     #[test]
     fn rows_are_taken_evenly_from_the_statuses() {
-        let trials = [
+        let statuses = [
             (TrialStatus::Terminated, 6),
             (TrialStatus::Error, 10),
             (TrialStatus::Running, 2),
             (TrialStatus::Pending, 5),
         ];
-        let trials: Vec<_> = trials
-            .iter()
-            .flat_map(|(status, count)| {
-                std::iter::repeat_n((*status, json!({}), NO_METRICS), *count)
-            })
-            .collect();
-        let view = view(&trials);
+        let statuses = statuses.map(|(status, count)| vec![status; count]).concat();
+        let trials = (0..).zip(statuses);
+        let trials = trials.map(|(number, status)| trial(number, status, json!({}), None));
+        let view = search(["a", "b"], trials.collect());
         let text = status(&view, Rows::AtMost(8));
-        assert!(
-            text.ends_with("... 15 more trials not shown (3 PENDING, 4 TERMINATED, 8 ERROR)\n"),
-            "{text}"
-        );
+        let end = "... 15 more trials not shown (3 PENDING, 4 TERMINATED, 8 ERROR)\n";
+        assert!(text.ends_with(end), "{text}");
         assert_eq!(text.matches("line_358bb_").count(), 8);
     }
 
     #[test]
     fn what_a_trial_is_called_does_not_reach_the_terminal_as_a_command() {
-        let trial = |text| (TrialStatus::Running, json!({"a": text}), NO_METRICS);
-        let mut view = view(&[trial("x"), trial("a text\u{7} that is longer than others")]);
+        let of = |text: &str| trial(0, TrialStatus::Running, json!({"a": text}), None);
+        let trials = vec![of("x"), of("a text\u{7} that is longer than others")];
+        let mut view = search(["a", "b"], trials);
         view.trials[0].name = "a\u{1b}[2J\nb".to_owned();
         let text = status(&view, Rows::All);
         assert!(!text.contains(['\u{1b}', '\u{7}']), "{text}");
         assert!(text.contains("a\\u{1b}[2J\\nb "), "{text}");
         assert!(text.contains("…"), "{text}");
-    }
-
-    const NO_METRICS: &[(&str, f64)] = &[];
-
-    type Expected<'a> = (TrialStatus, Value, &'a [(&'a str, f64)]);
-
-    fn view(trials: &[Expected<'_>]) -> SearchView {
-        let trials = trials
-            .iter()
-            .enumerate()
-            .map(|(number, (status, config, metrics))| {
-                let id = TrialId::new(u32::try_from(number).unwrap());
-                let name = format!("line_358bb_{id}");
-                let config: Config = serde_json::from_value(config.clone()).unwrap();
-                let last = (!metrics.is_empty()).then(|| TrialResult {
-                    training_iteration: 1,
-                    time_this_iter_s: 1.5,
-                    time_total_s: 1.5,
-                    timestamp: 9,
-                    metrics: metrics.iter().copied().collect(),
-                });
-                Trial {
-                    id,
-                    status: *status,
-                    location: Some(Location {
-                        host: "10.0.0.2".to_owned(),
-                        pid: 7,
-                    }),
-                    best_config: config.clone(),
-                    config,
-                    best: last.clone(),
-                    last,
-                    failures: 0,
-                    error: None,
-                    folder: Path::new("/results").join(&name),
-                    checkpoint: None,
-                    name,
-                }
-            });
-        SearchView {
-            name: "line".to_owned(),
-            folder: "/results".into(),
-            objective: Objective::new("loss", Mode::Min),
-            parameters: vec!["a".to_owned(), "b".to_owned()],
-            scheduler: vec!["Using FIFO scheduling algorithm.".to_owned()],
-            rungs: Vec::new(),
-            trials: trials.collect(),
-            expected: None,
-            resources: None,
-        }
     }
 }

@@ -100,7 +100,6 @@ impl TrialFolder {
         Ok(())
     }
 
-    /// Writes why the newest attempt has failed.
     pub(crate) fn fail(&self, error: &str) -> Result<()> {
         let text = format!("{error}\n");
         replace(&self.path.join(ERROR), text.as_bytes(), Durability::Cached)
@@ -111,7 +110,6 @@ impl TrialFolder {
 #[derive(Debug)]
 pub(crate) struct TrialEvents {
     sink: TensorBoard,
-    /// The number of entries that were written.
     written: u64,
     series: BTreeMap<String, u32>,
     config: Config,
@@ -199,7 +197,6 @@ impl TrialEvents {
     }
 }
 
-/// Returns a line of comma-separated values.
 pub(super) fn csv_line(fields: impl IntoIterator<Item = Value>) -> String {
     let fields = fields.into_iter().map(|field| match field {
         Value::Null => String::new(),
@@ -218,7 +215,6 @@ pub(crate) fn read_results(folder: &Path) -> Result<Vec<TrialResult>> {
     Ok(rows.map(|(result, _)| result).collect())
 }
 
-/// The file for a trial's failure.
 pub(crate) const ERROR: &str = "error.txt";
 const RESULTS: &str = "result.jsonl";
 const PROGRESS: &str = "progress.csv";
@@ -254,7 +250,6 @@ impl Columns {
             && parameters.all(|(path, _)| self.parameters.contains(&path))
     }
 
-    /// Writes `progress.csv` in a trial's folder.
     fn write(&self, folder: &Path, rows: &[(TrialResult, Config)]) -> Result<AppendedFile> {
         let mut text = String::new();
         if self.are_written {
@@ -291,7 +286,6 @@ struct Row {
     time_total_s: f64,
     #[serde(default)]
     timestamp: u64,
-    /// The trial's name.
     trial_id: String,
     config: Config,
 }
@@ -347,16 +341,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-
-    fn result(iteration: u64, metrics: &[(&str, f64)]) -> TrialResult {
-        TrialResult {
-            training_iteration: iteration,
-            time_this_iter_s: 0.5,
-            time_total_s: 0.5 * iteration as f64,
-            timestamp: 9,
-            metrics: metrics.iter().copied().collect(),
-        }
-    }
+    use crate::output::tests::result;
 
     #[test]
     fn files_hold_the_results_that_they_are_opened_with() {

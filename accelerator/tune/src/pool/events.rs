@@ -48,25 +48,13 @@ impl Pool {
                         .push_back(RunnerEvent::Started { trial, location });
                 }
             }
-            FromWorker::Started => {}
-            FromWorker::Reported {
-                iteration,
-                metrics,
-                seconds,
-                offer,
-            } => {
-                if rank == 0 {
-                    worker.iteration = iteration;
-                    self.ready.push_back(RunnerEvent::Reported {
-                        trial,
-                        iteration,
-                        metrics,
-                        seconds,
-                        offer,
-                    });
-                    return self.end_turn(trial);
-                }
+            FromWorker::Reported(report) if rank == 0 => {
+                worker.iteration = report.iteration;
+                self.ready
+                    .push_back(RunnerEvent::Reported { trial, report });
+                return self.end_turn(trial);
             }
+            FromWorker::Started | FromWorker::Reported(_) => {}
             FromWorker::Failed { message } => {
                 let message = match ranks {
                     1 => message,
@@ -120,7 +108,7 @@ impl Pool {
             FromWorker::Ended => {
                 return self.end_attempt(RunnerEvent::Ended { trial }, number);
             }
-            FromWorker::Started | FromWorker::Reported { .. } | FromWorker::Failed { .. } => {}
+            FromWorker::Started | FromWorker::Reported(_) | FromWorker::Failed { .. } => {}
         }
         Ok(())
     }

@@ -36,11 +36,9 @@ pub enum WorkerReuse {
 }
 
 /// Processes of this program that carry out trials.
-#[derive(Debug)]
 pub(crate) struct Pool {
     hosts: Hosts,
     placements: Placements,
-    /// The number of processes per trial.
     ranks: usize,
     reuse: WorkerReuse,
     logs: PathBuf,
@@ -93,7 +91,6 @@ impl Pool {
         }
     }
 
-    /// The trial's turn is over.
     fn end_turn(&mut self, trial: TrialId) -> Result<()> {
         let slot = self.placements.end_turn(trial);
         slot.map_or(Ok(()), |slot| self.run_next(slot))

@@ -16,7 +16,7 @@ use crate::checkpoint_folder;
 use crate::config::TrialId;
 use crate::error::{Error, Result};
 use crate::host::TrialProcess;
-use crate::runner::{Offer, RunnerEvent};
+use crate::runner::{Offer, Report, RunnerEvent};
 use crate::value::Metrics;
 
 /// A process of a program, which carries out one attempt at a trial.
@@ -81,15 +81,15 @@ impl ProgramAttempt {
         self.unanswered = Some(UnansweredReport {
             checkpoint: report.checkpoint,
         });
-        let seconds = self.since.elapsed().as_secs_f64();
-        self.since = Instant::now();
-        Some(RunnerEvent::Reported {
-            trial: self.trial,
+        let report = Report {
             iteration: self.iteration,
             metrics: report.metrics,
-            seconds,
+            seconds: self.since.elapsed().as_secs_f64(),
             offer,
-        })
+        };
+        self.since = Instant::now();
+        let trial = self.trial;
+        Some(RunnerEvent::Reported { trial, report })
     }
 
     /// Returns the reason for which a checkpoint that it has named is refused, if it is.
@@ -202,7 +202,6 @@ fn is_within(path: &Path, folder: &Path) -> bool {
     path.starts_with(&folder) && path != folder
 }
 
-/// A report that a program has printed.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct MetricsLine {
     pub(super) metrics: Metrics,

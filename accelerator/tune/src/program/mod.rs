@@ -19,8 +19,6 @@ pub(crate) use template::Template;
 mod attempt;
 mod template;
 
-/// Processes of a program.
-#[derive(Debug)]
 pub(crate) struct Programs {
     template: Template,
     /// The metric that a line has to be a report.

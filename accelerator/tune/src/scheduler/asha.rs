@@ -97,7 +97,6 @@ impl Asha {
     }
 }
 
-/// The state of [`Asha`].
 #[derive(Debug)]
 pub(super) struct Halving {
     settings: Asha,
@@ -328,7 +327,6 @@ impl AshaPromotion {
     }
 }
 
-/// The state of [`AshaPromotion`].
 #[derive(Debug)]
 struct Promotion {
     eta: usize,

@@ -58,7 +58,6 @@ impl MedianStopping {
     }
 }
 
-/// The state of [`MedianStopping`].
 #[derive(Debug)]
 struct Median {
     settings: MedianStopping,

@@ -55,7 +55,6 @@ pub enum Scheduler {
 }
 
 impl Scheduler {
-    /// The scheduler with these settings.
     pub(crate) fn build(
         &self,
         objective: &Objective,
@@ -79,7 +78,6 @@ impl Scheduler {
         }
     }
 
-    /// The metric that it looks at.
     pub(crate) fn metric<'a>(&'a self, objective: &'a Objective) -> &'a str {
         self.own().0.unwrap_or(&objective.metric)
     }

@@ -148,7 +148,6 @@ impl Pbt {
     }
 }
 
-/// The state of [`Pbt`].
 #[derive(Debug)]
 struct Population {
     settings: Pbt,
@@ -172,7 +171,6 @@ struct Member {
     exploits: u64,
 }
 
-/// The way in which a parameter is changed.
 #[derive(Clone, Debug)]
 enum Mutation {
     Domain(Domain),

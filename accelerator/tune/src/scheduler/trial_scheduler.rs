@@ -23,13 +23,11 @@ pub enum Compatibility {
 /// A scheduler's decision about a trial that has reported.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum SchedulerDecision {
-    /// It goes on.
     Continue,
     /// It saves a checkpoint and goes on.
     Save,
     /// It saves a checkpoint and gives its worker back.
     Pause,
-    /// It ends.
     Stop,
     /// It goes on from the donor's checkpoint of that iteration, with another configuration.
     Exploit {
@@ -39,7 +37,6 @@ pub(crate) enum SchedulerDecision {
     },
 }
 
-/// A report as schedulers see it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Observation {
     pub(crate) trial: TrialId,
@@ -64,7 +61,6 @@ pub(crate) enum OtherTrials {
 
 /// Decides which trials go on: Ray Tune's `TrialScheduler`.
 pub(crate) trait TrialScheduler: fmt::Debug + Send {
-    /// A trial begins.
     fn on_trial_add(&mut self, _trial: TrialId, _config: &Config) {}
 
     /// A trial has reported. `others_wait` says whether a trial that is paused or has not begun waits for a worker.
@@ -74,7 +70,6 @@ pub(crate) trait TrialScheduler: fmt::Debug + Send {
     /// A trial has ended: by itself, by a stop rule, or by a decision of this scheduler. The observation is its last.
     fn on_trial_complete(&mut self, _last: Observation) {}
 
-    /// A trial has failed for good.
     fn on_trial_error(&mut self, _trial: TrialId) {}
 
     /// The paused trial to resume now; `None` for one that has not begun, or none. `paused` is in the order of numbers.

@@ -9,7 +9,6 @@ use crate::core::{AttemptPlan, Branch, CheckpointKey, Core, TrialState};
 use crate::runner::{Answer, Location, Offer};
 use crate::view::TrialStatus;
 
-/// An attempt at a trial that is running.
 #[derive(Debug)]
 pub(crate) struct Attempt {
     /// The branch whose configuration it has: the trial's own, or one that it goes back to.
@@ -167,7 +166,6 @@ impl Backoff {
         self.0.insert(trial, failures);
     }
 
-    /// Returns `true` if a trial may not start yet.
     pub(super) fn is_waiting(&self, trial: TrialId, now: Instant) -> bool {
         let until = self.0.get(&trial).and_then(|failures| failures.until);
         until.is_some_and(|until| now < until)

@@ -14,12 +14,10 @@ use crate::config::TrialId;
 use crate::core::{Action, CheckpointKey, CheckpointSettings, Core, Event, prunable};
 use crate::error::{Error, Result};
 use crate::journal::Journal;
-use crate::runner::{Location, Offer, Restore, RunnerEvent, TrialRunner, TrialStart};
+use crate::runner::{Location, Offer, Report, Restore, RunnerEvent, TrialRunner, TrialStart};
 use crate::searcher::Searcher;
-use crate::value::Metrics;
 use crate::view::{SearchEnd, TrialResult};
 
-/// The limits of a search.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Limits {
     /// The time at which it pauses.
@@ -28,7 +26,6 @@ pub(crate) struct Limits {
     pub(crate) report_timeout: Option<Duration>,
 }
 
-/// A search that runs.
 pub(crate) struct Driver<'a> {
     pub(crate) core: Core,
     pub(crate) journal: Journal,
@@ -107,12 +104,10 @@ impl Driver<'_> {
         Ok(ending)
     }
 
-    /// Returns the process in which a trial runs.
     pub(crate) fn location(&self, trial: TrialId) -> Option<Location> {
         self.attempts.get(&trial)?.location.clone()
     }
 
-    /// An event takes effect.
     fn apply(&mut self, event: Event) -> Result<()> {
         self.journal.append(&event)?;
         let mut actions = self.core.step(event);
@@ -163,21 +158,15 @@ impl Driver<'_> {
                     attempt.since = Instant::now();
                 }
             }
-            RunnerEvent::Reported {
-                trial,
-                iteration,
-                metrics,
-                seconds,
-                offer,
-            } => {
+            RunnerEvent::Reported { trial, report } => {
                 if let Some(attempt) = self.attempts.get_mut(&trial) {
                     let offer = match self.checkpoints.frequency {
-                        None => offer,
+                        None => report.offer,
                         Some(_) => Offer::Nothing,
                     };
-                    attempt.reported(iteration, offer);
+                    attempt.reported(report.iteration, offer);
                 }
-                self.reported(trial, iteration, metrics, seconds)?;
+                self.reported(trial, report)?;
             }
             RunnerEvent::Saved {
                 trial,
@@ -214,13 +203,13 @@ impl Driver<'_> {
         Ok(())
     }
 
-    fn reported(
-        &mut self,
-        trial: TrialId,
-        iteration: u64,
-        metrics: Metrics,
-        seconds: f64,
-    ) -> Result<()> {
+    fn reported(&mut self, trial: TrialId, report: Report) -> Result<()> {
+        let Report {
+            iteration,
+            metrics,
+            seconds,
+            ..
+        } = report;
         let Some(attempt) = self.attempts.get(&trial) else {
             return Ok(());
         };

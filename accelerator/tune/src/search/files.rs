@@ -25,11 +25,9 @@ pub(crate) struct TrialFiles {
     /// Results of the journal, until the trial's files are opened.
     replayed: BTreeMap<TrialId, Vec<(Branch, TrialResult)>>,
     open: BTreeMap<TrialId, OpenTrial>,
-    /// The folder that TensorBoard reads.
     tensorboard: Option<PathBuf>,
 }
 
-/// The files of a trial that goes on.
 #[derive(Debug)]
 struct OpenTrial {
     folder: TrialFolder,
@@ -87,7 +85,6 @@ impl TrialFiles {
         self.root.join(name)
     }
 
-    /// Makes the trial's folder, where it is not there.
     pub(crate) fn log_trial_start(&mut self, state: &TrialState) -> Result<()> {
         self.files_of(state).map(|_| ())
     }

@@ -13,7 +13,6 @@ use crate::error::{Error, Kind, Result};
 use crate::searcher::Searcher;
 use crate::view::TrialResult;
 
-/// The outcome of a journal.
 pub(super) struct Replayed {
     pub(super) decisions: Vec<Decision>,
     /// Results that count, by trial.
@@ -71,7 +70,6 @@ pub(super) fn replay(
     Ok(replayed)
 }
 
-/// Tells the searcher what a trial has reported.
 pub(super) fn tell_result(
     searcher: &mut dyn Searcher,
     core: &Core,

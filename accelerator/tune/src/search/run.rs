@@ -4,7 +4,7 @@ use std::hash::BuildHasher;
 use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::thread::JoinHandle;
+use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant, SystemTime};
 use std::{env, fs};
 
@@ -26,7 +26,6 @@ use crate::runner::{Location, TrialRunner};
 use crate::searcher::{Searcher, VariantGenerator};
 use crate::view::{SearchEnd, SearchView, Trial};
 
-/// The options for running any search.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct RunOptions {
     pub(crate) display: Display,
@@ -79,9 +78,11 @@ pub(crate) fn run(
         ));
         return Ok(Results::new(view, SearchEnd::Finished));
     }
-    let interrupts = match options.interrupts {
-        Some(count) => Interrupts::counted_by(count),
-        None => Interrupts::watch()?,
+    let counts_signals = options.interrupts.is_none();
+    let interrupts = options.interrupts.unwrap_or_default();
+    let _signals = match counts_signals {
+        true => Some(CountedSignals::count_by(Arc::clone(&interrupts))?),
+        false => None,
     };
     let mut runner = runner(&spec, &folder)?;
     if let SearchOrder::Ordered { workers } = spec.order
@@ -118,7 +119,7 @@ pub(crate) fn run(
             console.show(&shown(&driver.core, driver.files, requested, &at));
             Ok(())
         };
-        let ending = driver.run(&|| interrupts.count(), &mut refresh);
+        let ending = driver.run(&|| interrupts.load(Ordering::Relaxed), &mut refresh);
         driver.runner.close();
         driver
             .files
@@ -196,39 +197,27 @@ fn open_journal(
     asks: Asking,
     folder: &Path,
 ) -> Result<(Head, Journal, Vec<Event>)> {
-    Ok(match journal::read(folder)? {
-        None => {
-            let head = Head {
-                version: VERSION,
-                id: new_id(),
-                created: unix_time().as_secs(),
-                asks,
-                searcher: searcher.version(),
-                directory: env::current_dir().ok(),
-                spec: spec.to_json()?,
-            };
-            let journal = Journal::create(folder, &head)?;
-            (head, journal, Vec::new())
-        }
-        // A command that could not start, and was corrected: nothing is lost.
-        Some(before) if !before.has_results() => {
-            let spec = spec.to_json()?;
-            let head = Head {
-                asks,
-                searcher: searcher.version(),
-                directory: env::current_dir().ok(),
-                spec,
-                ..before.head
-            };
-            let journal = Journal::create(folder, &head)?;
-            (head, journal, Vec::new())
-        }
-        Some(before) => {
+    let (id, created) = match journal::read(folder)? {
+        Some(before) if before.has_results() => {
             spec.check_same(&before.head.spec, folder)?;
             let journal = Journal::reopen(folder, &before)?;
-            (before.head, journal, before.events)
+            return Ok((before.head, journal, before.events));
         }
-    })
+        // A command that could not start, and was corrected: nothing is lost.
+        Some(before) => (before.head.id, before.head.created),
+        None => (new_id(), unix_time().as_secs()),
+    };
+    let head = Head {
+        version: VERSION,
+        id,
+        created,
+        asks,
+        searcher: searcher.version(),
+        directory: env::current_dir().ok(),
+        spec: spec.to_json()?,
+    };
+    let journal = Journal::create(folder, &head)?;
+    Ok((head, journal, Vec::new()))
 }
 
 pub(super) fn new_core(spec: &SearchSpec, asks: Asking) -> Result<Core> {
@@ -322,57 +311,36 @@ pub(super) fn view(
 /// The number of trials that a searcher that ignores results is asked for before they can begin: Ray's number.
 const LOOKAHEAD: usize = 200;
 
-/// Five hexadecimal digits.
 fn new_id() -> String {
     let random = std::hash::RandomState::new().hash_one(std::process::id());
     format!("{:05x}", random & 0xf_ffff)
 }
 
-/// Counts signals that ask this process to end, instead of ending it.
-#[derive(Debug)]
-pub(crate) struct Interrupts {
-    count: Arc<AtomicU32>,
-    signals: Option<(Handle, JoinHandle<()>)>,
+/// Counts signals that ask this process to end, instead of ending it, until it is dropped.
+struct CountedSignals {
+    handle: Handle,
+    thread: Option<JoinHandle<()>>,
 }
 
-impl Interrupts {
-    pub(crate) fn watch() -> Result<Self> {
+impl CountedSignals {
+    fn count_by(count: Arc<AtomicU32>) -> Result<Self> {
         let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP])?;
-        let count = Arc::new(AtomicU32::new(0));
         let handle = signals.handle();
-        let counted = Arc::clone(&count);
-        let thread = std::thread::Builder::new()
-            .name("signals".to_owned())
-            .spawn(move || {
-                for _ in signals.forever() {
-                    counted.fetch_add(1, Ordering::Relaxed);
-                }
-            })?;
-        Ok(Self {
-            count,
-            signals: Some((handle, thread)),
-        })
-    }
-
-    /// Leaves signals as they are, and asks a counter.
-    pub(crate) fn counted_by(count: Arc<AtomicU32>) -> Self {
-        Self {
-            count,
-            signals: None,
-        }
-    }
-
-    pub(crate) fn count(&self) -> u32 {
-        self.count.load(Ordering::Relaxed)
+        let count = move || {
+            for _ in signals.forever() {
+                count.fetch_add(1, Ordering::Relaxed);
+            }
+        };
+        let thread = thread::Builder::new().name("signals".to_owned());
+        let thread = Some(thread.spawn(count)?);
+        Ok(Self { handle, thread })
     }
 }
 
-impl Drop for Interrupts {
+impl Drop for CountedSignals {
     fn drop(&mut self) {
-        if let Some((handle, thread)) = self.signals.take() {
-            handle.close();
-            // It counts, and cannot fail.
-            let _ = thread.join();
-        }
+        self.handle.close();
+        // It counts, and cannot fail.
+        let _ = self.thread.take().map(JoinHandle::join);
     }
 }

@@ -76,7 +76,6 @@ impl Optuna {
         self
     }
 
-    /// Starts it for a search.
     pub(crate) fn start(
         &self,
         space: &Space,
@@ -147,7 +146,6 @@ impl Default for Optuna {
     }
 }
 
-/// Optuna, as it runs.
 #[derive(Debug)]
 pub(crate) struct OptunaSearcher {
     version: String,
@@ -204,7 +202,6 @@ impl Searcher for OptunaSearcher {
     }
 }
 
-/// Python, with the script.
 #[derive(Debug)]
 struct OptunaProcess {
     child: Child,
@@ -342,7 +339,6 @@ impl Drop for OptunaProcess {
 const INSTALL: &str = "pip install 'optuna>=5,<6'";
 /// The time that Optuna may take for one reply. Samplers that fit a model to thousands of trials take seconds.
 const DEADLINE: Duration = Duration::from_secs(300);
-/// The time that it may take to end.
 const ENDING: Duration = Duration::from_secs(5);
 /// The number of lines to keep of what Python writes to its standard error.
 const ERROR_LINES: usize = 20;
@@ -392,7 +388,6 @@ impl OptunaSpace {
         Ok(Value::Object(distributions.collect::<Result<_>>()?))
     }
 
-    /// The configuration of what Optuna has drawn.
     pub(super) fn config(&self, drawn: &Value) -> Result<Config> {
         let mut config = self.template.clone();
         for (path, parameter) in &self.drawn {

@@ -16,7 +16,6 @@ pub(crate) struct VariantGenerator {
     points: Vec<Variants>,
     rest: Variants,
     samples: usize,
-    /// The number of configurations.
     count: usize,
     seed: u64,
 }
@@ -74,12 +73,10 @@ impl VariantGenerator {
         Ok(variants)
     }
 
-    /// Returns the number of configurations.
     pub(crate) fn len(&self) -> usize {
         self.count
     }
 
-    /// Draws the configuration of a number.
     fn suggest(&self, number: usize) -> Result<Config> {
         let mut variant = number;
         for (index, point) in self.points.iter().enumerate() {
@@ -116,7 +113,6 @@ impl Variants {
         Self { space, grids }
     }
 
-    /// Returns the number of variants.
     fn count(&self) -> Option<usize> {
         let mut sizes = self.grids.iter().map(|(_, options)| *options);
         sizes.try_fold(1, usize::checked_mul)
@@ -172,6 +168,17 @@ mod tests {
         Ok(configs)
     }
 
+    const WHOLE_GRID: [&str; 9] = ["1a", "2a", "3a", "1b", "2b", "3b", "1c", "2c", "3c"];
+
+    /// Returns the points of the grid.
+    fn shown(configs: &[Config]) -> Vec<String> {
+        let shown = |config: &Config| {
+            let x: u32 = config.parse("x").unwrap();
+            x.to_string() + &config.parse::<String>("y").unwrap()
+        };
+        configs.iter().map(shown).collect()
+    }
+
     fn grid() -> Space {
         serde_json::from_value(json!({
             "x": {"grid_search": [1, 2, 3]},
@@ -185,41 +192,14 @@ mod tests {
     fn a_grid_of_nine_is_tried_once_per_sample_and_its_first_variable_varies_fastest() {
         let configs = all(VariantGenerator::new(&grid(), 2, 0).unwrap());
         assert_eq!(configs.len(), 18);
-        let points: Vec<_> = configs
-            .iter()
-            .map(|config| {
-                format!(
-                    "{}{}",
-                    config.value("x").unwrap(),
-                    config.value("y").unwrap()
-                )
-            })
-            .collect();
-        let expected = [
-            "1\"a\"", "2\"a\"", "3\"a\"", "1\"b\"", "2\"b\"", "3\"b\"", "1\"c\"", "2\"c\"",
-            "3\"c\"",
-        ];
-        assert_eq!(points[..9], expected);
-        assert_eq!(points[9..], expected);
+        let points = shown(&configs);
+        assert_eq!(points[..9], WHOLE_GRID);
+        assert_eq!(points[9..], WHOLE_GRID);
         let rates: std::collections::BTreeSet<_> = configs
             .iter()
             .map(|config| config.value("lr").unwrap().to_string())
             .collect();
         assert_eq!(rates.len(), 18, "random values are drawn for each point");
-    }
-
-    #[test]
-    fn points_to_evaluate_replace_samples() {
-        let space: Space = serde_json::from_value(
-            json!({"lr": {"uniform": [0.0, 1.0]}, "b": {"uniform": [0.0, 1.0]}}),
-        )
-        .unwrap();
-        let point: Config = serde_json::from_value(json!({"lr": 0.5})).unwrap();
-        let variants = VariantGenerator::new(&space, 3, 0).unwrap();
-        let configs = all(variants.with_points(&[point]).unwrap());
-        assert_eq!(configs.len(), 3);
-        assert_eq!(configs[0].parse::<f64>("lr").unwrap(), 0.5);
-        assert!(configs[0].value("b").is_some());
     }
 
     fn of(space: serde_json::Value) -> Space {
@@ -250,7 +230,9 @@ mod tests {
             "opt": {"lr": {"uniform": [0.1, 0.9]}, "momentum": {"uniform": [0.1, 0.9]}, "layers": {"randint": [1, 5]}},
         }));
         let configs = at(&space, 2, json!([{"opt": {"lr": 0.5, "layers": 2.0}}])).unwrap();
-        assert_eq!(configs.len(), 2);
+        assert_eq!(configs.len(), 2, "a point replaces a sample");
+        let configs_of_both = at(&space, 1, json!([{}, {}])).unwrap();
+        assert_eq!(configs_of_both.len(), 2, "more points than samples");
         let point = &configs[0];
         assert_eq!(point.parse::<f64>("opt/lr").unwrap(), 0.5);
         assert_eq!(point.value("opt/layers"), Some(&json!(2)), "of its type");
@@ -276,19 +258,11 @@ mod tests {
     #[test]
     fn points_cross_the_grids_that_they_do_not_name() {
         let points = json!([{"lr": 0.5}, {"lr": 0.25, "x": 2}, {"x": 3, "y": "b"}]);
-        let shown = |config: &Config| {
-            let value = |name| config.value(name).unwrap().to_string();
-            format!("{}{}", value("x"), value("y"))
-        };
         let configs = at(&grid(), 4, points).unwrap();
-        let points: Vec<_> = configs.iter().map(shown).collect();
-        let whole = [
-            "1\"a\"", "2\"a\"", "3\"a\"", "1\"b\"", "2\"b\"", "3\"b\"", "1\"c\"", "2\"c\"",
-            "3\"c\"",
-        ];
-        assert_eq!(points[..9], whole);
-        assert_eq!(points[9..13], ["2\"a\"", "2\"b\"", "2\"c\"", "3\"b\""]);
-        assert_eq!(points[13..], whole, "one sample is left");
+        let points = shown(&configs);
+        assert_eq!(points[..9], WHOLE_GRID);
+        assert_eq!(points[9..13], ["2a", "2b", "2c", "3b"]);
+        assert_eq!(points[13..], WHOLE_GRID, "one sample is left");
         for config in &configs[..9] {
             assert_eq!(config.parse::<f64>("lr").unwrap(), 0.5);
         }
@@ -297,22 +271,11 @@ mod tests {
             json!({"opt": {"grid_search": [{"name": "sgd", "nesterov": true},
             {"name": "sgd", "nesterov": false}, {"name": "adam"}]}}),
         );
-        let configs = at(&space, 1, json!([{"opt": {"name": "sgd"}}])).unwrap();
+        let named = |name| at(&space, 1, json!([{"opt": {"name": name}}])).unwrap();
+        let configs = named("sgd");
         assert_eq!(configs.len(), 2);
         assert_eq!(configs[1].value("opt/nesterov"), Some(&json!(false)));
-        assert_eq!(
-            at(&space, 1, json!([{"opt": {"name": "adam"}}]))
-                .unwrap()
-                .len(),
-            1
-        );
-    }
-
-    #[test]
-    fn all_points_are_tried_though_there_are_fewer_samples() {
-        let space = of(json!({"lr": {"uniform": [0.0, 1.0]}}));
-        let configs = at(&space, 1, json!([{"lr": 0.5}, {"lr": 0.25}])).unwrap();
-        assert_eq!(configs.len(), 2);
+        assert_eq!(named("adam").len(), 1);
     }
 
     #[test]
@@ -324,102 +287,42 @@ mod tests {
             "opt": {"choice": [{"name": "sgd", "momentum": {"uniform": [0.1, 0.9]}}, {"name": "adam"}]},
             "net": {"head": {"dim": {"randint": [1, 9]}}}, "by": {"sample_from": {"of": "act", "cases": {"relu": {"randint": [1, 5]}}, "otherwise": 3}},
         }));
-        for (point, expected) in [
-            (
-                json!({"lr": 77.0}),
-                "`lr` is 77.0, where a number from 0.1 to 0.9 is expected",
-            ),
-            (json!({"lr": "0.5"}), "`lr` is \"0.5\", where a number"),
-            (json!({"lr": null}), "`lr` is null, where a number"),
-            (json!({"lr": "NaN"}), "`lr` is \"NaN\", where a number"),
-            (
-                json!({"layers": 2.5}),
-                "`layers` is 2.5, where an integer from 1 to 4 is expected",
-            ),
-            (
-                json!({"layers": 5}),
-                "`layers` is 5, where an integer from 1 to 4",
-            ),
-            (
-                json!({"layers": 1e300}),
-                "`layers` is 1e+300, where an integer",
-            ),
-            (
-                json!({"width": 12}),
-                "`width` is 12, where a multiple of 8 from 8 to 64",
-            ),
-            (
-                json!({"drop": 0.25}),
-                "`drop` is 0.25, where a multiple of 0.1 from 0 to 0.5",
-            ),
-            (
-                json!({"act": "nosuch"}),
-                "`act` is \"nosuch\", where \"relu\" or \"gelu\" is expected",
-            ),
-            (
-                json!({"depth": 3}),
-                "`depth` is 3, where 1 or 2 is expected",
-            ),
-            (
-                json!({"noise": "x"}),
-                "`noise` is \"x\", where a number is expected",
-            ),
-            (json!({"wd": 0.2}), "`wd` is 0.2, where 0.1 is expected"),
-            (
-                json!({"betas": [0.9]}),
-                "`betas` is [0.9], where [0.9,{\"uniform\":[0.9,1.0]}] is expected",
-            ),
-            (
-                json!({"betas": [0.9, 2]}),
-                "`betas/1` is 2, where a number from 0.9 to 1 is expected",
-            ),
-            (
-                json!({"lrr": 0.5}),
-                "`lrr` is no parameter; did you mean `lr`? there are act, betas,",
-            ),
-            (
-                json!({"opt": {"name": "adam", "momentumm": 3}}),
-                "`opt/momentumm` is no parameter; did you mean `opt/momentum`? there are opt/momentum, opt/name",
-            ),
-            (
-                json!({"opt": {"name": "adam", "momentum": 0.5}}),
-                "`opt` is {\"momentum\":0.5,\"name\":\"adam\"}, where {\"momentum\":{\"uniform\":[0.1,0.9]},\"name\":\"sgd\"} or ",
-            ),
-            (json!({"opt": {"momentum": 2}}), "`opt"),
-            (json!({"opt": "adam"}), "`opt` is \"adam\", where {"),
-            (
-                json!({"net": {"head": {"dimm": 3}}}),
-                "`net/head/dimm` is no parameter; did you mean `net/head/dim`?",
-            ),
-            (json!({"net": 3}), "`net` is 3, where {\"head\":"),
-            (
-                json!({"act": "relu", "by": 7}),
-                "`by` is 7, where an integer from 1 to 4 is expected",
-            ),
-        ] {
-            let error = at(&space, 2, json!([{}, point])).unwrap_err();
+        let refusals = r#"
+{"lr": 77.0} => `lr` is 77.0, where a number from 0.1 to 0.9 is expected
+{"lr": "0.5"} => `lr` is "0.5", where a number
+{"lr": null} => `lr` is null, where a number
+{"lr": "NaN"} => `lr` is "NaN", where a number
+{"layers": 2.5} => `layers` is 2.5, where an integer from 1 to 4 is expected
+{"layers": 5} => `layers` is 5, where an integer from 1 to 4
+{"layers": 1e300} => `layers` is 1e+300, where an integer
+{"width": 12} => `width` is 12, where a multiple of 8 from 8 to 64
+{"drop": 0.25} => `drop` is 0.25, where a multiple of 0.1 from 0 to 0.5
+{"act": "nosuch"} => `act` is "nosuch", where "relu" or "gelu" is expected
+{"depth": 3} => `depth` is 3, where 1 or 2 is expected
+{"noise": "x"} => `noise` is "x", where a number is expected
+{"wd": 0.2} => `wd` is 0.2, where 0.1 is expected
+{"betas": [0.9]} => `betas` is [0.9], where [0.9,{"uniform":[0.9,1.0]}] is expected
+{"betas": [0.9, 2]} => `betas/1` is 2, where a number from 0.9 to 1 is expected
+{"lrr": 0.5} => `lrr` is no parameter; did you mean `lr`? there are act, betas,
+{"opt": {"name": "adam", "momentumm": 3}} => `opt/momentumm` is no parameter; did you mean `opt/momentum`? there are opt/momentum, opt/name
+{"opt": {"name": "adam", "momentum": 0.5}} => `opt` is {"momentum":0.5,"name":"adam"}, where {"momentum":{"uniform":[0.1,0.9]},"name":"sgd"} or {
+{"opt": {"momentum": 2}} => `opt
+{"opt": "adam"} => `opt` is "adam", where {
+{"net": {"head": {"dimm": 3}}} => `net/head/dimm` is no parameter; did you mean `net/head/dim`?
+{"net": 3} => `net` is 3, where {"head":
+{"act": "relu", "by": 7} => `by` is 7, where an integer from 1 to 4 is expected"#;
+        for refusal in refusals.trim().lines() {
+            let (point, expected) = refusal.split_once(" => ").unwrap();
+            let point = serde_json::from_str(point).unwrap();
+            let variants = VariantGenerator::new(&space, 2, 0).unwrap();
+            let error = variants
+                .with_points(&[Config::default(), point])
+                .unwrap_err();
             assert!(error.is_misuse(), "{error}");
             let said = error.to_string();
             let said = said.strip_prefix("`points_to_evaluate[1]`: ").unwrap();
-            assert!(said.starts_with(expected), "{point}: {said}");
+            assert!(said.starts_with(expected), "{refusal}: {said}");
         }
-    }
-
-    #[test]
-    fn a_point_that_what_is_computed_refuses_is_refused_at_the_beginning() {
-        let space: Space = serde_json::from_value(json!({
-            "act": {"choice": ["relu", "tanh"]}, "x": {"grid_search": [1, 2]},
-            "by": {"sample_from": {"of": "act", "cases": {"relu": {"randint": [1, 5]}}, "otherwise": 3}},
-        }))
-        .unwrap();
-        let points: Vec<Config> =
-            serde_json::from_value(json!([{}, {"act": "relu", "by": 7}])).unwrap();
-        let variants = VariantGenerator::new(&space, 4, 0).unwrap();
-        let error = variants.with_points(&points).unwrap_err().to_string();
-        assert!(
-            error.starts_with("`points_to_evaluate[1]`: `by` is 7"),
-            "{error}"
-        );
     }
 
     proptest::proptest! {

@@ -135,7 +135,6 @@ impl Domain {
         }
     }
 
-    /// Draws a value.
     pub(crate) fn sample(self, random: &mut Random) -> Value {
         match self {
             Self::Float(Scale::Linear, low, high, q) => {
@@ -216,7 +215,6 @@ impl Domain {
         }
     }
 
-    /// Returns the step of floats.
     fn step(self) -> Option<f64> {
         match self {
             Self::Float(.., q) | Self::Normal(.., q) => q,
@@ -243,7 +241,6 @@ impl Scale {
     }
 }
 
-/// Describes the values of the domain.
 impl fmt::Display for Domain {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         if let Some((first, last, q)) = self.integers() {

@@ -14,7 +14,6 @@ use crate::fields;
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Draw<'a> {
     pub(crate) seed: u64,
-    /// The number of the draw.
     pub(crate) number: u64,
     /// The option of each grid, in the order of their paths.
     pub(crate) grid: &'a [(String, usize)],
@@ -41,7 +40,6 @@ impl Space {
         })
     }
 
-    /// A configuration.
     pub(crate) fn draw(&self, draw: Draw<'_>) -> Result<Config> {
         let mut later = Vec::new();
         let mut map = Map::new();
@@ -183,19 +181,11 @@ pub(super) fn case(
 }
 
 fn add_grids(node: &Node, path: &str, grids: &mut Vec<(String, usize)>) {
-    match node {
-        Node::Grid(options) => grids.push((path.to_owned(), options.len())),
-        Node::Table(table) => {
-            for (name, parameter) in table {
-                add_grids(&parameter.0, &format!("{path}/{name}"), grids);
-            }
-        }
-        Node::List(parameters) => {
-            for (index, parameter) in parameters.iter().enumerate() {
-                add_grids(&parameter.0, &format!("{path}/{index}"), grids);
-            }
-        }
-        _ => {}
+    if let Node::Grid(options) = node {
+        grids.push((path.to_owned(), options.len()));
+    }
+    for (path, part) in node.parts(path) {
+        add_grids(part, &path, grids);
     }
 }
 
@@ -212,25 +202,17 @@ fn check(node: &Node, path: &str, keys: &Keys) -> Result<()> {
         Node::Domain(domain) => domain.check().map_err(|error| at(path, &error)),
         Node::Choice(options) => check_all(options, "choice"),
         Node::Grid(options) => check_all(options, "grid_search"),
-        Node::Table(table) => {
-            let mut parameters = table.iter();
-            parameters.try_for_each(|(name, parameter)| {
-                check_name(name)?;
-                check(&parameter.0, &format!("{path}/{name}"), keys)
-            })
-        }
-        Node::List(parameters) => {
-            let mut parameters = parameters.iter().enumerate();
-            parameters.try_for_each(|(index, parameter)| {
-                check(&parameter.0, &format!("{path}/{index}"), keys)
-            })
+        Node::Table(_) | Node::List(_) => {
+            if let Node::Table(table) = node {
+                table.keys().try_for_each(|name| check_name(name))?;
+            }
+            let mut parts = node.parts(path).into_iter();
+            parts.try_for_each(|(path, part)| check(part, &path, keys))
         }
         Node::Cases(cases) => {
             check_names(cases, path, keys)?;
-            let cases = cases.cases.values().chain(cases.otherwise.as_deref());
-            cases
-                .into_iter()
-                .try_for_each(|case| check(&case.0, path, keys))
+            let mut cases = cases.all();
+            cases.try_for_each(|case| check(&case.0, path, keys))
         }
         Node::Constant(_) | Node::SampleFrom(_) => Ok(()),
     }
@@ -294,7 +276,6 @@ pub(crate) enum Place {
 }
 
 impl Space {
-    /// Collects the keys of its configurations.
     pub(crate) fn keys(&self) -> Keys {
         let mut found = Vec::new();
         for (name, parameter) in self.table() {
@@ -346,7 +327,6 @@ fn is_below(path: &str, above: &str) -> bool {
     rest.is_some_and(|rest| rest.starts_with('/'))
 }
 
-/// Returns the name of a value in cases.
 pub(super) fn case_name(value: &Value) -> String {
     match value {
         Value::String(text) => text.clone(),
@@ -355,11 +335,6 @@ pub(super) fn case_name(value: &Value) -> String {
 }
 
 fn add(node: &Node, path: String, found: &mut Vec<(String, Possible)>) {
-    let mut add_all = |parameters: &mut dyn Iterator<Item = (String, &Parameter)>| {
-        for (path, parameter) in parameters {
-            add(&parameter.0, path, found);
-        }
-    };
     match node {
         Node::Constant(value) => {
             let leaves = leaves_below(path, value).into_iter();
@@ -367,26 +342,23 @@ fn add(node: &Node, path: String, found: &mut Vec<(String, Possible)>) {
         }
         Node::Domain(_) => found.push((path, Possible::Drawn)),
         Node::Choice(options) | Node::Grid(options) => {
-            add_all(&mut options.iter().map(|option| (path.clone(), option)));
+            for option in options {
+                add(&option.0, path.clone(), found);
+            }
         }
         Node::Table(table) if table.is_empty() => {
             found.push((path, Possible::Value(Value::Object(Default::default()))));
         }
-        Node::Table(table) => add_all(
-            &mut table
-                .iter()
-                .map(|(name, parameter)| (format!("{path}/{name}"), parameter)),
-        ),
-        Node::List(parameters) => {
-            let parameters = parameters.iter().enumerate();
-            add_all(
-                &mut parameters.map(|(index, parameter)| (format!("{path}/{index}"), parameter)),
-            );
+        Node::Table(_) | Node::List(_) => {
+            for (path, part) in node.parts(&path) {
+                add(part, path, found);
+            }
         }
         Node::SampleFrom(_) => found.push((path, Possible::Anything)),
         Node::Cases(cases) => {
-            let cases = cases.cases.values().chain(cases.otherwise.as_deref());
-            add_all(&mut cases.map(|case| (path.clone(), case)));
+            for case in cases.all() {
+                add(&case.0, path.clone(), found);
+            }
         }
     }
 }

@@ -64,7 +64,6 @@ pub(super) fn value(parameter: Parameter) -> Value {
 const CHOICE: &str = "choice";
 const GRID: &str = "grid_search";
 const SAMPLE_FROM: &str = "sample_from";
-/// The text that stands for a closure.
 const CLOSURE: &str = "a closure of the program";
 
 /// The only entry of a map, or the map again.

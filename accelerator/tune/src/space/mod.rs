@@ -134,13 +134,12 @@ impl Node {
                 }
                 for option in options {
                     match &option.0 {
-                        Self::Table(table) => {
+                        table @ Self::Table(_) => {
                             // Which of them was chosen shows in its constants, too.
-                            for (name, parameter) in table {
-                                let path = format!("{path}/{name}");
-                                match parameter.0 {
+                            for (path, part) in table.parts(path) {
+                                match part {
                                     Self::Constant(_) => paths.push(path),
-                                    _ => parameter.0.add_drawn(&path, paths),
+                                    part => part.add_drawn(&path, paths),
                                 }
                             }
                         }
@@ -148,17 +147,35 @@ impl Node {
                     }
                 }
             }
-            Self::Table(table) => {
-                for (name, parameter) in table {
-                    parameter.0.add_drawn(&format!("{path}/{name}"), paths);
-                }
-            }
-            Self::List(parameters) => {
-                for (index, parameter) in parameters.iter().enumerate() {
-                    parameter.0.add_drawn(&format!("{path}/{index}"), paths);
+            Self::Table(_) | Self::List(_) => {
+                for (path, part) in self.parts(path) {
+                    part.add_drawn(&path, paths);
                 }
             }
         }
+    }
+
+    /// Returns what is in a table or a list, with its path.
+    fn parts(&self, path: &str) -> Vec<(String, &Self)> {
+        match self {
+            Self::Table(table) => {
+                let parts = table.iter();
+                let parts = parts.map(|(name, part)| (format!("{path}/{name}"), &part.0));
+                parts.collect()
+            }
+            Self::List(list) => {
+                let parts = list.iter().enumerate();
+                let parts = parts.map(|(index, part)| (format!("{path}/{index}"), &part.0));
+                parts.collect()
+            }
+            _ => Vec::new(),
+        }
+    }
+}
+
+impl Cases {
+    fn all(&self) -> impl Iterator<Item = &Parameter> {
+        self.cases.values().chain(self.otherwise.as_deref())
     }
 }
 

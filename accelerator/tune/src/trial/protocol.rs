@@ -29,8 +29,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::appended::json_lines;
 use crate::error::{Error, Kind, Result};
-use crate::runner::{Offer, TrialStart};
-use crate::value::Metrics;
+use crate::runner::{Report, TrialStart};
 
 /// The first line of a connection, from a worker or agent.
 #[derive(Debug, Deserialize, Serialize)]
@@ -63,16 +62,13 @@ pub(crate) struct Peer {
     pub(crate) pid: u32,
 }
 
-/// The role in which a process connects to the search.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub(crate) enum PeerRole {
-    /// The agent of another host.
     Agent,
     /// The worker with this number.
     Worker(u32),
 }
 
-/// A message to a worker.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum ToWorker {
@@ -84,17 +80,11 @@ pub(crate) enum ToWorker {
     Exit,
 }
 
-/// A message from a worker.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum FromWorker {
     Started,
-    Reported {
-        iteration: u64,
-        metrics: Metrics,
-        seconds: f64,
-        offer: Offer,
-    },
+    Reported(Report),
     /// A checkpoint is in the folder.
     Saved,
     /// The trial does not save.
@@ -253,7 +243,6 @@ fn introduce(
     Ok(Some(reader))
 }
 
-/// Sends a value as a line.
 pub(crate) fn send(mut stream: &TcpStream, value: &impl Serialize) -> Result<()> {
     Ok(stream.write_all(&json_lines([value])?)?)
 }

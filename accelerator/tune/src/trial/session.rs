@@ -12,7 +12,7 @@ use accelerator_host::sync::Mutex;
 use super::protocol::{self, FromWorker, ToWorker};
 use crate::config::{Config, TrialId};
 use crate::error::{Error, Kind, Result};
-use crate::runner::{Offer, TrialStart};
+use crate::runner::{Offer, Report, TrialStart};
 use crate::value::Metrics;
 
 /// An error of a trial's own work: `?` takes any error.
@@ -142,20 +142,21 @@ impl TrialSession {
         mut save: Option<&mut Save<'_>>,
         offer: Offer,
     ) -> Result<()> {
-        let (iteration, seconds) = {
+        let report = {
             let mut progress = self.progress.lock();
             if progress.is_over {
                 return Err(over());
             }
             progress.iteration += 1;
-            (progress.iteration, progress.since.elapsed().as_secs_f64())
+            Report {
+                iteration: progress.iteration,
+                metrics,
+                seconds: progress.since.elapsed().as_secs_f64(),
+                offer,
+            }
         };
-        self.link.send(&FromWorker::Reported {
-            iteration,
-            metrics,
-            seconds,
-            offer,
-        })?;
+        let iteration = report.iteration;
+        self.link.send(&FromWorker::Reported(report))?;
         let answer = self.link.next()?;
         if let ToWorker::Save { folder } | ToWorker::Pause { folder } = &answer {
             let message = match &mut save {
@@ -192,14 +193,12 @@ impl Deref for TrialSession {
     }
 }
 
-/// Saves to a folder.
 type Save<'a> = dyn FnMut(&Path) -> Result<(), BoxError> + 'a;
 
 fn over() -> Error {
     Error::new(Kind::Trial, "the search has ended this trial")
 }
 
-/// A connection to the search.
 #[derive(Clone, Debug)]
 pub(super) struct Link(Arc<LinkEnds>);
 
@@ -221,7 +220,6 @@ impl Link {
         protocol::send(&self.0.stream, message)
     }
 
-    /// The next message of the search.
     pub(super) fn next(&self) -> Result<ToWorker> {
         let messages = self.0.messages.lock();
         // The other end is a thread that ends with this process.

@@ -125,7 +125,6 @@ impl<'a> PageTrial<'a> {
     }
 }
 
-/// Values of the objective by iteration.
 #[derive(Serialize)]
 struct Curve {
     x: Vec<u64>,

@@ -1,12 +1,11 @@
-use std::fs;
 use std::path::Path;
 
 use serde_json::json;
 
 use super::{PROGRAM, STYLE, html};
-use crate::config::{Config, TrialId};
-use crate::objective::{Mode, Objective};
-use crate::view::{Rung, SearchEnd, SearchView, Trial, TrialResult, TrialStatus};
+use crate::config::TrialId;
+use crate::output::{TrialFolder, tests};
+use crate::view::{Rung, SearchEnd, SearchView, TrialStatus};
 
 #[test]
 fn names_and_values_are_data_whatever_they_are() {
@@ -87,53 +86,21 @@ fn data(page: &str) -> serde_json::Value {
 
 fn search(folder: &Path, trials: u32, results: u32) -> SearchView {
     let trial = |number: u32| {
-        let id = TrialId::new(number);
-        let name = format!("search_358bb_{id}");
-        let path = folder.join(&name);
         let kind = ["sgd", "adam"][number as usize % 2];
         let config = json!({"lr": 1e-4 * f64::from(number + 1), "kind": kind});
-        let config: Config = serde_json::from_value(config).unwrap();
-        let result = |iteration: u32| TrialResult {
-            training_iteration: iteration.into(),
-            time_this_iter_s: 0.5,
-            time_total_s: 0.5 * f64::from(iteration),
-            timestamp: 1_700_000_000,
-            metrics: [("loss", 1.0 / f64::from(number + iteration + 1))].into(),
+        let result = |iteration| {
+            let loss = 1.0 / f64::from(number + iteration + 1);
+            tests::result(iteration, &[("loss", loss)])
         };
-        let lines = (1..=results).map(|iteration| {
-            let result = result(iteration);
-            let mut line = json!(result.metrics);
-            line["training_iteration"] = iteration.into();
-            line["trial_id"] = name.as_str().into();
-            line["config"] = json!(config);
-            line.to_string() + "\n"
-        });
-        fs::create_dir_all(&path).unwrap();
-        fs::write(path.join("result.jsonl"), lines.collect::<String>()).unwrap();
-        Trial {
-            id,
-            status: TrialStatus::Terminated,
-            location: None,
-            best_config: config.clone(),
-            config,
-            last: Some(result(results)),
-            best: Some(result(results)),
-            failures: 0,
-            error: None,
-            folder: path,
-            checkpoint: None,
-            name,
-        }
+        let last = Some(result(results));
+        let mut trial = tests::trial(number, TrialStatus::Terminated, config, last);
+        trial.folder = folder.join(&trial.name);
+        let before = (1..=results).map(|iteration| (result(iteration), trial.config.clone()));
+        let before: Vec<_> = before.collect();
+        TrialFolder::open(&trial.folder, &trial.name, &trial.config, &before).unwrap();
+        trial
     };
-    SearchView {
-        name: "search".to_owned(),
-        folder: folder.to_owned(),
-        objective: Objective::new("loss", Mode::Min),
-        parameters: vec!["kind".to_owned(), "lr".to_owned()],
-        scheduler: vec!["Using FIFO scheduling algorithm.".to_owned()],
-        rungs: Vec::new(),
-        trials: (0..trials).map(trial).collect(),
-        expected: Some(trials as usize),
-        resources: None,
-    }
+    let mut search = tests::search(["kind", "lr"], (0..trials).map(trial).collect());
+    search.expected = Some(trials as usize);
+    search
 }

@@ -347,38 +347,21 @@ proptest! {
 #[test]
 fn settings_that_cannot_be_are_refused_with_their_names() {
     let objective = Objective::new("loss", Mode::Min);
-    for (value, expected) in [
-        (json!({"type": "asha", "max_t": 0}), "`max_t`"),
-        (
-            json!({"type": "asha", "grace_period": 200}),
-            "`grace_period` is 200",
-        ),
-        (
-            json!({"type": "asha", "reduction_factor": 1}),
-            "`reduction_factor`",
-        ),
-        (json!({"type": "asha", "brackets": 9}), "`brackets` is 9"),
-        (
-            json!({"type": "asha_promotion", "grace_period": 0}),
-            "`grace_period`",
-        ),
-        (
-            json!({"type": "pbt", "perturbation_interval": 0.0, "hyperparam_mutations": {}}),
-            "`perturbation_interval`",
-        ),
-        (
-            json!({"type": "pbt", "perturbation_interval": 1.0, "hyperparam_mutations": {}}),
-            "is empty",
-        ),
-        (
-            json!({"type": "pbt", "perturbation_interval": 1.0, "hyperparam_mutations": {"lr": 3}}),
-            "`lr`",
-        ),
-    ] {
-        let scheduler: Scheduler = serde_json::from_value(value.clone()).unwrap();
+    let refusals = r#"
+{"type": "asha", "max_t": 0} => `max_t`
+{"type": "asha", "grace_period": 200} => `grace_period` is 200
+{"type": "asha", "reduction_factor": 1} => `reduction_factor`
+{"type": "asha", "brackets": 9} => `brackets` is 9
+{"type": "asha_promotion", "grace_period": 0} => `grace_period`
+{"type": "pbt", "perturbation_interval": 0.0, "hyperparam_mutations": {}} => `perturbation_interval`
+{"type": "pbt", "perturbation_interval": 1.0, "hyperparam_mutations": {}} => is empty
+{"type": "pbt", "perturbation_interval": 1.0, "hyperparam_mutations": {"lr": 3}} => `lr`"#;
+    for refusal in refusals.trim().lines() {
+        let (settings, expected) = refusal.split_once(" => ").unwrap();
+        let scheduler: Scheduler = serde_json::from_str(settings).unwrap();
         let error = scheduler.build(&objective, 0).unwrap_err();
         assert!(error.is_misuse());
-        assert!(error.to_string().contains(expected), "{value}: {error}");
+        assert!(error.to_string().contains(expected), "{refusal}: {error}");
     }
     let unknown = serde_json::from_value::<Scheduler>(json!({"type": "asha", "max_time": 3}));
     assert!(unknown.unwrap_err().to_string().contains("max_time"));
