@@ -31,18 +31,13 @@ impl Mode {
 
     /// Orders values from the worst to the best. NaN is the worst.
     pub(crate) fn compare(self, left: f64, right: f64) -> Ordering {
-        match (left.is_nan(), right.is_nan()) {
-            (true, true) => Ordering::Equal,
-            (true, false) => Ordering::Less,
-            (false, true) => Ordering::Greater,
-            (false, false) => {
-                let order = left.partial_cmp(&right).unwrap_or(Ordering::Equal);
-                match self {
-                    Self::Max => order,
-                    Self::Min => order.reverse(),
-                }
+        right.is_nan().cmp(&left.is_nan()).then_with(|| {
+            let order = left.partial_cmp(&right).unwrap_or(Ordering::Equal);
+            match self {
+                Self::Max => order,
+                Self::Min => order.reverse(),
             }
-        }
+        })
     }
 }
 

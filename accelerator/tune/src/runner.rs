@@ -121,7 +121,7 @@ impl RunnerEvent {
     }
 }
 
-/// What a trial reports after an iteration.
+/// A report of a trial after an iteration.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 pub(crate) struct Report {
     /// Counted from 1.

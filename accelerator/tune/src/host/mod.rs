@@ -127,17 +127,21 @@ impl Hosts {
         number: u32,
         exited: impl FnOnce() + Send + 'static,
     ) -> Result<(TrialProcess, Option<Output>)> {
+        let (process, output): (Box<dyn Process>, _) = match host {
+            0 => {
+                let mut process = LocalProcess::spawn(spec, &self.token)?;
+                process.watch(exited)?;
+                let output = process.take_output();
+                let output = output.map(|output| Box::new(output) as Output);
+                (Box::new(process), output)
+            }
+            host => {
+                let agent = &self.agents[host - 1];
+                let (process, output) = agent.start(number, spec, Box::new(exited))?;
+                (Box::new(process), output)
+            }
+        };
         let log = ProcessLog::new(&spec.log);
-        if host > 0 {
-            let (process, output) = self.agents[host - 1].start(number, spec, Box::new(exited))?;
-            let process = Box::new(process);
-            return Ok((TrialProcess { process, log }, output));
-        }
-        let mut process = LocalProcess::spawn(spec, &self.token)?;
-        process.watch(exited)?;
-        let output = process.take_output();
-        let output = output.map(|output| Box::new(output) as Output);
-        let process = Box::new(process);
         Ok((TrialProcess { process, log }, output))
     }
 

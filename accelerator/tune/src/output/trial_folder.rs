@@ -379,17 +379,9 @@ mod tests {
 
     #[test]
     fn fields_are_quoted_where_they_need_it() {
-        let fields = [
-            json!(0.5),
-            json!("a,b"),
-            json!("say \"x\""),
-            json!([1, 2]),
-            json!(null),
-        ];
-        assert_eq!(
-            csv_line(fields),
-            "0.5,\"a,b\",\"say \"\"x\"\"\",\"[1,2]\",\n"
-        );
+        let fields = json!([0.5, "a,b", "say \"x\"", [1, 2], null]);
+        let line = csv_line(fields.as_array().unwrap().iter().cloned());
+        assert_eq!(line, "0.5,\"a,b\",\"say \"\"x\"\"\",\"[1,2]\",\n");
     }
 
     #[test]

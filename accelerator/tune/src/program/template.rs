@@ -148,59 +148,41 @@ mod tests {
     use super::*;
     use crate::config::TrialId;
 
+    fn filled(words: &[&str], space: &str, config: &str) -> Result<Vec<String>> {
+        let words = words.iter().map(|word| (*word).to_owned()).collect();
+        let template = Template::new(words, &serde_json::from_str(space).unwrap())?;
+        template.fill(&TrialStart {
+            trial: TrialId::new(3),
+            config: serde_json::from_str(config).unwrap(),
+            folder: PathBuf::from("/t"),
+            restore: None,
+        })
+    }
+
     #[test]
     fn a_parameter_of_another_option_is_empty() {
         let space = r#"{"opt": {"choice": [{"name": "sgd", "momentum": {"uniform": [0.1, 0.9]}}, {"name": "adam"}]}}"#;
-        let words = vec!["--momentum={opt/momentum}".to_owned()];
-        let template = Template::new(words, &serde_json::from_str(space).unwrap()).unwrap();
-        let start = TrialStart {
-            trial: TrialId::new(0),
-            config: serde_json::from_str(r#"{"opt": {"name": "adam"}}"#).unwrap(),
-            folder: PathBuf::from("/t"),
-            restore: None,
-        };
-        assert_eq!(template.fill(&start).unwrap(), ["--momentum="]);
+        let words = ["--momentum={opt/momentum}"];
+        let filled = filled(&words, space, r#"{"opt": {"name": "adam"}}"#);
+        assert_eq!(filled.unwrap(), ["--momentum="]);
     }
 
     #[test]
     fn placeholders_are_filled_with_parameters() {
-        let start = TrialStart {
-            trial: TrialId::new(3),
-            config: serde_json::from_str(r#"{"lr": 0.5, "opt": {"name": "sgd"}}"#).unwrap(),
-            folder: PathBuf::from("/t"),
-            restore: None,
-        };
-        let words = [
-            "--lr={lr}",
-            "{opt/name}",
-            "{{x}}",
-            "{trial}",
-            "{params}",
-            "a{checkpoint}b",
-            "}",
-            "{opt}",
-        ];
-        let template = Template::new(words.map(str::to_owned).to_vec(), &Space::default()).unwrap();
-        assert_eq!(
-            template.fill(&start).unwrap(),
-            [
-                "--lr=0.5",
-                "sgd",
-                "{x}",
-                "00003",
-                "/t/params.json",
-                "ab",
-                "}",
-                "{\"name\":\"sgd\"}"
-            ]
-        );
-        let error = Template::new(vec!["{rate}".to_owned()], &Space::default())
-            .unwrap()
-            .fill(&start)
-            .unwrap_err();
-        assert!(
-            error.to_string().contains("there are lr, opt/name"),
-            "{error}"
-        );
+        let config = r#"{"lr": 0.5, "opt": {"name": "sgd"}}"#;
+        for (word, expected) in [
+            ("--lr={lr}", "--lr=0.5"),
+            ("{opt/name}", "sgd"),
+            ("{{x}}", "{x}"),
+            ("{trial}", "00003"),
+            ("{params}", "/t/params.json"),
+            ("a{checkpoint}b", "ab"),
+            ("}", "}"),
+            ("{opt}", r#"{"name":"sgd"}"#),
+        ] {
+            assert_eq!(filled(&[word], "{}", config).unwrap(), [expected]);
+        }
+        let error = filled(&["{rate}"], "{}", config).unwrap_err().to_string();
+        assert!(error.contains("there are lr, opt/name"), "{error}");
     }
 }

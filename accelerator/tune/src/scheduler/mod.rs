@@ -130,26 +130,14 @@ impl TryFrom<Map<String, Value>> for Scheduler {
     }
 }
 
-impl From<Asha> for Scheduler {
-    fn from(asha: Asha) -> Self {
-        Self::Asha(asha)
-    }
+macro_rules! from_settings {
+    ($($settings:ident)*) => {$(
+        impl From<$settings> for Scheduler {
+            fn from(settings: $settings) -> Self {
+                Self::$settings(settings)
+            }
+        }
+    )*};
 }
 
-impl From<AshaPromotion> for Scheduler {
-    fn from(asha: AshaPromotion) -> Self {
-        Self::AshaPromotion(asha)
-    }
-}
-
-impl From<MedianStopping> for Scheduler {
-    fn from(median: MedianStopping) -> Self {
-        Self::MedianStopping(median)
-    }
-}
-
-impl From<Pbt> for Scheduler {
-    fn from(pbt: Pbt) -> Self {
-        Self::Pbt(pbt)
-    }
-}
+from_settings! { Asha AshaPromotion MedianStopping Pbt }

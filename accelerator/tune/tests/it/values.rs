@@ -9,16 +9,16 @@ use accelerator_tune::{
 use serde_json::{Value, json};
 
 fn search(space: Value, folder: &Path) -> Search {
-    Search::new("values", Objective::new("loss", Mode::Min))
+    let search = Search::new("values", Objective::new("loss", Mode::Min))
         .space(serde_json::from_value(space).unwrap())
         .folder(folder)
-        .slots(2)
-        .display(Display::Quiet)
-        .interrupted_by(Arc::new(AtomicU32::new(0)))
+        .slots(2);
+    quiet(search)
 }
 
-fn pbt(mutations: Value) -> Pbt {
-    Pbt::new(1.0, serde_json::from_value(mutations).unwrap())
+fn quiet(search: Search) -> Search {
+    let search = search.display(Display::Quiet);
+    search.interrupted_by(Arc::new(AtomicU32::new(0)))
 }
 
 /// A misspelt name is never taken for another one.
@@ -26,77 +26,47 @@ fn pbt(mutations: Value) -> Pbt {
 fn what_names_no_parameter_is_refused_before_anything_is_made() {
     let root = tempfile::tempdir().unwrap();
     let folder = root.path().join("search");
-    let space = json!({
-        "lr": {"uniform": [0.1, 1.0]},
-        "opt": {"choice": [{"name": "sgd", "momentum": {"uniform": [0.1, 0.9]}}, {"name": "adam", "betas": [0.9, 0.99]}]},
-    });
-    let with = |name: &str, value: Value| {
-        let mut space = space.clone();
-        space[name] = value;
-        search(space, &folder)
+    let whole = |changes: &Value| {
+        let mut spec = json!({"name": "s", "metric": "loss", "mode": "min", "slots": 2, "space": {
+            "lr": {"uniform": [0.1, 1.0]},
+            "opt": {"choice": [{"name": "sgd", "momentum": {"uniform": [0.1, 0.9]}}, {"name": "adam", "betas": [0.9, 0.99]}]},
+        }});
+        for (key, value) in changes.as_object().unwrap() {
+            match key.as_str() {
+                "pbt" => {
+                    spec["scheduler"] = json!({"type": "pbt", "perturbation_interval": 1.0, "hyperparam_mutations": value})
+                }
+                "points_to_evaluate" | "num_samples" => spec[key] = value.clone(),
+                parameter => spec["space"][parameter] = value.clone(),
+            }
+        }
+        let spec: SearchSpec = serde_json::from_value(spec).unwrap();
+        quiet(Search::from(spec)).folder(&folder)
     };
-    let whole = || search(space.clone(), &folder);
-    let cases = |of: &str, case: &str| json!({"sample_from": {"of": of, "cases": {case: 3}, "otherwise": 4}});
     let known = "there are lr, opt/betas/0, opt/betas/1, opt/momentum, opt/name";
-    for (search, program, expected) in [
-        (
-            whole().scheduler(pbt(json!({"lrr": {"uniform": [0.1, 1.0]}}))),
-            "{lr}",
-            format!(
-                "the scheduler `pbt`: `hyperparam_mutations` has `lrr`, which no configuration has; did you mean `lr`? {known}"
-            ),
-        ),
-        (
-            whole().scheduler(pbt(
-                json!({"lr": [0.1, 1.0], "opt": {"momentumm": {"uniform": [0.1, 1.0]}}}),
-            )),
-            "{lr}",
-            "has `opt/momentumm`, which no configuration has; did you mean `opt/momentum`?".to_owned(),
-        ),
-        (
-            whole().scheduler(pbt(json!({"opt": {"uniform": [0.1, 1.0]}}))),
-            "{lr}",
-            "has `opt`, which is a table or a list of parameters; there are".to_owned(),
-        ),
-        (
-            with("width", cases("optt/name", "sgd")),
-            "{lr}",
-            "the parameter `width`: `sample_from` is of `optt/name`, which no configuration has; did you mean `opt/name`?"
-                .to_owned(),
-        ),
-        (
-            with("width", cases("opt/name", "sdg")),
-            "{lr}",
-            "the parameter `width`: `cases` has sdg, a value that `opt/name` never has; did you mean `sgd`? there are adam, sgd"
-                .to_owned(),
-        ),
-        (
-            with("net", json!({"a/b": 3})),
-            "{lr}",
-            "the parameter \"a/b\" has a `/`".to_owned(),
-        ),
-        (
-            whole(),
-            "{opt/momentumm}",
-            format!(
-                "`{{opt/momentumm}}` in the program's arguments is no parameter; did you mean `opt/momentum`? {known}, and {{trial}}"
-            ),
-        ),
-        (
-            whole().points_to_evaluate([config(json!({"opt": {"nam": "sgd"}}))]),
-            "{lr}",
-            "`points_to_evaluate[0]`: `opt/nam` is no parameter; did you mean `opt/name`?".to_owned(),
-        ),
-    ] {
+    let refusals = r#"
+{"pbt": {"lrr": {"uniform": [0.1, 1.0]}}} | {lr} => the scheduler `pbt`: `hyperparam_mutations` has `lrr`, which no configuration has; did you mean `lr`? KNOWN
+{"pbt": {"lr": [0.1, 1.0], "opt": {"momentumm": {"uniform": [0.1, 1.0]}}}} | {lr} => has `opt/momentumm`, which no configuration has; did you mean `opt/momentum`?
+{"pbt": {"opt": {"uniform": [0.1, 1.0]}}} | {lr} => has `opt`, which is a table or a list of parameters; there are
+{"width": {"sample_from": {"of": "optt/name", "cases": {"sgd": 3}, "otherwise": 4}}} | {lr} => the parameter `width`: `sample_from` is of `optt/name`, which no configuration has; did you mean `opt/name`?
+{"width": {"sample_from": {"of": "opt/name", "cases": {"sdg": 3}, "otherwise": 4}}} | {lr} => the parameter `width`: `cases` has sdg, a value that `opt/name` never has; did you mean `sgd`? there are adam, sgd
+{"net": {"a/b": 3}} | {lr} => the parameter "a/b" has a `/`
+{} | {opt/momentumm} => `{opt/momentumm}` in the program's arguments is no parameter; did you mean `opt/momentum`? KNOWN, and {trial}
+{"points_to_evaluate": [{"opt": {"nam": "sgd"}}]} | {lr} => `points_to_evaluate[0]`: `opt/nam` is no parameter; did you mean `opt/name`?"#;
+    for refusal in refusals.trim().lines() {
+        let (search, expected) = refusal.split_once(" => ").unwrap();
+        let (changes, program) = search.split_once(" | ").unwrap();
+        let search = whole(&serde_json::from_str(changes).unwrap());
         let error = search.run_programs(["true", program]).unwrap_err();
         assert!(error.is_misuse(), "{error}");
+        let expected = expected.replace("KNOWN", known);
         assert!(error.to_string().contains(&expected), "{error}");
         assert!(!folder.exists());
     }
     // These searches change parameters of some configurations, which are empty in the others.
-    let search = whole().num_samples(4).scheduler(pbt(
-        json!({"opt": {"momentum": {"uniform": [0.1, 0.9]}, "betas": [[0.5, 0.6], [0.9, 0.99]]}}),
-    ));
+    let mutations =
+        json!({"opt": {"momentum": {"uniform": [0.1, 0.9]}, "betas": [[0.5, 0.6], [0.9, 0.99]]}});
+    let search = whole(&json!({"num_samples": 4, "pbt": mutations}));
     let program = ["echo", "{opt/momentum}", r#"{{"loss": 1}}"#];
     let results = search.run_programs(program).unwrap();
     assert_eq!(results.ending(), SearchEnd::Finished);
@@ -108,10 +78,11 @@ fn a_closure_may_make_what_is_named() {
     let made = accelerator_tune::sample_from(|_| Ok(Space::new([("depth", 3.into())]).into()));
     let of_depth = json!({"width": {"sample_from": {"of": "net/depth", "cases": {"3": 9}}}});
     let of_depth: Space = serde_json::from_value(of_depth).unwrap();
+    let mutations = serde_json::from_value(json!({"net": {"depth": [2, 3]}})).unwrap();
     let results = search(json!({}), folder.path())
         .space(Space::new([("net", made), ("by_depth", of_depth.into())]))
         .points_to_evaluate([config(json!({"net": {"depth": 3}}))])
-        .scheduler(pbt(json!({"net": {"depth": [2, 3]}})))
+        .scheduler(Pbt::new(1.0, mutations))
         .run_programs(["echo", "{net/depth}", r#"{{"loss": 1}}"#])
         .unwrap();
     assert_eq!(
@@ -218,19 +189,12 @@ fn a_file_may_have_floats_that_json_has_not_in_its_space_and_points() {
                 [space]\nclip = { choice = [inf, -inf] }\nlow = nan\n[scheduler]\ntype = 'pbt'\n\
                 perturbation_interval = 1\nhyperparam_mutations = { clip = [inf, -inf] }\n";
     std::fs::write(&path, text).unwrap();
-    let search = Search::from(SearchSpec::from_file(&path).unwrap())
-        .folder(root.path().join("search"))
-        .display(Display::Quiet)
-        .interrupted_by(Arc::new(AtomicU32::new(0)));
+    let search = quiet(SearchSpec::from_file(&path).unwrap().into());
+    let search = search.folder(root.path().join("search"));
     let results = search.run_programs(["echo", r#"{{"loss": 1}}"#]).unwrap();
     assert_eq!(clips(&results)[0], f64::NEG_INFINITY);
-    assert!(
-        results.trials()[1]
-            .config
-            .parse::<f64>("low")
-            .unwrap()
-            .is_nan()
-    );
+    let low: f64 = results.trials()[1].config.parse("low").unwrap();
+    assert!(low.is_nan());
 }
 
 /// A search could not read them from its journal again.

@@ -180,27 +180,6 @@ proptest! {
         prop_assert_eq!(undisturbed.decisions, run(&scheduler, order, None, chance).decisions);
     }
 
-    #[test]
-    fn nothing_is_decided_of_a_trial_that_has_ended(scheduler in schedulers(), chance in chances()) {
-        let outcome = run(&scheduler, SearchOrder::Eager, Some(1), chance);
-        let mut ended = Vec::new();
-        for decision in &outcome.decisions {
-            let trial = match decision {
-                Decision::Start { trial, .. }
-                | Decision::Continue { trial, .. }
-                | Decision::Save { trial, .. }
-                | Decision::Pause { trial, .. }
-                | Decision::Resume { trial, .. }
-                | Decision::Exploit { trial, .. }
-                | Decision::End { trial, .. } => *trial,
-            };
-            prop_assert!(!ended.contains(&trial), "{:?}", decision);
-            if matches!(decision, Decision::End { .. }) {
-                ended.push(trial);
-            }
-        }
-    }
-
     /// The donor is another trial, which has reached the iteration that the clone continues from.
     #[test]
     fn a_clone_goes_on_from_what_its_donor_has_done(interval in 1_u32..4, chance in chances()) {

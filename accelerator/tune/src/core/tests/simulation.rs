@@ -1,6 +1,6 @@
 //! A search without processes: trials report when a seeded generator says so.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::json;
 
@@ -161,16 +161,26 @@ pub(super) fn quality(config: &Config) -> f64 {
     config.parse("quality").unwrap()
 }
 
-/// Every trial has ended once, and each iteration of it was decided about once.
+/// Every trial has ended once, and nothing is decided of it afterwards.
 pub(super) fn check(outcome: &SimulatedSearch) {
+    let mut ended = BTreeSet::new();
+    for decision in &outcome.decisions {
+        let (trial, is_end) = match decision {
+            Decision::End { trial, .. } => (trial, true),
+            Decision::Start { trial, .. }
+            | Decision::Continue { trial, .. }
+            | Decision::Save { trial, .. }
+            | Decision::Pause { trial, .. }
+            | Decision::Resume { trial, .. }
+            | Decision::Exploit { trial, .. } => (trial, false),
+        };
+        assert!(!ended.contains(trial), "{decision:?}");
+        if is_end {
+            ended.insert(*trial);
+        }
+    }
     for state in outcome.core.trials() {
-        assert!(
-            matches!(state.status, TrialStatus::Terminated | TrialStatus::Error),
-            "{state:?}"
-        );
-        let ends = outcome.decisions.iter().filter(
-            |decision| matches!(decision, Decision::End { trial, .. } if *trial == state.id),
-        );
-        assert_eq!(ends.count(), 1, "{}", state.id);
+        let has_ended = matches!(state.status, TrialStatus::Terminated | TrialStatus::Error);
+        assert!(has_ended && ended.contains(&state.id), "{state:?}");
     }
 }
