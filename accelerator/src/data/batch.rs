@@ -42,15 +42,15 @@ use crate::core::error::{self, Error, Result};
 #[derive(Clone)]
 pub struct Batch<O> {
     value: O,
-    info: BatchInfo,
+    pub(super) info: BatchInfo,
     /// The place at which it ends; known when it is handed out.
     ticket: Option<ConsumeTicket>,
     /// The watch of a batch with padding, when it is handed out.
     padding: Option<Arc<PaddingWatch>>,
 }
 
-/// Notes whether the program uses a batch with padding, and asks how much of it is: rows of padding look like any others
-/// to what counts them.
+/// Notes whether the program uses a batch with padding, and asks how much of it is padding, whose rows look like any
+/// others.
 #[derive(Debug)]
 struct PaddingWatch {
     counted: AtomicBool,
@@ -136,12 +136,8 @@ impl<O> Batch<O> {
         }
     }
 
-    pub(super) fn info(&self) -> &BatchInfo {
-        &self.info
-    }
-
     /// Notes that the batch is handed out, and the place at which it ends.
-    pub(super) fn set_mark(&mut self, ticket: ConsumeTicket, uncounted: &UncountedPadding) {
+    pub(super) fn set_ticket(&mut self, ticket: ConsumeTicket, uncounted: &UncountedPadding) {
         self.padding = (self.info.real < self.info.len).then(|| {
             Arc::new(PaddingWatch {
                 counted: AtomicBool::new(false),
@@ -179,7 +175,7 @@ impl<O> Batch<O> {
     ///
     /// This is what a figure counts that is added up by hand. The rows of an idle batch's tensors are there as those of
     /// any other. Where a batch with padding was used and nobody has asked for this, or for its weight, the library says so
-    /// when a metric is [reduced](crate::Accelerator::reduce_metric) behind that pass, once a loader. In training,
+    /// when a metric is [reduced](crate::Accelerator::reduce_metric) behind that pass, once per loader. In training,
     /// `backward` asks for the weight: a figure that is counted beside it is not looked at.
     ///
     /// ```
@@ -301,19 +297,24 @@ impl<O> Batch<O> {
     #[cfg(feature = "burn-train")]
     pub(crate) fn into_parts(self) -> (O, Batch<()>) {
         self.note_used();
+        self.replace(())
+    }
+
+    /// Puts another value in the place of its own, which it returns.
+    fn replace<P>(self, value: P) -> (O, Batch<P>) {
         let Self {
-            value,
+            value: own,
             info,
             ticket,
             padding,
         } = self;
-        let rest = Batch {
-            value: (),
+        let batch = Batch {
+            value,
             info,
             ticket,
             padding,
         };
-        (value, rest)
+        (own, batch)
     }
 
     /// The value alone.
@@ -326,34 +327,15 @@ impl<O> Batch<O> {
 impl<O> Batch<DeferredBatch<O>> {
     /// Makes its value; everything that this draws is drawn from the seed.
     pub(super) fn resolve(self, seed: Option<u64>) -> Result<Batch<O>> {
-        let Self {
-            value,
-            info,
-            ticket,
-            padding,
-        } = self;
-        Ok(Batch {
-            value: value.resolve(seed)?,
-            info,
-            ticket,
-            padding,
-        })
+        let (value, batch) = self.replace(());
+        Ok(batch.replace(value.resolve(seed)?).1)
     }
 
     /// The same, for who hands it on.
     pub(super) fn resolved(self, seed: Option<u64>) -> Result<Self> {
-        let Batch {
-            value,
-            info,
-            ticket,
-            padding,
-        } = self.resolve(seed)?;
-        Ok(Self {
-            value: DeferredBatch::Ready(value),
-            info,
-            ticket,
-            padding,
-        })
+        let (value, batch) = self.replace(());
+        let value = DeferredBatch::Ready(value.resolve(seed)?);
+        Ok(batch.replace(value).1)
     }
 }
 

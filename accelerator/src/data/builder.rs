@@ -9,7 +9,7 @@ use burn::data::dataset::Dataset;
 use burn::tensor::Device;
 
 use super::order::{BatchSizeSpec, Listed, SampleOrder, Spec};
-use super::source::{self, Batched, Batching, Digest, ItemCheck, ItemSource, SamplePlace};
+use super::source::{self, Batched, Batching, Digest, ItemSource, SamplePlace};
 use super::stream::SharedStream;
 use crate::core::error::Result;
 
@@ -45,7 +45,7 @@ use crate::core::error::Result;
 #[must_use]
 pub struct LoaderBuilder<I, O> {
     pub(super) batching: Batching<I, O>,
-    items: ItemCheck,
+    compares_items: bool,
     pub(super) spec: Spec,
 }
 
@@ -61,7 +61,7 @@ impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
                 maker: Arc::default(),
                 map: None,
             },
-            items: ItemCheck::Compared,
+            compares_items: true,
             spec: Spec::default(),
         }
     }
@@ -315,7 +315,7 @@ impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
     /// data sets whose items take long to read, and those that draw on purpose: see
     /// [the same data set on every rank](crate::data#the-same-data-set-on-every-rank).
     pub fn without_item_check(mut self) -> Self {
-        self.items = ItemCheck::Trusted;
+        self.compares_items = false;
         self
     }
 
@@ -337,7 +337,7 @@ impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
             origin: SampleSource::Indexed(Arc::new(Batched {
                 batching: self.batching.with_workers(self.spec.workers),
                 dataset: Arc::new(dataset),
-                digest: digest.filter(|_| self.items == ItemCheck::Compared),
+                digest: digest.filter(|_| self.compares_items),
             })),
             spec: self.spec,
         }
@@ -428,7 +428,26 @@ pub struct Loader<O> {
 /// The source of samples.
 pub(super) enum SampleSource<O> {
     Indexed(Arc<dyn ItemSource<O>>),
-    Stream(Arc<dyn SharedStream<O>>),
+    Stream(Arc<SharedStream<O>>),
+}
+
+impl<O> SampleSource<O> {
+    /// Returns the number of samples; `None` for a stream.
+    pub(super) fn len(&self) -> Option<u64> {
+        match self {
+            Self::Indexed(source) => Some(source.len()),
+            Self::Stream(_) => None,
+        }
+    }
+}
+
+impl<O> Clone for SampleSource<O> {
+    fn clone(&self) -> Self {
+        match self {
+            Self::Indexed(source) => Self::Indexed(source.clone()),
+            Self::Stream(stream) => Self::Stream(stream.clone()),
+        }
+    }
 }
 
 impl<O> Loader<O> {
@@ -465,7 +484,7 @@ impl<O> fmt::Debug for Loader<O> {
         let mut debug = f.debug_struct("Loader");
         match &self.origin {
             SampleSource::Indexed(source) => debug.field("samples", &source.len()),
-            SampleSource::Stream(stream) => debug.field("stream", &stream.sharing()),
+            SampleSource::Stream(stream) => debug.field("stream", &stream.sharing),
         };
         debug.field("spec", &self.spec).finish_non_exhaustive()
     }

@@ -235,7 +235,7 @@ impl EpochPass {
         self.progress.lock().is_open = false;
     }
 
-    /// A batch with padding was dropped without a look at what it counts; true once a loader.
+    /// A batch with padding was dropped without a look at what it counts; true once per loader.
     pub(super) fn claim_padding_warning(&self) -> bool {
         let cursor = self.cursor.upgrade();
         cursor.is_some_and(|cursor| cursor.0.lock().padding_warned.first())

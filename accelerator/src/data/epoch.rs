@@ -26,12 +26,10 @@ use crate::timeline::Timeline;
 /// Reading begins with the first batch that is asked for.
 #[must_use = "an epoch is an iterator"]
 pub struct Epoch<O> {
+    context: LoaderContext,
     feed: EpochState<O>,
     pass: Arc<EpochPass>,
-    reseed: Reseed,
     remaining: Option<u64>,
-    timeline: Timeline,
-    uncounted: UncountedPadding,
 }
 
 enum EpochState<O> {
@@ -49,20 +47,16 @@ pub(super) type OpenEpoch<O> = Box<dyn FnOnce(u64) -> PrefetchedBatches<O> + Sen
 
 impl<O> Epoch<O> {
     pub(super) fn new(
+        context: LoaderContext,
         open: OpenEpoch<O>,
         pass: Arc<EpochPass>,
-        reseed: Reseed,
         steps: Option<u64>,
-        timeline: Timeline,
-        uncounted: UncountedPadding,
     ) -> Self {
         Self {
+            context,
             feed: EpochState::Closed(open, 0),
             pass,
-            reseed,
             remaining: steps,
-            timeline,
-            uncounted,
         }
     }
 
@@ -94,19 +88,13 @@ impl<O> Epoch<O> {
         match &mut self.feed {
             EpochState::Closed(_, skipped) => {
                 *skipped = skipped.saturating_add(batches);
-                self.reseed.warn_left_out(self.pass.yielded(), batches);
+                self.warn_left_out(batches);
             }
             EpochState::Ended | EpochState::Failed(_) => {}
             EpochState::Open(feed) => {
-                for _ in 0..batches {
-                    match feed.next() {
-                        Some(Ok(_)) => {}
-                        Some(Err(error)) => {
-                            self.feed = EpochState::Failed(error);
-                            break;
-                        }
-                        None => break,
-                    }
+                let mut left_out = feed.take(usize::try_from(batches).unwrap_or(usize::MAX));
+                if let Some(error) = left_out.find_map(Result::err) {
+                    self.feed = EpochState::Failed(error);
                 }
             }
         }
@@ -117,9 +105,26 @@ impl<O> Epoch<O> {
     /// the number continues where it was after [`resume`](crate::Accelerator::resume) in mid-epoch, where
     /// [`Iterator::enumerate`], whose place this takes, would begin at 0 again. Adapters in between
     /// count from 0: behind `take` or `zip`, use [`Batch::step`].
-    pub fn enumerate(self) -> NumberedBatches<O> {
-        let next = self.pass.yielded().step as usize;
-        NumberedBatches { epoch: self, next }
+    pub fn enumerate(self) -> impl FusedIterator<Item = (usize, Result<Batch<O>>)> {
+        let mut next = self.pass.yielded().step as usize;
+        self.map(move |batch| {
+            let step = batch.as_ref().map_or(next, |batch| batch.step() as usize);
+            next = step + 1;
+            (step, batch)
+        })
+    }
+
+    /// An epoch that continues behind some step is to leave out so many more.
+    fn warn_left_out(&self, batches: u64) {
+        let start = self.pass.yielded();
+        if start.step > 0 && batches > 0 && self.context.shared.rank() == 0 {
+            error::warn(&format!(
+                "after `resume` a loader goes on behind step {} of epoch {}, and `skip_first_batches` leaves out {batches} \
+                 more, which are never trained on in this epoch: leave it out where it is to find the place of the \
+                 checkpoint, which `resume` does",
+                start.step, start.epoch
+            ));
+        }
     }
 }
 
@@ -137,19 +142,18 @@ impl<O> Iterator for Epoch<O> {
         };
         let mut batch = feed.next().map(|batch| {
             let batch = batch?;
-            let seed = self.reseed.batch_seed(batch.step());
+            let seed = self.context.batch_seed(batch.epoch(), batch.step());
             batch.resolve(seed)
         });
         let end = Instant::now();
         match &batch {
             Some(Ok(_)) => {
                 self.feed = EpochState::Open(feed);
-                self.timeline.batch_came(start, end);
+                self.context.shared.timeline.batch_came(start, end);
             }
             Some(Err(_)) => {}
             None => {
-                let LoaderContext { rank, .. } = self.reseed.place;
-                if is_whole && rank == 0 {
+                if is_whole && self.context.shared.rank() == 0 {
                     self.pass.warn_empty();
                 }
                 self.pass.finish();
@@ -161,19 +165,19 @@ impl<O> Iterator for Epoch<O> {
         if let Some(Ok(batch)) = &mut batch {
             let end = EpochPosition {
                 epoch: batch.epoch(),
-                consumed: batch.info().consumed,
+                consumed: batch.info.consumed,
                 digest: self.pass.yielded().digest,
                 finished: false,
                 step: batch.step() + 1,
             };
             self.pass.advance(end);
             let ticket = ConsumeTicket {
-                loader: self.reseed.place.number,
+                loader: self.context.number,
                 pass: self.pass.clone(),
                 end,
             };
-            batch.set_mark(ticket, &self.uncounted);
-            self.reseed.at(batch.step());
+            batch.set_ticket(ticket, &self.context.uncounted);
+            self.context.seed_step(batch.epoch(), batch.step());
         }
         batch
     }
@@ -189,33 +193,6 @@ impl<O> Iterator for Epoch<O> {
 
 impl<O> FusedIterator for Epoch<O> {}
 
-/// Batches with their numbers in the epoch; see [`Epoch::enumerate`].
-#[must_use = "an epoch is an iterator"]
-#[derive(Debug)]
-pub struct NumberedBatches<O> {
-    epoch: Epoch<O>,
-    next: usize,
-}
-
-impl<O> Iterator for NumberedBatches<O> {
-    type Item = (usize, Result<Batch<O>>);
-
-    fn next(&mut self) -> Option<Self::Item> {
-        let batch = self.epoch.next()?;
-        let step = batch
-            .as_ref()
-            .map_or(self.next, |batch| batch.step() as usize);
-        self.next = step + 1;
-        Some((step, batch))
-    }
-
-    fn size_hint(&self) -> (usize, Option<usize>) {
-        self.epoch.size_hint()
-    }
-}
-
-impl<O> FusedIterator for NumberedBatches<O> {}
-
 impl<O> Drop for Epoch<O> {
     fn drop(&mut self) {
         self.pass.close();
@@ -230,37 +207,31 @@ impl<O> fmt::Debug for Epoch<O> {
     }
 }
 
-/// Sets the device's generator anew for each step, so that what a step draws depends on its
-/// place alone.
-pub(super) struct Reseed {
-    device: Device,
-    epoch: u64,
-    place: LoaderContext,
+/// A loader's rank, number and device.
+#[derive(Clone, Debug)]
+pub(super) struct LoaderContext {
+    /// The device on which its batches are.
+    pub(super) device: Device,
+    /// Its number among the loaders of the program.
+    pub(super) number: u64,
+    pub(super) shared: Arc<Context>,
+    pub(super) uncounted: UncountedPadding,
 }
 
-impl Reseed {
-    pub(super) fn new(device: Device, place: LoaderContext, epoch: u64) -> Self {
+impl LoaderContext {
+    /// The context of the next loader.
+    pub(super) fn new(shared: &Arc<Context>, uncounted: &UncountedPadding) -> Self {
         Self {
-            device,
-            epoch,
-            place,
+            device: shared.device.clone(),
+            number: shared.next_loader(),
+            shared: shared.clone(),
+            uncounted: uncounted.clone(),
         }
     }
 
-    /// An epoch that continues from there is to leave out so many more.
-    fn warn_left_out(&self, start: EpochPosition, batches: u64) {
-        if start.step > 0 && batches > 0 && self.place.rank == 0 {
-            error::warn(&format!(
-                "after `resume` a loader goes on behind step {} of epoch {}, and `skip_first_batches` leaves out {batches} \
-                 more, which are never trained on in this epoch: leave it out where it is to find the place of the \
-                 checkpoint, which `resume` does",
-                start.step, start.epoch
-            ));
-        }
-    }
-
-    fn at(&self, step: u64) {
-        let [seed, rank, number, epoch] = self.words();
+    /// Sets the device's generator, so that what a step draws depends on its place alone.
+    fn seed_step(&self, epoch: u64, step: u64) {
+        let [seed, rank, number] = self.seeds();
         // Another rank of this process may be building a model.
         let _turn = drawing();
         self.device.seed(mix(&[seed, rank, number, epoch, step]));
@@ -268,52 +239,18 @@ impl Reseed {
 
     /// The seed of what is drawn for the batch of that step; `None` if other ranks draw from the same
     /// generator, so that it would mean nothing.
-    pub(super) fn batch_seed(&self, step: u64) -> Option<u64> {
+    pub(super) fn batch_seed(&self, epoch: u64, step: u64) -> Option<u64> {
         const BATCH: u64 = 1;
-        let [seed, rank, number, epoch] = self.words();
-        let seed = mix(&[seed, rank, number, epoch, step, BATCH]);
-        (self.place.generator == Generator::Own).then_some(seed)
-    }
-
-    fn words(&self) -> [u64; 4] {
-        let LoaderContext {
-            number, rank, seed, ..
-        } = self.place;
-        [seed, rank as u64, number, self.epoch]
-    }
-}
-
-/// The rank, the world and the loader of a share.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct LoaderContext {
-    pub(super) generator: Generator,
-    pub(super) number: u64,
-    pub(super) rank: usize,
-    pub(super) seed: u64,
-    pub(super) world_size: usize,
-}
-
-/// The generator from which a rank draws: one of its own, or one that ranks share.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) enum Generator {
-    Own,
-    /// Ranks are threads of one process.
-    Shared,
-}
-
-impl LoaderContext {
-    pub(super) fn of(context: &Context) -> Self {
-        let are_threads = context.group().transport() == TransportKind::Threads;
-        Self {
-            generator: match are_threads && context.world_size() > 1 {
-                true => Generator::Shared,
-                false => Generator::Own,
-            },
-            number: context.next_loader(),
-            rank: context.rank(),
-            seed: context.seed,
-            world_size: context.world_size(),
+        let group = self.shared.group();
+        if group.world_size() > 1 && group.transport() == TransportKind::Threads {
+            return None;
         }
+        let [seed, rank, number] = self.seeds();
+        Some(mix(&[seed, rank, number, epoch, step, BATCH]))
+    }
+
+    fn seeds(&self) -> [u64; 3] {
+        [self.shared.seed, self.shared.rank() as u64, self.number]
     }
 }
 
@@ -322,45 +259,38 @@ pub(super) type PrefetchedBatches<O> = Ahead<Batch<DeferredBatch<O>>>;
 
 /// This rank's share of an epoch, by its plan.
 pub(super) struct BatchLoader<O> {
-    pub(super) device: Device,
+    pub(super) context: LoaderContext,
     pub(super) epoch: u64,
     /// The first step of the plan that is wanted.
     pub(super) first: u64,
     pub(super) plan: EpochBatches,
-    pub(super) rank: usize,
     pub(super) source: Arc<dyn ItemSource<O>>,
     pub(super) spec: Spec,
     /// The number of steps of the epoch done where the plan starts.
     pub(super) steps_before: u64,
-    pub(super) timeline: Timeline,
 }
 
 impl<O: Send + 'static> BatchLoader<O> {
     pub(super) fn feed(self) -> PrefetchedBatches<O> {
-        let (first, steps) = (self.first, self.plan.steps(self.rank));
+        let (first, steps) = (self.first, self.plan.steps(self.rank()));
         let workers = (self.spec.workers as u64).min(steps.saturating_sub(first));
-        let share = Arc::new(self);
+        let loader = Arc::new(self);
         if workers == 0 {
-            return Box::new((first..steps).map_while(move |step| share.load(step)));
+            return Box::new((first..steps).map_while(move |step| loader.load(step)));
         }
         let started: std::io::Result<Vec<_>> = (0..workers)
             .map(|worker| {
-                let share = share.clone();
+                let loader = loader.clone();
                 Worker::start(
-                    share.spec.prefetch,
+                    loader.spec.prefetch,
                     WorkerShutdown::Awaited,
                     move |sender| {
-                        for step in (first + worker..steps).step_by(workers as usize) {
-                            let loading = share.timeline.load(worker as usize);
-                            let Some(batch) = share.load(step) else {
-                                return;
-                            };
-                            drop(loading);
-                            let failed = batch.is_err();
-                            if sender.send(batch).is_err() || failed {
-                                return;
-                            }
-                        }
+                        let steps = (first + worker..steps).step_by(workers as usize);
+                        let batches = steps.map_while(|step| {
+                            let _loading = loader.context.shared.timeline.load(worker as usize);
+                            loader.load(step)
+                        });
+                        send_all(sender, batches);
                     },
                 )
             })
@@ -372,9 +302,14 @@ impl<O: Send + 'static> BatchLoader<O> {
     }
 
     fn load(&self, step: u64) -> Option<Result<Batch<DeferredBatch<O>>>> {
-        let planned = self.plan.batch(self.rank, step)?;
-        let value = self.source.load(self.epoch, &planned.indices, &self.device);
+        let planned = self.plan.batch(self.rank(), step)?;
+        let device = &self.context.device;
+        let value = self.source.load(self.epoch, &planned.indices, device);
         Some(value.map(|value| Batch::new(value, self.info(planned))))
+    }
+
+    fn rank(&self) -> usize {
+        self.context.shared.rank()
     }
 
     fn info(&self, planned: PlannedBatch) -> BatchInfo {
@@ -475,21 +410,25 @@ pub(super) fn read_ahead<T: Send + 'static>(
         }));
     }
     let worker = Worker::start(spec.prefetch, WorkerShutdown::Left, move |sender| {
-        loop {
-            let loading = timeline.load(0);
-            let Some(item) = items.next() else {
-                return;
-            };
-            drop(loading);
-            let failed = item.is_err();
-            if sender.send(item).is_err() || failed {
-                return;
-            }
-        }
+        let items = core::iter::from_fn(|| {
+            let _loading = timeline.load(0);
+            items.next()
+        });
+        send_all(sender, items);
     });
     match worker {
         Ok(worker) => Box::new(worker),
         Err(error) => failed(error),
+    }
+}
+
+/// Sends items until nobody listens, or one is an error.
+fn send_all<T>(sender: &SyncSender<Result<T>>, items: impl Iterator<Item = Result<T>>) {
+    for item in items {
+        let failed = item.is_err();
+        if sender.send(item).is_err() || failed {
+            return;
+        }
     }
 }
 

@@ -3,9 +3,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use accelerator_plan::Plan;
 use serde::{Deserialize, Serialize};
 
+use super::builder::SampleSource;
 use super::cursor::{Cursor, EpochPosition, Restored};
 use super::order::{SampleOrder, Spec};
 use super::prepared::{PreparedLoader, Samples};
+use super::source::CheckedItem;
 use super::steppers::Steppers;
 use super::stream::Sharing;
 use crate::core::error::{Error, Kind, Result};
@@ -62,30 +64,27 @@ impl<O: Send + 'static> PreparedLoader<O> {
             !position.finished && passes.checked_sub(1) == Some(position.epoch)
         });
         let (order, tail, size, global_batch) = match &self.samples {
-            Samples::Opaque(_) => opaque(),
-            Samples::Planned { plan, spec, .. } => (
-                spec.order().to_string(),
-                spec.tail().to_string(),
-                spec.size(),
-                (!matches!(spec.order(), SampleOrder::Batched(_))).then(|| plan.global_batch()),
-            ),
-            Samples::Stream {
-                plan, spec, stream, ..
-            } => match stream.sharing() {
-                // Of both, a place is the same.
-                Sharing::Dispatched | Sharing::Interleaved => (
-                    "that of a stream".to_owned(),
-                    spec.tail().to_string(),
-                    spec.size(),
-                    Some(plan.global_batch()),
-                ),
-                Sharing::Parts => (
-                    "that of a stream in parts".to_owned(),
-                    spec.tail().to_string(),
-                    spec.size(),
-                    None,
-                ),
-            },
+            Samples::Opaque(_) => {
+                let own = || "that of one of Burn's own loaders".to_owned();
+                (own(), own(), own(), None)
+            }
+            Samples::Shared { plan, source, spec } => {
+                let (order, is_steady) = match source {
+                    SampleSource::Indexed(_) => (
+                        spec.order.to_string(),
+                        !matches!(spec.order, SampleOrder::Batched(_)),
+                    ),
+                    SampleSource::Stream(stream) => match stream.sharing {
+                        // Of both, a place is the same.
+                        Sharing::Dispatched | Sharing::Interleaved => {
+                            ("that of a stream".to_owned(), true)
+                        }
+                        Sharing::Parts => ("that of a stream in parts".to_owned(), false),
+                    },
+                };
+                let global_batch = is_steady.then(|| plan.global_batch());
+                (order, spec.tail.to_string(), spec.size(), global_batch)
+            }
         };
         LoaderState {
             samples: self.samples(),
@@ -93,7 +92,7 @@ impl<O: Send + 'static> PreparedLoader<O> {
             tail,
             size,
             global_batch,
-            number: self.place.number,
+            number: self.context.number,
             passes: passes - u64::from(is_in_pass),
             trained: self.cursor.is_trained(),
             spot: position,
@@ -107,8 +106,11 @@ impl<O: Send + 'static> PreparedLoader<O> {
     /// `prepare`.
     pub(crate) fn draws_at_each_read(&self) -> bool {
         match &self.samples {
-            Samples::Planned { source, .. } if self.place.world_size == 1 => {
-                matches!(source.digests(), Some(Ok(items)) if items.iter().any(|item| item.changes_between_reads()))
+            Samples::Shared {
+                source: SampleSource::Indexed(source),
+                ..
+            } if self.context.shared.world_size() == 1 => {
+                matches!(source.digests(), Some(Ok(items)) if items.iter().any(CheckedItem::changes_between_reads))
             }
             _ => false,
         }
@@ -124,41 +126,37 @@ impl<O: Send + 'static> PreparedLoader<O> {
         let mine = self.loader_state();
         saved.compare(name, &mine)?;
         let in_mid_epoch = how.goes_on && saved.spot.is_some_and(|spot| spot.step > 0);
-        let world_size = self.place.world_size;
         match &mut self.samples {
-            Samples::Planned {
-                plan, source, spec, ..
-            } => {
-                let len = source.len();
-                keep_batch(name, saved, &mine, how, (plan, spec), (len, world_size))?;
-            }
-            Samples::Stream {
-                plan, spec, stream, ..
-            } if stream.sharing() != Sharing::Parts => {
-                keep_batch(name, saved, &mine, how, (plan, spec), (0, world_size))?;
-            }
-            Samples::Stream { .. } if in_mid_epoch && saved.size != mine.size => {
-                return Err(Error::new(
-                    Kind::Checkpoint,
-                    format!(
-                        "{name} is a stream that is read in parts, which goes on in mid-epoch with batches \
-                         as before only: it had {} when the checkpoint was saved, and has {} here",
-                        saved.size, mine.size
-                    ),
-                ));
-            }
             Samples::Opaque(_) if in_mid_epoch && !how.same_world => {
                 return Err(other_world(name, "one of Burn's own", "LoaderBuilder"));
             }
-            Samples::Stream { .. } if in_mid_epoch && !how.same_world => {
-                let builder = "LoaderBuilder::build_dispatched_stream";
-                return Err(other_world(name, "a stream that is read in parts", builder));
+            Samples::Opaque(_) => {}
+            Samples::Shared {
+                source: SampleSource::Stream(stream),
+                ..
+            } if stream.sharing == Sharing::Parts => {
+                if in_mid_epoch && saved.size != mine.size {
+                    return Err(Error::new(
+                        Kind::Checkpoint,
+                        format!(
+                            "{name} is a stream that is read in parts, which goes on in mid-epoch with batches \
+                             as before only: it had {} when the checkpoint was saved, and has {} here",
+                            saved.size, mine.size
+                        ),
+                    ));
+                }
+                if in_mid_epoch && !how.same_world {
+                    let builder = "LoaderBuilder::build_dispatched_stream";
+                    return Err(other_world(name, "a stream that is read in parts", builder));
+                }
             }
-            Samples::Opaque(_) | Samples::Stream { .. } => {}
+            Samples::Shared { plan, spec, .. } => {
+                keep_batch(name, saved, &mine.size, how, (plan, spec))?;
+            }
         }
-        self.place.number = saved.number;
+        self.context.number = saved.number;
         self.passes = AtomicU64::new(saved.passes);
-        let leads = how.leads && saved.trained && self.place.rank == 0;
+        let leads = how.leads && saved.trained && self.context.shared.rank() == 0;
         self.cursor = Cursor::restored(Restored {
             position: saved.spot,
             steppers: saved.steppers.clone(),
@@ -201,28 +199,27 @@ impl LoaderState {
 fn keep_batch(
     name: &str,
     saved: &LoaderState,
-    mine: &LoaderState,
+    size: &str,
     how: &LoaderResume<'_>,
     (plan, spec): (&mut Plan, &mut Spec),
-    (samples, world_size): (u64, usize),
 ) -> Result<()> {
+    let (samples, ranks) = (plan.samples(), plan.world_size());
     // It may have gone on before.
     let fresh = spec.clone().agreed(None);
-    let own = fresh.plan(samples, world_size)?.global_batch();
+    let own = fresh.plan(samples, ranks)?.global_batch();
     let wanted = match saved.global_batch {
-        Some(global_batch) if mine.size == saved.size => (how.global_batch)(global_batch),
-        None if mine.size == saved.size => own,
+        Some(global_batch) if size == saved.size => (how.global_batch)(global_batch),
+        None if size == saved.size => own,
         _ => {
             tracing::info!(
-                "{name} had {} when the checkpoint was saved, and has {} here, which holds",
-                saved.size,
-                mine.size
+                "{name} had {} when the checkpoint was saved, and has {size} here, which holds",
+                saved.size
             );
             own
         }
     };
     let agreed = fresh.agreed((wanted != own).then_some(wanted));
-    match agreed.plan(samples, world_size) {
+    match agreed.plan(samples, ranks) {
         Ok(shared_out) => (*plan, *spec) = (shared_out, agreed),
         Err(error) if saved.trained => return Err(error),
         // Its batches are only looked at: their size changes no weights.
@@ -241,10 +238,4 @@ fn other_world(name: &str, what: &str, builder: &str) -> Error {
              `accelerator::data::{builder}`, or start as many ranks"
         ),
     )
-}
-
-/// Returns the known properties of one of Burn's own loaders.
-fn opaque() -> (String, String, String, Option<u64>) {
-    let own = || "that of one of Burn's own loaders".to_owned();
-    (own(), own(), own(), None)
 }

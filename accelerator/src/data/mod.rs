@@ -122,7 +122,7 @@ pub use self::batch::Batch;
 pub(crate) use self::batch::UncountedPadding;
 pub use self::builder::{BuildUncompared, Loader, LoaderBuilder};
 pub(crate) use self::cursor::{ConsumeTicket, EpochPosition};
-pub use self::epoch::{Epoch, NumberedBatches};
+pub use self::epoch::Epoch;
 pub(crate) use self::loader_state::{LoaderResume, LoaderState};
 pub use self::opaque::AssumeDeterministic;
 pub use self::prepared::PreparedLoader;

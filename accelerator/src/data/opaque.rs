@@ -6,8 +6,9 @@ use burn::data::dataloader::{DataLoader, DataLoaderIterator};
 
 use super::batch::{Batch, BatchInfo, StepShare};
 use super::cursor::EpochPosition;
-use super::epoch::{LoaderContext, PrefetchedBatches, Worker, WorkerShutdown, failed};
+use super::epoch::{PrefetchedBatches, Worker, WorkerShutdown, failed};
 use super::source::DeferredBatch;
+use crate::context::Context;
 use crate::core::error::{Error, Kind, Result};
 
 /// One of Burn's own data loaders, with the promise that it gives the same batches in the same
@@ -68,16 +69,18 @@ const AHEAD: usize = 2;
 /// round's first batch, which counts for nothing.
 pub(super) fn feed<O: Send + 'static>(
     loader: Arc<dyn DataLoader<O>>,
-    place: LoaderContext,
+    context: &Context,
     start: EpochPosition,
 ) -> PrefetchedBatches<O> {
+    let (rank, world_size) = (context.rank(), context.world_size());
     // Its iterator borrows the loader, so it lives and dies on one thread.
     let worker = Worker::start(AHEAD, WorkerShutdown::Awaited, move |sender| {
         let rounds = AssumedSteps {
             ahead: None,
             items: loader.iter(),
             processed: 0,
-            place,
+            rank,
+            world_size,
         };
         if let Err(error) = rounds.run(start, sender) {
             // Nobody listens any more if this fails.
@@ -95,7 +98,8 @@ struct AssumedSteps<'a, O> {
     ahead: Option<BatchCounter<O>>,
     items: Box<dyn DataLoaderIterator<O> + 'a>,
     processed: usize,
-    place: LoaderContext,
+    rank: usize,
+    world_size: usize,
 }
 
 struct BatchCounter<O> {
@@ -126,10 +130,9 @@ impl<O> AssumedSteps<'_, O> {
                 indices: Vec::new(),
                 is_last: self.ahead.is_none(),
                 len: mine.samples,
-                real: if share == StepShare::Idle {
-                    0
-                } else {
-                    mine.samples
+                real: match share {
+                    StepShare::Idle => 0,
+                    StepShare::Used => mine.samples,
                 },
                 share,
                 step,
@@ -148,17 +151,14 @@ impl<O> AssumedSteps<'_, O> {
         let Some(first) = self.ahead.take() else {
             return Ok(None);
         };
-        let mut mine = (
-            first,
-            if self.place.rank == 0 {
-                StepShare::Used
-            } else {
-                StepShare::Idle
-            },
-        );
-        for rank in 1..self.place.world_size {
+        let share = match self.rank {
+            0 => StepShare::Used,
+            _ => StepShare::Idle,
+        };
+        let mut mine = (first, share);
+        for rank in 1..self.world_size {
             match self.read()? {
-                Some(batch) if rank == self.place.rank => mine = (batch, StepShare::Used),
+                Some(batch) if rank == self.rank => mine = (batch, StepShare::Used),
                 Some(_) => {}
                 None => return Ok(Some(mine)),
             }

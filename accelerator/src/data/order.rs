@@ -81,14 +81,6 @@ impl Spec {
         }
     }
 
-    pub(super) fn order(&self) -> &SampleOrder {
-        &self.order
-    }
-
-    pub(super) fn tail(&self) -> TailPolicy {
-        self.tail
-    }
-
     pub(super) fn is_uneven(&self) -> bool {
         self.tail == TailPolicy::Uneven
     }
@@ -207,7 +199,7 @@ pub(super) enum EpochBatches {
 impl EpochAssignment {
     /// The epoch as the order has it, in a data set of so many samples.
     pub(super) fn new(spec: &Spec, plan: &Plan, samples: u64, epoch: u64) -> Result<Self> {
-        Ok(match spec.order() {
+        Ok(match &spec.order {
             SampleOrder::Sequential | SampleOrder::Shuffled { .. } => Self {
                 share: EpochBatches::Samples(plan.epoch(epoch)),
                 digest: None,
@@ -226,7 +218,7 @@ impl EpochAssignment {
                     check_range(batch, samples, epoch)?;
                 }
                 let digests: Vec<_> = batches.iter().map(|batch| mix(batch)).collect();
-                let batches = BatchPlan::new(batches, plan.world_size(), spec.tail())?;
+                let batches = BatchPlan::new(batches, plan.world_size(), spec.tail)?;
                 Self {
                     share: EpochBatches::Batches(batches),
                     digest: Some(mix(&digests)),

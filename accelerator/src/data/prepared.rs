@@ -3,8 +3,7 @@ use core::panic::Location;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use accelerator_collective::ProcessGroup;
-use accelerator_plan::{Plan, TailPolicy};
+use accelerator_plan::{EpochPlan, Plan, TailPolicy};
 use burn::data::dataloader::{DataLoader, DataLoaderIterator, Progress};
 use burn::data::dataset::DatasetError;
 use burn::tensor::Device;
@@ -12,16 +11,15 @@ use burn::tensor::Device;
 use super::batch::UncountedPadding;
 use super::builder::{Loader, SampleSource};
 use super::cursor::{Cursor, EpochPass, EpochPosition};
-use super::epoch::{self, Epoch, LoaderContext, OpenEpoch, Reseed};
+use super::epoch::{self, Epoch, LoaderContext, OpenEpoch};
 use super::exchange_step::ReadPosition;
 use super::opaque;
 use super::order::{EpochAssignment, SampleOrder, Spec};
-use super::source::{CheckedItem, DRAWN_HINT, ItemSource, SourceSlice};
-use super::stream::{self, SharedStream, Sharing};
+use super::source::{CheckedItem, DRAWN_HINT, SourceSlice};
+use super::stream::{self, Sharing};
 use crate::context::Context;
 use crate::core::agreement::{self, Term};
 use crate::core::error::{Error, Result};
-use crate::timeline::Timeline;
 
 /// This rank's share of a data set, made by
 /// [`Accelerator::prepare`](crate::Accelerator::prepare).
@@ -34,33 +32,23 @@ use crate::timeline::Timeline;
 /// and its gradients come of [`Accelerator::backward`](crate::Accelerator::backward). Nothing is said where neither is
 /// done, since a program may evaluate so, or average by itself.
 pub struct PreparedLoader<O> {
+    pub(super) context: LoaderContext,
     pub(super) cursor: Arc<Cursor>,
-    pub(super) device: Device,
-    /// The number of times that it was read as a Burn loader.
-    pub(super) passes: AtomicU64,
-    pub(super) place: LoaderContext,
     /// Set once a plan of the training was made of it.
     is_planned: AtomicBool,
+    /// The number of times that it was read as a Burn loader.
+    pub(super) passes: AtomicU64,
     pub(super) samples: Samples<O>,
-    timeline: Timeline,
-    uncounted: UncountedPadding,
 }
 
 pub(super) enum Samples<O> {
     /// One of Burn's own loaders.
     Opaque(Arc<dyn DataLoader<O>>),
-    Planned {
-        group: ProcessGroup,
+    Shared {
+        /// The plan of an epoch; that of a stream has full steps, and no number of samples.
         plan: Plan,
-        source: Arc<dyn ItemSource<O>>,
+        source: SampleSource<O>,
         spec: Spec,
-    },
-    Stream {
-        group: ProcessGroup,
-        /// A plan of full steps; its number of samples means nothing.
-        plan: Plan,
-        spec: Spec,
-        stream: Arc<dyn SharedStream<O>>,
     },
 }
 
@@ -68,27 +56,10 @@ impl<O> Clone for Samples<O> {
     fn clone(&self) -> Self {
         match self {
             Self::Opaque(loader) => Self::Opaque(loader.clone()),
-            Self::Planned {
-                group,
-                plan,
-                source,
-                spec,
-            } => Self::Planned {
-                group: group.clone(),
+            Self::Shared { plan, source, spec } => Self::Shared {
                 plan: plan.clone(),
                 source: source.clone(),
                 spec: spec.clone(),
-            },
-            Self::Stream {
-                group,
-                plan,
-                spec,
-                stream,
-            } => Self::Stream {
-                group: group.clone(),
-                plan: plan.clone(),
-                spec: spec.clone(),
-                stream: stream.clone(),
             },
         }
     }
@@ -97,36 +68,22 @@ impl<O> Clone for Samples<O> {
 impl<O: Send + 'static> PreparedLoader<O> {
     #[track_caller]
     pub(crate) fn sharded(
-        context: &Context,
+        context: &Arc<Context>,
         uncounted: &UncountedPadding,
         loader: Loader<O>,
     ) -> Result<Self> {
         let Loader { origin, spec } = loader;
-        let group = context.group().clone();
         let world_size = context.world_size();
-        let mut digests = None;
-        // What one rank refuses is told to all, below.
-        let (samples, described) = match origin {
-            SampleSource::Indexed(source) => {
-                if world_size > 1 {
-                    digests = source.digests();
-                }
-                let described = format!("{} samples, {spec}", source.len());
-                (share_out(group, source, spec), described)
-            }
-            SampleSource::Stream(stream) => {
-                let described = format!("a stream ({}), {spec}", stream.sharing());
-                let plan =
-                    check_stream(&spec, stream.sharing()).and_then(|()| spec.plan(0, world_size));
-                let samples = plan.map(|plan| Samples::Stream {
-                    group,
-                    plan,
-                    spec,
-                    stream,
-                });
-                (samples, described)
-            }
+        let described = match &origin {
+            SampleSource::Indexed(source) => format!("{} samples, {spec}", source.len()),
+            SampleSource::Stream(stream) => format!("a stream ({}), {spec}", stream.sharing),
         };
+        let digests = match &origin {
+            SampleSource::Indexed(source) if world_size > 1 => source.digests(),
+            _ => None,
+        };
+        // What one rank refuses is told to all, below.
+        let samples = share_out(origin, spec, world_size);
         let described = match &samples {
             Ok(_) => described,
             Err(error) => format!("{described}: {error:?}"),
@@ -148,18 +105,12 @@ impl<O: Send + 'static> PreparedLoader<O> {
                 "the data set of a loader gives {item}: ranks cannot share it out by index {DRAWN_HINT}"
             )));
         }
-        Ok(Self::new(
-            context.device.clone(),
-            LoaderContext::of(context),
-            samples,
-            context.timeline.clone(),
-            uncounted.clone(),
-        ))
+        Ok(Self::new(LoaderContext::new(context, uncounted), samples))
     }
 
     #[track_caller]
     pub(crate) fn opaque(
-        context: &Context,
+        context: &Arc<Context>,
         uncounted: &UncountedPadding,
         loader: Arc<dyn DataLoader<O>>,
     ) -> Result<Self> {
@@ -174,37 +125,23 @@ impl<O: Send + 'static> PreparedLoader<O> {
         if items == 0 && loader.iter().next().is_none() {
             return Err(no_samples());
         }
-        let device = context.device.clone();
-        let loader = loader.to_device(&device);
-        let timeline = context.timeline.clone();
-        let samples = Samples::Opaque(loader);
-        let place = LoaderContext::of(context);
-        let uncounted = uncounted.clone();
-        Ok(Self::new(device, place, samples, timeline, uncounted))
+        let samples = Samples::Opaque(loader.to_device(&context.device));
+        Ok(Self::new(LoaderContext::new(context, uncounted), samples))
     }
 
-    fn new(
-        device: Device,
-        place: LoaderContext,
-        samples: Samples<O>,
-        timeline: Timeline,
-        uncounted: UncountedPadding,
-    ) -> Self {
+    fn new(context: LoaderContext, samples: Samples<O>) -> Self {
         Self {
+            context,
             cursor: Arc::default(),
-            device,
-            passes: AtomicU64::new(0),
-            place,
             is_planned: AtomicBool::new(false),
+            passes: AtomicU64::new(0),
             samples,
-            timeline,
-            uncounted,
         }
     }
 
     /// Returns its number among the loaders of the program.
     pub(crate) fn number(&self) -> u64 {
-        self.place.number
+        self.context.number
     }
 
     /// Samples of a full step over all ranks, where it is known.
@@ -241,22 +178,16 @@ impl<O: Send + 'static> PreparedLoader<O> {
     #[track_caller]
     pub fn epoch(&self, epoch: u64) -> Epoch<O> {
         let caller = Location::caller();
-        self.uncounted.forget();
+        self.context.uncounted.forget();
         let pass = self.cursor.begin(epoch);
         let start = pass.yielded();
-        let reseed = Reseed::new(self.device.clone(), self.place, epoch);
-        let steps = match &self.samples {
-            Samples::Planned { plan, spec, .. } if !spec.order().varies() => {
-                // What was used lies within the samples, which `resume` has compared.
-                let plan = plan.epoch(epoch);
-                let rest = plan.clone().starting_at(start.consumed).unwrap_or(plan);
-                Some(rest.steps(self.place.rank))
-            }
-            _ => None,
-        };
+        let steps = self.fixed_epoch(epoch).map(|plan| {
+            // What was used lies within the samples, which `resume` has compared.
+            let rest = plan.clone().starting_at(start.consumed).unwrap_or(plan);
+            rest.steps(self.context.shared.rank())
+        });
         let open = self.open(epoch, start, pass.clone(), caller);
-        let (timeline, uncounted) = (self.timeline.clone(), self.uncounted.clone());
-        Epoch::new(open, pass, reseed, steps, timeline, uncounted)
+        Epoch::new(self.context.clone(), open, pass, steps)
     }
 
     /// Returns this rank's batches of one pass, to evaluate: each sample once, in the same order each time.
@@ -295,26 +226,26 @@ impl<O: Send + 'static> PreparedLoader<O> {
         pass: Arc<EpochPass>,
         caller: &'static Location<'static>,
     ) -> OpenEpoch<O> {
-        let (device, place, timeline) = (self.device.clone(), self.place, self.timeline.clone());
+        let context = self.context.clone();
         match self.samples.clone() {
             Samples::Opaque(loader) => Box::new(move |skip| {
                 let step = start.step.saturating_add(skip);
-                opaque::feed(loader, place, EpochPosition { step, ..start })
+                opaque::feed(loader, &context.shared, EpochPosition { step, ..start })
             }),
-            Samples::Planned {
-                group,
+            Samples::Shared {
                 plan,
-                source,
+                source: SampleSource::Indexed(source),
                 spec,
             } => Box::new(move |skip| {
                 let mut assignment = EpochAssignment::new(&spec, &plan, source.len(), epoch);
-                if spec.order().is_given() {
+                if spec.order.is_given() {
                     let position = ReadPosition {
                         epoch,
-                        loader: place.number,
+                        loader: context.number,
                         step: start.step.saturating_add(skip),
                     };
-                    assignment = EpochAssignment::agreed(assignment, &group, position, caller);
+                    let group = context.shared.group();
+                    assignment = EpochAssignment::agreed(assignment, group, position, caller);
                 }
                 let rest = assignment.and_then(|assignment| {
                     assignment.goes_on_from(start)?;
@@ -326,35 +257,29 @@ impl<O: Send + 'static> PreparedLoader<O> {
                     Err(error) => return Box::new(core::iter::once(Err(error))),
                 };
                 let loader = epoch::BatchLoader {
-                    device,
+                    context,
                     epoch,
                     first: skip,
                     plan,
-                    rank: place.rank,
                     source,
                     spec,
                     steps_before: start.step,
-                    timeline,
                 };
                 loader.feed()
             }),
-            Samples::Stream {
-                group,
+            Samples::Shared {
                 plan,
+                source: SampleSource::Stream(stream),
                 spec,
-                stream,
             } => Box::new(move |skip| {
-                stream.feed(stream::StreamPass {
+                (stream.feed)(stream::StreamPass {
                     caller,
-                    device,
+                    context,
                     epoch,
-                    group,
-                    place,
                     plan,
                     skip,
                     spec,
                     start,
-                    timeline,
                 })
             }),
         }
@@ -367,10 +292,18 @@ impl<O: Send + 'static> PreparedLoader<O> {
     /// [`resume_loader`](crate::Accelerator::resume_loader). Rank 0 warns if it was asked before.
     pub fn steps(&self) -> Option<u64> {
         self.note_planned();
+        let plan = self.fixed_epoch(0)?;
+        Some(plan.steps(self.context.shared.rank()))
+    }
+
+    /// The plan of that epoch, if it is known before the epoch begins.
+    fn fixed_epoch(&self, epoch: u64) -> Option<EpochPlan> {
         match &self.samples {
-            Samples::Planned { plan, spec, .. } if !spec.order().varies() => {
-                Some(plan.epoch(0).steps(self.place.rank))
-            }
+            Samples::Shared {
+                plan,
+                source: SampleSource::Indexed(_),
+                spec,
+            } if !spec.order.varies() => Some(plan.epoch(epoch)),
             _ => None,
         }
     }
@@ -384,8 +317,7 @@ impl<O: Send + 'static> PreparedLoader<O> {
     pub(crate) fn known_samples(&self) -> Option<u64> {
         match &self.samples {
             Samples::Opaque(loader) => Some(loader.num_items() as u64),
-            Samples::Planned { source, .. } => Some(source.len()),
-            Samples::Stream { .. } => None,
+            Samples::Shared { source, .. } => source.len(),
         }
     }
 
@@ -393,10 +325,12 @@ impl<O: Send + 'static> PreparedLoader<O> {
     pub(super) fn part(&self, start: usize, end: usize) -> Result<Self> {
         let samples = match &self.samples {
             Samples::Opaque(loader) => Samples::Opaque(loader.slice(start, end)),
-            Samples::Stream { .. } => self.samples.clone(),
-            Samples::Planned {
-                group,
-                source,
+            Samples::Shared {
+                source: SampleSource::Stream(_),
+                ..
+            } => self.samples.clone(),
+            Samples::Shared {
+                source: SampleSource::Indexed(source),
                 spec,
                 ..
             } => {
@@ -407,22 +341,14 @@ impl<O: Send + 'static> PreparedLoader<O> {
                     source: source.clone(),
                     start,
                 };
-                Samples::Planned {
-                    group: group.clone(),
-                    plan: spec.plan(source.len, self.place.world_size)?,
-                    source: Arc::new(source),
+                Samples::Shared {
+                    plan: spec.plan(source.len, self.context.shared.world_size())?,
+                    source: SampleSource::Indexed(Arc::new(source)),
                     spec: spec.clone(),
                 }
             }
         };
-        let timeline = self.timeline.clone();
-        Ok(Self::new(
-            self.device.clone(),
-            self.place,
-            samples,
-            timeline,
-            self.uncounted.clone(),
-        ))
+        Ok(Self::new(self.context.clone(), samples))
     }
 
     /// The same samples, on another device.
@@ -431,8 +357,11 @@ impl<O: Send + 'static> PreparedLoader<O> {
             Samples::Opaque(loader) => Samples::Opaque(loader.to_device(device)),
             samples => samples.clone(),
         };
-        let (timeline, uncounted) = (self.timeline.clone(), self.uncounted.clone());
-        Self::new(device.clone(), self.place, samples, timeline, uncounted)
+        let context = LoaderContext {
+            device: device.clone(),
+            ..self.context.clone()
+        };
+        Self::new(context, samples)
     }
 }
 
@@ -448,22 +377,22 @@ const ITEM_HINT: &str = " (draw it from a seed that all ranks have; leave the or
                          `weighted` of the builder, and augmentation to `map_samples`; where items are meant to \
                          differ, say `without_item_check`)";
 
-/// Shares a data set out, of which each rank gets some batches.
-fn share_out<O>(
-    group: ProcessGroup,
-    source: Arc<dyn ItemSource<O>>,
-    spec: Spec,
-) -> Result<Samples<O>> {
-    let (len, ranks) = (source.len(), group.world_size());
-    spec.order().check(len)?;
-    let plan = spec.plan(len, ranks)?;
-    check_some_steps(&plan, len, &spec, ranks)?;
-    Ok(Samples::Planned {
-        group,
-        plan,
-        source,
-        spec,
-    })
+/// Shares out samples among so many ranks.
+fn share_out<O>(source: SampleSource<O>, spec: Spec, ranks: usize) -> Result<Samples<O>> {
+    let plan = match &source {
+        SampleSource::Indexed(source) => {
+            let len = source.len();
+            spec.order.check(len)?;
+            let plan = spec.plan(len, ranks)?;
+            check_some_steps(&plan, len, &spec, ranks)?;
+            plan
+        }
+        SampleSource::Stream(stream) => {
+            check_stream(&spec, stream.sharing)?;
+            spec.plan(0, ranks)?
+        }
+    };
+    Ok(Samples::Shared { plan, source, spec })
 }
 
 /// Refuses a data set of which no rank ever gets a batch: a training on it would end at once, in silence.
@@ -472,13 +401,13 @@ fn check_some_steps(plan: &Plan, samples: u64, spec: &Spec, ranks: usize) -> Res
         return Err(no_samples());
     }
     let epoch = plan.epoch(0);
-    if spec.order().varies() || (0..ranks).any(|rank| epoch.steps(rank) > 0) {
+    if spec.order.varies() || (0..ranks).any(|rank| epoch.steps(rank) > 0) {
         return Ok(());
     }
     Err(Error::config(format!(
         "a loader has {samples} samples, which make no full step of {ranks} ranks, and its tail policy `{}` drops \
          what is less (its settings: {spec}): choose `exact`, or smaller batches",
-        spec.tail()
+        spec.tail
     )))
 }
 
@@ -491,14 +420,14 @@ fn no_samples() -> Error {
 
 /// Checks that the settings fit a stream.
 fn check_stream(spec: &Spec, sharing: Sharing) -> Result<()> {
-    if !matches!(spec.order(), SampleOrder::Sequential) {
+    if !matches!(spec.order, SampleOrder::Sequential) {
         return Err(Error::config(format!(
             "a stream keeps its own order, and this loader's is {}: shuffle within the stream, or build \
              the loader with a data set",
-            spec.order()
+            spec.order
         )));
     }
-    if sharing == Sharing::Dispatched && spec.tail() == TailPolicy::Uneven {
+    if sharing == Sharing::Dispatched && spec.tail == TailPolicy::Uneven {
         return Err(Error::config(
             "under the tail policy `uneven` ranks may run different numbers of steps, and a dispatched \
              stream has them meet in each: choose `exact`, `pad` or `drop`, or `build_stream`",
@@ -511,16 +440,15 @@ impl<O> fmt::Debug for PreparedLoader<O> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut debug = f.debug_struct("PreparedLoader");
         debug
-            .field("device", &self.device)
-            .field("place", &self.place);
-        match &self.samples {
-            Samples::Opaque(_) => {}
-            Samples::Planned { plan, .. } => {
-                debug.field("plan", plan);
-            }
-            Samples::Stream { spec, stream, .. } => {
-                debug.field("stream", &stream.sharing()).field("spec", spec);
-            }
+            .field("device", &self.context.device)
+            .field("number", &self.context.number);
+        if let Samples::Shared { plan, source, spec } = &self.samples {
+            match source {
+                SampleSource::Indexed(_) => debug.field("plan", plan),
+                SampleSource::Stream(stream) => {
+                    debug.field("stream", &stream.sharing).field("spec", spec)
+                }
+            };
         }
         debug.finish_non_exhaustive()
     }
@@ -541,15 +469,20 @@ impl<O: Send + 'static> DataLoader<O> for PreparedLoader<O> {
     /// Counts the items: 0 for a stream, which does not tell; those of epoch 0 if batches are given.
     fn num_items(&self) -> usize {
         match &self.samples {
-            Samples::Opaque(loader) => loader.num_items().div_ceil(self.place.world_size),
-            Samples::Planned {
-                plan, source, spec, ..
+            Samples::Opaque(loader) => {
+                let ranks = self.context.shared.world_size();
+                loader.num_items().div_ceil(ranks)
+            }
+            Samples::Shared {
+                plan,
+                source: SampleSource::Indexed(source),
+                spec,
             } => match EpochAssignment::new(spec, plan, source.len(), 0) {
-                Ok(assignment) => assignment.share.real(self.place.rank),
+                Ok(assignment) => assignment.share.real(self.context.shared.rank()),
                 // The error is returned when the first batch is requested.
                 Err(_) => 0,
             },
-            Samples::Stream { .. } => 0,
+            Samples::Shared { .. } => 0,
         }
     }
 

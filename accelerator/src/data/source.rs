@@ -114,14 +114,7 @@ impl<I: Send + 'static, O: 'static> ItemSource<O> for Batched<I, O> {
     }
 
     fn load(&self, epoch: u64, indices: &[u64], device: &Device) -> Result<DeferredBatch<O>> {
-        let wanted = indices.iter().map(|&index| index as usize).collect();
-        let items = self.dataset.get_many(wanted).map_err(|error| {
-            Error::new(
-                Kind::Data,
-                format!("the data set failed to deliver the samples {indices:?}"),
-            )
-            .with_source(error)
-        })?;
+        let items = read(&*self.dataset, indices)?;
         Ok(self.batching.batch(epoch, items, indices, device))
     }
 
@@ -129,6 +122,14 @@ impl<I: Send + 'static, O: 'static> ItemSource<O> for Batched<I, O> {
         let digest = self.digest?;
         Some(read_some(&*self.dataset, digest))
     }
+}
+
+fn read<I>(dataset: &dyn Dataset<I>, indices: &[u64]) -> Result<Vec<I>> {
+    let wanted = indices.iter().map(|&index| index as usize).collect();
+    dataset.get_many(wanted).map_err(|error| {
+        let message = format!("the data set failed to deliver the samples {indices:?}");
+        Error::new(Kind::Data, message).with_source(error)
+    })
 }
 
 /// The part of a source from `start` on.
@@ -231,13 +232,6 @@ const ITEMS: u64 = 8;
 /// The number of bytes of an item's text that are compared.
 const LIMIT: usize = 64 << 10;
 
-/// The treatment of items: compared between ranks, or trusted.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) enum ItemCheck {
-    Compared,
-    Trusted,
-}
-
 /// The hint for an index that gives another item each time.
 pub(crate) const DRAWN_HINT: &str = "(Burn's `SamplerDataset` draws anew at each read, also `with_seed`: give the \
                                      builder the data set beneath it, and draw with its `weighted` or `sampler`; leave \
@@ -259,34 +253,28 @@ pub(super) struct ItemDigest {
 /// An item of a data set, read twice.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(super) struct CheckedItem {
-    index: usize,
+    index: u64,
     first: ItemDigest,
     again: u64,
 }
 
 /// Reads items that lie evenly over the data set.
-pub(super) fn read_some<I>(
-    dataset: &dyn Dataset<I>,
-    digest: Digest<I>,
-) -> Result<Vec<CheckedItem>> {
+fn read_some<I>(dataset: &dyn Dataset<I>, digest: Digest<I>) -> Result<Vec<CheckedItem>> {
     let last = (dataset.len() as u64).saturating_sub(1);
-    let mut chosen: Vec<usize> = (0..ITEMS)
-        .map(|item| (u128::from(last) * u128::from(item) / u128::from(ITEMS - 1)) as usize)
+    let mut chosen: Vec<u64> = (0..ITEMS)
+        .map(|item| (u128::from(last) * u128::from(item) / u128::from(ITEMS - 1)) as u64)
         .collect();
     chosen.dedup();
     if dataset.is_empty() {
         chosen.clear();
     }
-    let read = || -> Result<Vec<ItemDigest>> {
+    let digests = || -> Result<Vec<ItemDigest>> {
         caught("a data set", || {
-            let items = dataset.get_many(chosen.clone()).map_err(|error| {
-                let message = format!("the data set failed to deliver the samples {chosen:?}");
-                Error::new(Kind::Data, message).with_source(error)
-            })?;
+            let items = read(dataset, &chosen)?;
             Ok(items.iter().map(digest).collect())
         })
     };
-    let both = read()?.into_iter().zip(read()?);
+    let both = digests()?.into_iter().zip(digests()?);
     let items = chosen.into_iter().zip(both);
     let items = items.map(|(index, (first, again))| CheckedItem {
         index,

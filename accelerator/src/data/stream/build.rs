@@ -3,10 +3,10 @@ use std::sync::Arc;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use super::{Dispatched, Interleaved, Parts, SampleStream, Streamed};
+use super::{SampleStream, SharedStream, Sharing, StreamPass, Streamed, part_batches, rounds};
 use crate::data::LoaderBuilder;
 use crate::data::builder::{Loader, SampleSource};
-use crate::data::order::Spec;
+use crate::data::epoch::PrefetchedBatches;
 
 impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
     /// Adds a stream without a length, of which every rank reads all, and keeps its own samples: step
@@ -52,11 +52,7 @@ impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
     /// # Ok::<(), Error>(())
     /// ```
     pub fn build_stream(self, stream: impl SampleStream<Item = I>) -> Loader<O> {
-        let (streamed, spec) = self.streamed(stream);
-        Loader {
-            origin: SampleSource::Stream(Arc::new(Interleaved(streamed))),
-            spec,
-        }
+        self.share(Sharing::Interleaved, stream, rounds::interleaved)
     }
 
     /// Adds a stream without a length, of which each rank reads a part of its own: that of its
@@ -95,11 +91,7 @@ impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
     /// # Ok::<(), Error>(())
     /// ```
     pub fn build_sharded_stream(self, stream: impl SampleStream<Item = I>) -> Loader<O> {
-        let (streamed, spec) = self.streamed(stream);
-        Loader {
-            origin: SampleSource::Stream(Arc::new(Parts(streamed))),
-            spec,
-        }
+        self.share(Sharing::Parts, stream, part_batches::in_parts)
     }
 
     /// Adds a stream without a length that rank 0 reads alone, ahead of the training, as many steps as
@@ -134,18 +126,25 @@ impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
     where
         I: Serialize + DeserializeOwned,
     {
-        let (streamed, spec) = self.streamed(stream);
-        Loader {
-            origin: SampleSource::Stream(Arc::new(Dispatched(streamed))),
-            spec,
-        }
+        self.share(Sharing::Dispatched, stream, rounds::dispatched)
     }
 
-    fn streamed<S: SampleStream<Item = I>>(self, stream: S) -> (Streamed<S, O>, Spec) {
-        let streamed = Streamed {
+    fn share<S: SampleStream<Item = I>>(
+        self,
+        sharing: Sharing,
+        stream: S,
+        feed: fn(Arc<Streamed<S, O>>, StreamPass) -> PrefetchedBatches<O>,
+    ) -> Loader<O> {
+        let streamed = Arc::new(Streamed {
             batching: self.batching.with_workers(self.spec.workers),
-            stream: Arc::new(stream),
-        };
-        (streamed, self.spec)
+            stream,
+        });
+        Loader {
+            origin: SampleSource::Stream(Arc::new(SharedStream {
+                feed: Box::new(move |pass| feed(streamed.clone(), pass)),
+                sharing,
+            })),
+            spec: self.spec,
+        }
     }
 }

@@ -5,30 +5,26 @@ mod part_batches;
 mod rounds;
 
 use core::fmt;
-use core::iter::Fuse;
+use core::iter::{self, Fuse};
 use core::panic::Location;
-use std::sync::Arc;
 
-use accelerator_collective::ProcessGroup;
 use accelerator_plan::{EpochPlan, Plan};
-use burn::tensor::Device;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+use super::batch::{Batch, BatchInfo};
 use super::cursor::EpochPosition;
-use super::epoch::{LoaderContext, PrefetchedBatches, Reseed, read_ahead};
-use super::exchange_step::ReadPosition;
+use super::epoch::{Ahead, LoaderContext, PrefetchedBatches, read_ahead};
+use super::exchange_step::{ReadPosition, exchange_step};
 use super::order::Spec;
-use super::source::Batching;
+use super::source::{Batching, DeferredBatch};
 use crate::core::error::{Error, Kind, Result};
-use crate::timeline::Timeline;
 
 /// A stream that was told how ranks share it. It hides the type of a single item.
-pub(super) trait SharedStream<O>: Send + Sync {
-    fn sharing(&self) -> Sharing;
-
+pub(super) struct SharedStream<O> {
     /// Returns this rank's batches of one pass.
-    fn feed(&self, pass: StreamPass) -> PrefetchedBatches<O>;
+    pub(super) feed: Box<dyn Fn(StreamPass) -> PrefetchedBatches<O> + Send + Sync>,
+    pub(super) sharing: Sharing,
 }
 
 /// The way in which ranks share a stream.
@@ -57,23 +53,20 @@ impl fmt::Display for Sharing {
 pub(super) struct StreamPass {
     /// The place in the program that asked for it.
     pub(super) caller: &'static Location<'static>,
-    pub(super) device: Device,
+    pub(super) context: LoaderContext,
     pub(super) epoch: u64,
-    pub(super) group: ProcessGroup,
-    pub(super) place: LoaderContext,
     /// A plan of full steps; its number of samples means nothing.
     pub(super) plan: Plan,
     /// The number of batches that are left out after the start.
     pub(super) skip: u64,
     pub(super) spec: Spec,
     pub(super) start: EpochPosition,
-    pub(super) timeline: Timeline,
 }
 
 impl StreamPass {
     /// Divides that many samples among the ranks, of which `used` were used before.
     fn divide(&self, samples: usize, used: usize) -> Result<EpochPlan> {
-        let plan = self.spec.plan(samples as u64, self.place.world_size)?;
+        let plan = self.spec.plan(samples as u64, self.world_size())?;
         Ok(plan.epoch(self.epoch).starting_at(used as u64)?)
     }
 
@@ -81,14 +74,14 @@ impl StreamPass {
     fn position(&self, step: u64) -> ReadPosition {
         ReadPosition {
             epoch: self.epoch,
-            loader: self.place.number,
+            loader: self.context.number,
             step,
         }
     }
 
     /// The seed of what is drawn for the batch of a step.
     fn seed_of_batch(&self, step: u64) -> Option<u64> {
-        Reseed::new(self.device.clone(), self.place, self.epoch).batch_seed(step)
+        self.context.batch_seed(self.epoch, step)
     }
 
     /// The number of its first step.
@@ -97,72 +90,72 @@ impl StreamPass {
     }
 
     fn rank(&self) -> usize {
-        self.place.rank
+        self.context.shared.rank()
     }
 
     fn world_size(&self) -> usize {
-        self.place.world_size
+        self.context.shared.world_size()
+    }
+
+    /// Reads ahead, as much as the settings say.
+    fn read_ahead<T: Send + 'static>(
+        &self,
+        items: impl Iterator<Item = Result<T>> + Send + 'static,
+    ) -> Ahead<T> {
+        read_ahead(&self.spec, self.context.shared.timeline.clone(), items)
+    }
+
+    /// Exchanges this rank's word on a step; see [`exchange_step`].
+    fn exchange<T: Serialize + DeserializeOwned>(
+        &self,
+        step: u64,
+        mine: Result<T, &Error>,
+        action: &str,
+    ) -> Result<Vec<T>> {
+        let position = self.position(step);
+        let group = self.context.shared.group();
+        exchange_step(group, position, mine, action, self.caller)
     }
 }
 
 /// A stream with what makes batches of its items.
 struct Streamed<S: SampleStream, O> {
     batching: Batching<S::Item, O>,
-    stream: Arc<S>,
+    stream: S,
 }
 
-impl<S: SampleStream, O> Clone for Streamed<S, O> {
-    fn clone(&self) -> Self {
-        Self {
-            batching: self.batching.clone(),
-            stream: self.stream.clone(),
+impl<S: SampleStream, O: 'static> Streamed<S, O> {
+    /// A batch of the samples that `info` describes.
+    fn batch(
+        &self,
+        pass: &StreamPass,
+        items: Vec<S::Item>,
+        info: BatchInfo,
+    ) -> Batch<DeferredBatch<O>> {
+        let device = &pass.context.device;
+        let value = self
+            .batching
+            .batch(pass.epoch, items, &info.indices, device);
+        Batch::new(value, info)
+    }
+}
+
+/// The batches up to the last, which says that it is: no rank asks for another one.
+fn until_last<O>(
+    mut next: impl FnMut() -> Result<Option<Batch<DeferredBatch<O>>>> + Send + 'static,
+) -> PrefetchedBatches<O> {
+    let mut has_ended = false;
+    Box::new(iter::from_fn(move || {
+        if has_ended {
+            return None;
         }
-    }
-}
-
-struct Interleaved<S: SampleStream, O>(Streamed<S, O>);
-
-impl<S: SampleStream, O: Send + 'static> SharedStream<O> for Interleaved<S, O> {
-    fn sharing(&self) -> Sharing {
-        Sharing::Interleaved
-    }
-
-    fn feed(&self, pass: StreamPass) -> PrefetchedBatches<O> {
-        let (spec, timeline) = (pass.spec.clone(), pass.timeline.clone());
-        read_ahead(
-            &spec,
-            timeline,
-            rounds::InterleavedBatches::new(self.0.clone(), pass),
-        )
-    }
-}
-
-struct Parts<S: SampleStream, O>(Streamed<S, O>);
-
-impl<S: SampleStream, O: Send + 'static> SharedStream<O> for Parts<S, O> {
-    fn sharing(&self) -> Sharing {
-        Sharing::Parts
-    }
-
-    fn feed(&self, pass: StreamPass) -> PrefetchedBatches<O> {
-        Box::new(part_batches::PartBatches::new(self.0.clone(), pass))
-    }
-}
-
-struct Dispatched<S: SampleStream, O>(Streamed<S, O>);
-
-impl<S, O> SharedStream<O> for Dispatched<S, O>
-where
-    S: SampleStream<Item: Serialize + DeserializeOwned>,
-    O: Send + 'static,
-{
-    fn sharing(&self) -> Sharing {
-        Sharing::Dispatched
-    }
-
-    fn feed(&self, pass: StreamPass) -> PrefetchedBatches<O> {
-        Box::new(rounds::DispatchedBatches::new(self.0.clone(), pass))
-    }
+        let batch = next();
+        has_ended = match &batch {
+            Ok(Some(batch)) => batch.is_last(),
+            _ => true,
+        };
+        batch.transpose()
+    }))
 }
 
 /// An error of a program's own stream.

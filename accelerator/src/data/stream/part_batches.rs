@@ -1,22 +1,40 @@
+use core::iter;
+use std::sync::Arc;
+
 use accelerator_plan::TailPolicy;
 use serde::{Deserialize, Serialize};
 
-use super::{PartReader, SampleStream, StreamPart, StreamPass, Streamed};
+use super::{PartReader, SampleStream, StreamPart, StreamPass, Streamed, until_last};
 use crate::core::error::{Error, Kind, Result};
 use crate::data::batch::{Batch, BatchInfo, StepShare};
-use crate::data::epoch::{Ahead, read_ahead};
-use crate::data::exchange_step::exchange_step;
+use crate::data::epoch::{Ahead, PrefetchedBatches};
 use crate::data::source::DeferredBatch;
 
-/// This rank's batches of a stream of which each rank reads a part of its own.
+/// Returns this rank's batches of a stream of which each rank reads a part of its own.
 ///
 /// Parts may end at different places, so ranks tell each other in every step how many samples they
 /// have and whether there are more: the epoch ends when no rank has any.
-pub(super) struct PartBatches<O> {
+pub(super) fn in_parts<S: SampleStream, O: Send + 'static>(
+    streamed: Arc<Streamed<S, O>>,
+    pass: StreamPass,
+) -> PrefetchedBatches<O> {
+    let mut own = OwnPart {
+        done: 0,
+        first: Vec::new(),
+        pass: pass.clone(),
+        reader: None,
+        streamed,
+    };
+    let mut batches = PartBatches {
+        ahead: pass.read_ahead(iter::repeat_with(move || own.read())),
+        step: pass.first_step(),
+        pass,
+    };
+    until_last(move || batches.read())
+}
+
+struct PartBatches<O> {
     ahead: Ahead<OwnStep<O>>,
-    /// The samples of all ranks at the start of the pass.
-    before: u64,
-    has_ended: bool,
     pass: StreamPass,
     step: u64,
 }
@@ -26,15 +44,9 @@ struct OwnStep<O> {
     /// The number of its samples used in this pass, those that were left out included.
     done: u64,
     has_more: bool,
-    /// `None` if the part has nothing for a step: it is empty, or too short.
-    batch: Option<OwnBatch<O>>,
-}
-
-struct OwnBatch<O> {
-    len: usize,
-    real: usize,
-    share: StepShare,
-    value: DeferredBatch<O>,
+    /// The batch, which does not know yet where it lies in the epoch; `None` if the part has nothing for a step: it is
+    /// empty, or too short.
+    batch: Option<Batch<DeferredBatch<O>>>,
 }
 
 /// The report of a rank on its step.
@@ -48,23 +60,6 @@ struct StepReport {
 }
 
 impl<O: Send + 'static> PartBatches<O> {
-    pub(super) fn new<S: SampleStream>(streamed: Streamed<S, O>, pass: StreamPass) -> Self {
-        let reader = OwnPart {
-            done: 0,
-            first: Vec::new(),
-            pass: pass.clone(),
-            reader: None,
-            streamed,
-        };
-        Self {
-            ahead: read_ahead(&pass.spec, pass.timeline.clone(), reader),
-            before: pass.start.consumed,
-            has_ended: false,
-            step: pass.first_step(),
-            pass,
-        }
-    }
-
     fn read(&mut self) -> Result<Option<Batch<DeferredBatch<O>>>> {
         let own = match self.ahead.next() {
             Some(own) => own,
@@ -74,20 +69,18 @@ impl<O: Send + 'static> PartBatches<O> {
         // Each rank makes its own before the ranks exchange the step.
         let seed = self.pass.seed_of_batch(self.step);
         let own = own.and_then(|own| own.resolved(seed));
-        let is_uneven = self.pass.spec.is_uneven();
-        let is_alone = is_uneven || self.pass.world_size() == 1;
+        let is_alone = self.pass.spec.is_uneven() || self.pass.world_size() == 1;
         let words = match &own {
             Ok(own) if is_alone => vec![StepReport::of(own)],
             Err(error) if is_alone => return Err(error.clone()),
             _ => {
-                let position = self.pass.position(self.step);
                 let mine = own.as_ref().map(StepReport::of);
-                let (group, caller) = (&self.pass.group, self.pass.caller);
-                exchange_step(group, position, mine, "read its part of the stream", caller)?
+                let action = "read its part of the stream";
+                self.pass.exchange(self.step, mine, action)?
             }
         };
         let own = own?;
-        let stops_early = self.pass.spec.tail() == TailPolicy::Drop;
+        let stops_early = self.pass.spec.tail == TailPolicy::Drop;
         let (has_batches, has_more) = match stops_early {
             true => (
                 words.iter().all(|word| word.has_batch),
@@ -101,50 +94,24 @@ impl<O: Send + 'static> PartBatches<O> {
         if !has_batches {
             return Ok(None);
         }
-        let batch = match own.batch {
+        let mut batch = match own.batch {
             Some(batch) if words.iter().all(|word| word.has_batch) => batch,
             _ => return Err(empty(&words)),
         };
+        let done: u64 = words.iter().map(|word| word.done).sum();
+        batch.info.consumed = self.pass.start.consumed + done;
+        batch.info.is_last = !has_more;
+        batch.info.step = self.step;
         self.step += 1;
-        let info = BatchInfo {
-            consumed: self.before + words.iter().map(|word| word.done).sum::<u64>(),
-            epoch: self.pass.epoch,
-            indices: Vec::new(),
-            is_last: !has_more,
-            len: batch.len,
-            real: batch.real,
-            share: batch.share,
-            step: self.step - 1,
-            uneven: is_uneven,
-        };
-        Ok(Some(Batch::new(batch.value, info)))
-    }
-}
-
-impl<O: Send + 'static> Iterator for PartBatches<O> {
-    type Item = Result<Batch<DeferredBatch<O>>>;
-
-    fn next(&mut self) -> Option<Self::Item> {
-        if self.has_ended {
-            return None;
-        }
-        let batch = self.read();
-        self.has_ended = match &batch {
-            Ok(Some(batch)) => batch.is_last(),
-            _ => true,
-        };
-        batch.transpose()
+        Ok(Some(batch))
     }
 }
 
 impl<O> OwnStep<O> {
     /// Makes the batch.
     fn resolved(self, seed: Option<u64>) -> Result<Self> {
-        let finish = |batch: OwnBatch<O>| -> Result<_> {
-            let value = DeferredBatch::Ready(batch.value.resolve(seed)?);
-            Ok(OwnBatch { value, ..batch })
-        };
-        let batch = self.batch.map(finish).transpose()?;
+        let batch = self.batch.map(|batch| batch.resolved(seed));
+        let batch = batch.transpose()?;
         Ok(Self { batch, ..self })
     }
 }
@@ -155,7 +122,7 @@ impl StepReport {
             done: own.done,
             has_batch: own.batch.is_some(),
             has_more: own.has_more,
-            has_new: own.batch.as_ref().is_some_and(|batch| batch.real > 0),
+            has_new: own.batch.as_ref().is_some_and(|batch| batch.info.real > 0),
         }
     }
 }
@@ -183,7 +150,7 @@ struct OwnPart<S: SampleStream, O> {
     pass: StreamPass,
     /// The reader; `None` before the first batch.
     reader: Option<PartReader<S::Item>>,
-    streamed: Streamed<S, O>,
+    streamed: Arc<Streamed<S, O>>,
 }
 
 impl<S: SampleStream, O: 'static> OwnPart<S, O> {
@@ -197,7 +164,7 @@ impl<S: SampleStream, O: 'static> OwnPart<S, O> {
             }
         };
         let items = reader.take(size)?;
-        let tail = self.pass.spec.tail();
+        let tail = self.pass.spec.tail;
         let wanted = if tail == TailPolicy::Drop { size } else { 1 };
         // What cannot be read is more: its error comes in the next step.
         let has_more =
@@ -235,24 +202,30 @@ impl<S: SampleStream, O: 'static> OwnPart<S, O> {
         let indices: Vec<_> = (start..start + len as u64)
             .map(|index| index * count + rank)
             .collect();
-        let batching = &self.streamed.batching;
-        let value = batching.batch(self.pass.epoch, items, &indices, &self.pass.device);
+        let info = BatchInfo {
+            consumed: 0,
+            epoch: self.pass.epoch,
+            indices: Vec::new(),
+            is_last: false,
+            len,
+            real,
+            share,
+            step: 0,
+            uneven: self.pass.spec.is_uneven(),
+        };
+        let (batching, device) = (&self.streamed.batching, &self.pass.context.device);
+        let value = batching.batch(self.pass.epoch, items, &indices, device);
         Ok(OwnStep {
             done: self.done,
             has_more,
-            batch: Some(OwnBatch {
-                len,
-                real,
-                share,
-                value,
-            }),
+            batch: Some(Batch::new(value, info)),
         })
     }
 
     fn open(&mut self) -> Result<PartReader<S::Item>> {
         let (pass, size) = (&self.pass, self.size());
         let part = StreamPart::of(pass.epoch, pass.rank(), pass.world_size());
-        let stream = &*self.streamed.stream;
+        let stream = &self.streamed.stream;
         let skipped = pass.start.step.saturating_mul(size as u64);
         if skipped > 0 {
             // A part that has ended by then still needs a batch to idle with.
@@ -280,13 +253,5 @@ impl<S: SampleStream, O: 'static> OwnPart<S, O> {
     fn size(&self) -> usize {
         let share = self.pass.plan.share(self.pass.rank());
         (share.end - share.start) as usize
-    }
-}
-
-impl<S: SampleStream, O: 'static> Iterator for OwnPart<S, O> {
-    type Item = Result<OwnStep<O>>;
-
-    fn next(&mut self) -> Option<Self::Item> {
-        Some(self.read())
     }
 }

@@ -1,35 +1,70 @@
-//! Streams that are read in rounds, and this rank's batches of a stream that every rank reads.
+//! Streams that are read in rounds, by every rank or by rank 0 for all.
 
-use core::fmt;
+use core::iter;
+use std::sync::Arc;
 
 use accelerator_plan::{BatchKind, EpochPlan, TailPolicy};
-use serde::de::{DeserializeOwned, Error as _, Visitor};
-use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use ciborium::Value;
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
 
-use super::{PartReader, SampleStream, StreamPart, StreamPass, Streamed};
+use super::{PartReader, SampleStream, StreamPart, StreamPass, Streamed, until_last};
 use crate::core::agreement::Failure;
 use crate::core::error::{Error, Kind, Result, caught};
 use crate::data::batch::{Batch, BatchInfo, StepShare};
-use crate::data::epoch::{Ahead, read_ahead};
-use crate::data::exchange_step::{PURPOSE, ReadPosition, exchange_step};
+use crate::data::epoch::{Ahead, PrefetchedBatches};
+use crate::data::exchange_step::{PURPOSE, ReadPosition};
 use crate::data::source::DeferredBatch;
 
+/// Returns this rank's batches of a stream that every rank reads as a whole.
+pub(super) fn interleaved<S: SampleStream, O: Send + 'static>(
+    streamed: Arc<Streamed<S, O>>,
+    pass: StreamPass,
+) -> PrefetchedBatches<O> {
+    let mut rounds = StreamRounds::new(streamed, pass.clone());
+    pass.read_ahead(iter::from_fn(move || rounds.next_batch().transpose()))
+}
+
+/// Returns this rank's batches of a stream that rank 0 reads for all.
+pub(super) fn dispatched<S, O>(
+    streamed: Arc<Streamed<S, O>>,
+    pass: StreamPass,
+) -> PrefetchedBatches<O>
+where
+    S: SampleStream<Item: Serialize + DeserializeOwned>,
+    O: Send + 'static,
+{
+    let ahead = (pass.rank() == 0).then(|| {
+        let mut rounds = StreamRounds::new(streamed.clone(), pass.clone());
+        pass.read_ahead(iter::from_fn(move || rounds.next_dispatch().transpose()))
+    });
+    let mut batches = DispatchedBatches {
+        ahead,
+        step: pass.first_step(),
+        pass,
+        streamed,
+    };
+    until_last(move || batches.read())
+}
+
 /// Reads a whole stream in rounds: the samples that all ranks use in a step.
-pub(super) struct StreamRounds<I> {
+struct StreamRounds<S: SampleStream, O> {
     /// The number of samples used before the next round.
     before: u64,
     /// The first samples of the stream, where the last round is filled up with them.
-    first: Vec<I>,
+    first: Vec<S::Item>,
     has_ended: bool,
     pass: StreamPass,
-    reader: PartReader<I>,
+    /// The reader; `None` before the first round.
+    reader: Option<PartReader<S::Item>>,
     /// The step of the next round.
     step: u64,
+    streamed: Arc<Streamed<S, O>>,
 }
 
 /// The samples that all ranks use in one step.
-pub(super) struct StreamRound<I> {
-    pub(super) items: Vec<I>,
+struct StreamRound<I> {
+    items: Vec<I>,
     division: EpochPlan,
     /// The division of the samples that show if there is a next round; `None` if it cannot be read.
     next: Option<EpochPlan>,
@@ -39,59 +74,57 @@ pub(super) struct StreamRound<I> {
     step: u64,
 }
 
-impl<I: Clone> StreamRounds<I> {
-    /// The rounds of a pass, which are read from the first time on that somebody asks for them.
-    pub(super) fn opened<'a, S: SampleStream<Item = I>>(
-        rounds: &'a mut Option<Self>,
-        stream: &S,
-        pass: &StreamPass,
-    ) -> Result<&'a mut Self> {
-        match rounds {
-            Some(rounds) => Ok(rounds),
-            None => Ok(rounds.insert(Self::open(stream, pass.clone())?)),
+impl<S: SampleStream, O: 'static> StreamRounds<S, O> {
+    fn new(streamed: Arc<Streamed<S, O>>, pass: StreamPass) -> Self {
+        let left_out = pass.skip.saturating_mul(pass.plan.global_batch());
+        Self {
+            before: pass.start.consumed.saturating_add(left_out),
+            first: Vec::new(),
+            has_ended: false,
+            reader: None,
+            step: pass.first_step(),
+            pass,
+            streamed,
         }
     }
 
-    fn open<S: SampleStream<Item = I>>(stream: &S, pass: StreamPass) -> Result<Self> {
-        let part = StreamPart::whole(pass.epoch);
-        let size = pass.plan.global_batch();
-        let before = pass
-            .start
-            .consumed
-            .saturating_add(pass.skip.saturating_mul(size));
-        let first = match pass.spec.tail() {
-            TailPolicy::Pad if before > 0 => {
-                PartReader::open(stream, part, 0)?.take(size as usize)?
-            }
-            _ => Vec::new(),
+    /// This rank's batch of the next round.
+    fn next_batch(&mut self) -> Result<Option<Batch<DeferredBatch<O>>>> {
+        let Some(round) = self.next()? else {
+            return Ok(None);
         };
-        Ok(Self {
-            before,
-            first,
-            has_ended: false,
-            reader: PartReader::open(stream, part, before)?,
-            step: pass.first_step(),
-            pass,
-        })
+        let Some(own) = round.rank_batch(self.pass.rank(), &self.pass) else {
+            return Ok(None);
+        };
+        let items = round.into_items(&own);
+        Ok(Some(self.streamed.batch(&self.pass, items, own.info)))
     }
 
-    pub(super) fn next(&mut self) -> Result<Option<StreamRound<I>>> {
+    fn next(&mut self) -> Result<Option<StreamRound<S::Item>>> {
         if self.has_ended {
             return Ok(None);
         }
         // Behind an error there is nothing.
         self.has_ended = true;
-        let new = self.reader.take(self.size())?;
+        let (size, lookahead) = (self.size(), self.lookahead());
+        let reader = match &mut self.reader {
+            Some(reader) => reader,
+            None => {
+                let opened = self.open()?;
+                self.reader.insert(opened)
+            }
+        };
+        let new = reader.take(size)?;
         if new.is_empty() {
             return Ok(None);
         }
-        let is_full = new.len() == self.size();
+        let is_full = new.len() == size;
         let next = match is_full {
-            true => self.reader.peek(self.lookahead()),
+            true => reader.peek(lookahead),
             false => Some(0),
         };
         self.has_ended = next == Some(0);
-        let pads = self.pass.spec.tail() == TailPolicy::Pad;
+        let pads = self.pass.spec.tail == TailPolicy::Pad;
         let mut items = match pads && !is_full {
             true => self.first.clone(),
             false => Vec::new(),
@@ -113,9 +146,17 @@ impl<I: Clone> StreamRounds<I> {
         }))
     }
 
+    fn open(&mut self) -> Result<PartReader<S::Item>> {
+        let (stream, part) = (&self.streamed.stream, StreamPart::whole(self.pass.epoch));
+        if self.pass.spec.tail == TailPolicy::Pad && self.before > 0 {
+            self.first = PartReader::open(stream, part, 0)?.take(self.size())?;
+        }
+        PartReader::open(stream, part, self.before)
+    }
+
     /// Returns how many samples of the next round show if this rank has a batch in it.
     fn lookahead(&self) -> usize {
-        match self.pass.spec.tail() {
+        match self.pass.spec.tail {
             TailPolicy::Exact | TailPolicy::Pad => 1,
             TailPolicy::Drop => self.size(),
             // A round lies in memory.
@@ -131,15 +172,15 @@ impl<I: Clone> StreamRounds<I> {
 }
 
 /// The batch of one rank in a round.
-pub(super) struct RankBatch {
-    pub(super) info: BatchInfo,
+struct RankBatch {
+    info: BatchInfo,
     /// The numbers of its samples among the items.
     chosen: Vec<usize>,
 }
 
 impl<I: Clone> StreamRound<I> {
     /// Returns the batch of a rank; `None` if it has nothing to do any more.
-    pub(super) fn hand(&self, rank: usize, pass: &StreamPass) -> Option<RankBatch> {
+    fn rank_batch(&self, rank: usize, pass: &StreamPass) -> Option<RankBatch> {
         let planned = self.division.batch(rank, 0)?;
         let new = (self.items.len() - self.padding) as u64;
         let chosen: Vec<_> = planned.indices.iter().map(|&i| i as usize).collect();
@@ -164,74 +205,27 @@ impl<I: Clone> StreamRound<I> {
         Some(RankBatch { info, chosen })
     }
 
-    /// The items of a hand.
-    pub(super) fn items(&self, hand: &RankBatch) -> Vec<I> {
-        hand.chosen.iter().map(|&i| self.items[i].clone()).collect()
+    fn items(&self, of: &RankBatch) -> Vec<I> {
+        of.chosen.iter().map(|&i| self.items[i].clone()).collect()
     }
 
     /// Returns [`items`](Self::items) by value, if they are needed for nothing else.
-    pub(super) fn into_items(mut self, hand: &RankBatch) -> Vec<I> {
-        let is_run = hand.chosen.windows(2).all(|pair| pair[0] + 1 == pair[1]);
-        match (hand.chosen.first(), hand.chosen.last()) {
+    fn into_items(mut self, of: &RankBatch) -> Vec<I> {
+        let is_run = of.chosen.windows(2).all(|pair| pair[0] + 1 == pair[1]);
+        match (of.chosen.first(), of.chosen.last()) {
             (Some(&first), Some(&last)) if is_run => self.items.drain(first..=last).collect(),
-            _ => self.items(hand),
+            _ => self.items(of),
         }
     }
 }
 
-/// This rank's batches of a stream that every rank reads as a whole.
-pub(super) struct InterleavedBatches<S: SampleStream, O> {
-    pass: StreamPass,
-    /// The rounds; `None` before the first batch.
-    rounds: Option<StreamRounds<S::Item>>,
-    streamed: Streamed<S, O>,
-}
-
-impl<S: SampleStream, O> InterleavedBatches<S, O> {
-    pub(super) fn new(streamed: Streamed<S, O>, pass: StreamPass) -> Self {
-        Self {
-            pass,
-            rounds: None,
-            streamed,
-        }
-    }
-}
-
-impl<S: SampleStream, O: 'static> InterleavedBatches<S, O> {
-    fn read(&mut self) -> Result<Option<Batch<DeferredBatch<O>>>> {
-        let rounds = StreamRounds::opened(&mut self.rounds, &*self.streamed.stream, &self.pass)?;
-        let Some(round) = rounds.next()? else {
-            return Ok(None);
-        };
-        let pass = &self.pass;
-        let Some(hand) = round.hand(pass.rank(), pass) else {
-            return Ok(None);
-        };
-        let items = round.into_items(&hand);
-        let indices = &hand.info.indices;
-        let batching = &self.streamed.batching;
-        let value = batching.batch(pass.epoch, items, indices, &pass.device);
-        Ok(Some(Batch::new(value, hand.info)))
-    }
-}
-
-impl<S: SampleStream, O: 'static> Iterator for InterleavedBatches<S, O> {
-    type Item = Result<Batch<DeferredBatch<O>>>;
-
-    fn next(&mut self) -> Option<Self::Item> {
-        self.read().transpose()
-    }
-}
-
-/// This rank's batches of a stream that rank 0 reads for all.
-pub(super) struct DispatchedBatches<S: SampleStream, O> {
+struct DispatchedBatches<S: SampleStream, O> {
     /// The steps that rank 0 reads, ahead of the training.
     ahead: Option<Ahead<Dispatch<O>>>,
-    has_ended: bool,
     pass: StreamPass,
     /// The step of the next batch.
     step: u64,
-    streamed: Streamed<S, O>,
+    streamed: Arc<Streamed<S, O>>,
 }
 
 /// The batches of rank 0 for one step.
@@ -244,7 +238,8 @@ struct Dispatch<O> {
 /// The message of rank 0 to another rank.
 #[derive(Deserialize, Serialize)]
 enum DispatchMessage {
-    Batch(BatchInfo, Bytes),
+    /// The samples are bytes, which serde takes as such, and not one by one.
+    Batch(BatchInfo, Value),
     End,
     Failed(Failure),
 }
@@ -254,24 +249,6 @@ where
     S: SampleStream<Item: Serialize + DeserializeOwned>,
     O: Send + 'static,
 {
-    pub(super) fn new(streamed: Streamed<S, O>, pass: StreamPass) -> Self {
-        let ahead = (pass.rank() == 0).then(|| {
-            let reader = Dispatcher {
-                pass: pass.clone(),
-                rounds: None,
-                streamed: streamed.clone(),
-            };
-            read_ahead(&pass.spec, pass.timeline.clone(), reader)
-        });
-        Self {
-            ahead,
-            has_ended: false,
-            step: pass.first_step(),
-            pass,
-            streamed,
-        }
-    }
-
     /// Reads rank 0's batch for this rank, made on every rank or on none.
     fn read(&mut self) -> Result<Option<Batch<DeferredBatch<O>>>> {
         let ahead = self.ahead.as_mut().map(Iterator::next);
@@ -289,14 +266,8 @@ where
         let batch = batch.and_then(|batch| batch.map(|batch| batch.resolved(seed)).transpose());
         self.step = self.step.saturating_add(1);
         let made = batch.as_ref().map(|_| ());
-        let (group, caller) = (&self.pass.group, self.pass.caller);
-        exchange_step(
-            group,
-            position,
-            made,
-            "make its batch of the stream",
-            caller,
-        )?;
+        let action = "make its batch of the stream";
+        self.pass.exchange(position.step, made, action)?;
         batch
     }
 
@@ -321,9 +292,7 @@ where
             .into_iter()
             .map(|message| (position, message))
             .collect();
-        let pass = &self.pass;
-        let group = pass.group.for_purpose(PURPOSE).for_caller(pass.caller);
-        let sent = group.scatter_object::<_, (ReadPosition, DispatchMessage)>(Some(&messages), 0);
+        let sent = self.scatter(Some(&messages));
         // The reader's own error is the cause.
         let own = own?;
         sent?;
@@ -331,98 +300,60 @@ where
     }
 
     fn receive(&self, position: ReadPosition) -> Result<Option<Batch<DeferredBatch<O>>>> {
-        let (pass, batching) = (&self.pass, &self.streamed.batching);
-        let group = pass.group.for_purpose(PURPOSE).for_caller(pass.caller);
-        let message = group
-            .scatter_object::<(ReadPosition, DispatchMessage), (ReadPosition, DispatchMessage)>(
-                None, 0,
-            )?;
+        let message = self.scatter(None)?;
         match message {
             // Of no use here: the exchange of the step below fails.
             (sent_for, _) if sent_for != position => Ok(None),
             (_, DispatchMessage::End) => Ok(None),
             (_, DispatchMessage::Failed(failure)) => Err(failure.into_error(0, "read the stream")),
             (_, DispatchMessage::Batch(info, bytes)) => caught("making a batch", || {
-                let items: Vec<S::Item> = decode(&bytes.0)?;
-                let value = batching.batch(pass.epoch, items, &info.indices, &pass.device);
-                Ok(Some(Batch::new(value, info)))
+                let items = decode(bytes.as_bytes().map_or(&[], Vec::as_slice))?;
+                Ok(Some(self.streamed.batch(&self.pass, items, info)))
             }),
         }
     }
-}
 
-impl<S, O> Iterator for DispatchedBatches<S, O>
-where
-    S: SampleStream<Item: Serialize + DeserializeOwned>,
-    O: Send + 'static,
-{
-    type Item = Result<Batch<DeferredBatch<O>>>;
-
-    fn next(&mut self) -> Option<Self::Item> {
-        if self.has_ended {
-            return None;
-        }
-        let batch = self.read();
-        // The last batch says that it is: no rank asks for another one.
-        self.has_ended = match &batch {
-            Ok(Some(batch)) => batch.is_last(),
-            _ => true,
-        };
-        batch.transpose()
+    /// Sends each rank its message, from rank 0; returns this rank's own.
+    fn scatter(
+        &self,
+        messages: Option<&[(ReadPosition, DispatchMessage)]>,
+    ) -> Result<(ReadPosition, DispatchMessage)> {
+        let group = self.pass.context.shared.group().for_purpose(PURPOSE);
+        let group = group.for_caller(self.pass.caller);
+        Ok(group.scatter_object(messages, 0)?)
     }
 }
 
-/// Reads rounds, and packs what the others get.
-struct Dispatcher<S: SampleStream, O> {
-    pass: StreamPass,
-    rounds: Option<StreamRounds<S::Item>>,
-    streamed: Streamed<S, O>,
-}
-
-impl<S, O> Dispatcher<S, O>
+impl<S, O> StreamRounds<S, O>
 where
     S: SampleStream<Item: Serialize + DeserializeOwned>,
     O: 'static,
 {
-    fn read(&mut self) -> Result<Option<Dispatch<O>>> {
-        let rounds = StreamRounds::opened(&mut self.rounds, &*self.streamed.stream, &self.pass)?;
-        let Some(round) = rounds.next()? else {
+    /// The batches of the next round, with what the others get packed.
+    fn next_dispatch(&mut self) -> Result<Option<Dispatch<O>>> {
+        let Some(round) = self.next()? else {
             return Ok(None);
         };
         let pass = &self.pass;
-        let Some(own) = round.hand(0, pass) else {
+        let Some(own) = round.rank_batch(0, pass) else {
             return Ok(None);
         };
         let mut messages = vec![DispatchMessage::End];
         for rank in 1..pass.world_size() {
-            messages.push(match round.hand(rank, pass) {
-                Some(hand) => {
-                    let bytes = Bytes(encode(&round.items(&hand))?);
-                    DispatchMessage::Batch(hand.info, bytes)
+            messages.push(match round.rank_batch(rank, pass) {
+                Some(batch) => {
+                    let bytes = Value::Bytes(encode(&round.items(&batch))?);
+                    DispatchMessage::Batch(batch.info, bytes)
                 }
                 None => DispatchMessage::End,
             });
         }
         // As the others get theirs, so that what cannot travel fails on any number of ranks.
-        let items: Vec<S::Item> = decode(&encode(&round.into_items(&own))?)?;
-        let batching = &self.streamed.batching;
-        let value = batching.batch(pass.epoch, items, &own.info.indices, &pass.device);
+        let items = decode(&encode(&round.into_items(&own))?)?;
         Ok(Some(Dispatch {
-            own: Batch::new(value, own.info),
+            own: self.streamed.batch(pass, items, own.info),
             messages,
         }))
-    }
-}
-
-impl<S, O> Iterator for Dispatcher<S, O>
-where
-    S: SampleStream<Item: Serialize + DeserializeOwned>,
-    O: 'static,
-{
-    type Item = Result<Dispatch<O>>;
-
-    fn next(&mut self) -> Option<Self::Item> {
-        self.read().transpose()
     }
 }
 
@@ -443,39 +374,4 @@ fn travel(what: &str, error: impl std::error::Error + Send + Sync + 'static) -> 
         "samples of a dispatched stream travel from rank 0 through serde, and cannot be {what}"
     );
     Error::new(Kind::Data, message).with_source(error)
-}
-
-/// Bytes that serde takes as such, and not one by one.
-struct Bytes(Vec<u8>);
-
-impl Serialize for Bytes {
-    fn serialize<T: Serializer>(&self, serializer: T) -> Result<T::Ok, T::Error> {
-        serializer.serialize_bytes(&self.0)
-    }
-}
-
-impl<'de> Deserialize<'de> for Bytes {
-    fn deserialize<T: Deserializer<'de>>(deserializer: T) -> Result<Self, T::Error> {
-        struct Buffer;
-
-        impl Visitor<'_> for Buffer {
-            type Value = Bytes;
-
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("bytes")
-            }
-
-            fn visit_bytes<E: serde::de::Error>(self, bytes: &[u8]) -> Result<Bytes, E> {
-                Ok(Bytes(bytes.to_vec()))
-            }
-
-            fn visit_byte_buf<E: serde::de::Error>(self, bytes: Vec<u8>) -> Result<Bytes, E> {
-                Ok(Bytes(bytes))
-            }
-        }
-
-        deserializer
-            .deserialize_byte_buf(Buffer)
-            .map_err(T::Error::custom)
-    }
 }
