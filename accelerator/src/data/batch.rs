@@ -96,7 +96,7 @@ impl UncountedPadding {
         error::warn(&format!(
             "{what} was used and never asked how many samples it counts, and a metric is reduced, in which they may be \
              counted twice: count `batch.real()` samples, not the rows of its tensors, and pass `&batch` to \
-             `gather_for_metrics` (said once a loader)"
+             `gather_for_metrics` (reported once per loader)"
         ));
     }
 }

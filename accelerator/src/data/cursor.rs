@@ -248,7 +248,7 @@ impl EpochPass {
         if cursor.is_some_and(|cursor| cursor.0.lock().empty_warned.first()) {
             error::warn(&format!(
                 "epoch {epoch} of a loader had no batches on rank 0, so that nothing was done in it: look at what its \
-                 stream or sampler gives (said once a loader)"
+                 stream or sampler gives (reported once per loader)"
             ));
         }
     }
@@ -340,7 +340,7 @@ fn warn_of_repeated_epoch(epoch: u64, first: u64) {
         error::warn(&format!(
             "epoch {epoch} is trained again: training was resumed from a checkpoint that goes on with epoch {first}; \
              begin the loop there, `for epoch in position.epoch()..epochs`, with the position that `resume` returns \
-             (said once a loader)"
+             (reported once per loader)"
         ));
     }
 }

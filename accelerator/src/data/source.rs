@@ -197,7 +197,7 @@ impl<O: 'static> DeferredBatch<O> {
                 true => {
                     tracing::info!(
                         "a batcher draws from the device: it is called where batches are asked for, and not \
-                         by workers (said once a loader)"
+                         by workers (reported once per loader)"
                     );
                     BatcherThread::Caller
                 }
