@@ -109,12 +109,13 @@ pub(crate) struct BatchInfo {
     pub(crate) epoch: u64,
     pub(crate) indices: Vec<u64>,
     pub(crate) is_last: bool,
-    /// The number of samples in the value, and so in its loss.
+    /// The number of samples in the value.
     pub(crate) len: usize,
     /// The number of them, from the first, that are seen for the first time in this epoch.
     pub(crate) real: usize,
     pub(crate) share: StepShare,
     pub(crate) step: u64,
+    /// Other ranks may run another number of steps.
     pub(crate) uneven: bool,
 }
 
@@ -150,14 +151,12 @@ impl<O> Batch<O> {
         self.ticket = Some(ticket);
     }
 
-    /// The program knows how much of it is padding.
     fn note_counted(&self) {
         if let Some(padding) = &self.padding {
             padding.counted.store(true, Ordering::Relaxed);
         }
     }
 
-    /// The program looks at what is in it.
     fn note_used(&self) {
         if let Some(padding) = &self.padding {
             padding.used.store(true, Ordering::Relaxed);
@@ -173,10 +172,9 @@ impl<O> Batch<O> {
     /// Returns how many of its samples, counted from the first, are seen for the first time in this
     /// epoch. The rest is padding that metrics leave out; in an idle batch, all of it.
     ///
-    /// This is what a figure counts that is added up by hand. The rows of an idle batch's tensors are there as those of
-    /// any other. Where a batch with padding was used and nobody has asked for this, or for its weight, the library says so
-    /// when a metric is [reduced](crate::Accelerator::reduce_metric) behind that pass, once per loader. In training,
-    /// `backward` asks for the weight: a figure that is counted beside it is not looked at.
+    /// This is what a figure counts that is added up by hand: the rows of an idle batch's tensors look like any other.
+    /// Where a batch with padding was used and nobody has asked for this, or for its weight, a warning says so once per
+    /// loader, when a metric is [reduced](crate::Accelerator::reduce_metric) behind that pass.
     ///
     /// ```
     /// # use burn::data::dataset::InMemDataset;
@@ -209,8 +207,8 @@ impl<O> Batch<O> {
         self.with_weight(self.info.len as f64)
     }
 
-    /// Returns its [`weight`](Self::weight) with another count for its samples: the number of tokens
-    /// that the loss is the mean of, for example. An idle batch counts nothing all the same.
+    /// Returns its [`weight`](Self::weight) with another count, such as the number of tokens that the loss is the mean of.
+    /// An idle batch counts nothing all the same.
     ///
     /// ```
     /// # use burn::data::dataset::InMemDataset;
@@ -260,17 +258,15 @@ impl<O> Batch<O> {
         self.info.epoch
     }
 
-    /// The number of this step in the epoch, from 0. After [`resume`](crate::Accelerator::resume) in mid-epoch, the
-    /// first batch that comes has the number that it has in the whole epoch: what a loop does by a number, such as
-    /// a log line every so many steps, is to be done by this one, or by that of
+    /// The number of this step in the epoch, from 0, also after [`resume`](crate::Accelerator::resume) in mid-epoch: what
+    /// a loop does every so many steps is to be done by this number, or by that of
     /// [`Epoch::enumerate`](super::Epoch::enumerate).
     pub fn step(&self) -> u64 {
         self.info.step
     }
 
-    /// Returns `true` for the last batch of the epoch on this rank: Accelerate's `end_of_dataloader`. This holds for
-    /// every kind of loader, and for no other batch; each loader knows for itself, also while another one is read
-    /// inside its loop.
+    /// Returns `true` for the last batch of the epoch on this rank: Accelerate's `end_of_dataloader`. Each loader knows
+    /// for itself, also while another one is read inside its loop.
     pub fn is_last(&self) -> bool {
         self.info.is_last
     }
@@ -282,12 +278,10 @@ impl<O> Batch<O> {
         self.info.share == StepShare::Idle
     }
 
-    /// Tells if other ranks may run another number of steps.
     pub(crate) fn is_uneven(&self) -> bool {
         self.info.uneven
     }
 
-    /// Returns the number of samples of the epoch that all ranks have used with it.
     #[cfg(feature = "burn-train")]
     pub(crate) fn consumed(&self) -> u64 {
         self.info.consumed
@@ -398,14 +392,13 @@ pub struct Weight {
     pub(crate) epoch: Option<u64>,
     /// The place in its loader at which its batch ends.
     pub(crate) ticket: Option<ConsumeTicket>,
-    /// The rule by which its window ends.
     pub(crate) closing: Closing,
-    /// The batch is from a loader whose ranks may run different numbers of steps.
+    /// See [`BatchInfo::uneven`].
     pub(crate) uneven: bool,
 }
 
-/// The bounds of a weight that is not 0. The most is more tokens than a program sees, and products with any
-/// gradient of use stay within the range of `f32`, sums over many ranks and micro-steps too.
+/// The bounds of a weight that is not 0: more tokens than a program sees, while products with gradients, and their sums
+/// over ranks and micro-steps, stay within the range of `f32`.
 const MOST: f64 = (1_u64 << 40) as f64;
 const LEAST: f64 = 1.0 / MOST;
 
@@ -414,9 +407,7 @@ const LEAST: f64 = 1.0 / MOST;
 pub(crate) enum Closing {
     /// Ends when it is full, and with the epoch.
     AsSet,
-    /// Does not end with this call.
     KeepOpen,
-    /// Ends with this call.
     Now,
 }
 

@@ -53,7 +53,7 @@ impl EpochPosition {
 #[derive(Debug, Default)]
 pub(super) struct Cursor(Mutex<CursorState>);
 
-/// The position of another process.
+/// The position at which another process stood.
 #[derive(Clone, Debug)]
 pub(super) struct Restored {
     pub(super) position: Option<EpochPosition>,
@@ -81,18 +81,14 @@ struct CursorState {
     resume: Option<EpochPosition>,
     /// The position of an earlier process.
     restored: Option<EpochPosition>,
-    /// The models that have stepped with its batches.
     steppers: Steppers,
-    /// Set once one of them has, in this process or an earlier one.
+    /// Set once a model has stepped with its batches, in this process or an earlier one.
     trained: bool,
-    /// Warns once that a batch with padding was dropped without a look at the samples that count.
     padding_warned: Once,
-    /// Warns once that an epoch had no batches.
     empty_warned: Once,
 }
 
 impl Cursor {
-    /// A cursor that stands where another process stood.
     pub(super) fn restored(from: Restored) -> Arc<Self> {
         Arc::new(Self(Mutex::new(CursorState {
             resume: from
@@ -151,7 +147,6 @@ impl Cursor {
         }
     }
 
-    /// Tells if an optimizer has stepped with its batches.
     pub(super) fn is_trained(&self) -> bool {
         self.0.lock().trained
     }
@@ -170,7 +165,6 @@ impl Cursor {
         latest.is_some_and(|pass| pass.progress().is_open)
     }
 
-    /// The models that have stepped with its batches.
     pub(super) fn steppers(&self) -> Steppers {
         self.0.lock().steppers.clone()
     }
@@ -207,7 +201,7 @@ impl EpochPass {
         self.progress().yielded
     }
 
-    /// Records the digest of the samples that were given for its epoch.
+    /// Records the digest of the order that the program gave.
     pub(super) fn deal(&self, digest: Option<u64>) {
         let mut progress = self.progress.lock();
         progress.trained.digest = digest;
@@ -219,7 +213,7 @@ impl EpochPass {
         self.progress.lock().yielded = to;
     }
 
-    /// The program saw its end.
+    /// The program saw the end of the epoch.
     pub(super) fn finish(&self) {
         self.progress.lock().yielded.finished = true;
         let epoch = self.yielded().epoch;
@@ -334,7 +328,6 @@ impl ConsumeTicket {
     }
 }
 
-/// Warns that training continued from a checkpoint with an epoch that lies behind it.
 fn warn_of_repeated_epoch(epoch: u64, first: u64) {
     if epoch < first {
         error::warn(&format!(
@@ -463,15 +456,19 @@ mod tests {
         assert!(!cursor.is_trained());
     }
 
+    fn restored(position: EpochPosition, goes_on: bool) -> Arc<Cursor> {
+        Cursor::restored(Restored {
+            position: Some(position),
+            steppers: Steppers::default(),
+            trained: goes_on,
+            goes_on,
+            first_epoch: None,
+        })
+    }
+
     #[test]
     fn a_restored_place_holds_until_it_is_used() {
-        let cursor = Cursor::restored(Restored {
-            position: Some(spot(3, 7)),
-            steppers: Steppers::default(),
-            trained: true,
-            goes_on: true,
-            first_epoch: None,
-        });
+        let cursor = restored(spot(3, 7), true);
         assert_eq!(cursor.position(), Some(spot(3, 7)));
         assert_eq!(cursor.begin(0).yielded(), EpochPosition::start_of(0));
         assert_eq!(cursor.begin(3).yielded(), spot(3, 7), "a look");
@@ -484,25 +481,13 @@ mod tests {
 
     #[test]
     fn a_restored_place_that_does_not_go_on_is_only_remembered() {
-        let evaluation = Cursor::restored(Restored {
-            position: Some(spot(0, 7)),
-            steppers: Steppers::default(),
-            trained: false,
-            goes_on: false,
-            first_epoch: None,
-        });
+        let evaluation = restored(spot(0, 7), false);
         assert_eq!(evaluation.begin(0).yielded(), EpochPosition::start_of(0));
         let end = EpochPosition {
             finished: true,
             ..spot(2, 9)
         };
-        let finished = Cursor::restored(Restored {
-            position: Some(end),
-            steppers: Steppers::default(),
-            trained: true,
-            goes_on: true,
-            first_epoch: None,
-        });
+        let finished = restored(end, true);
         assert_eq!(finished.begin(2).yielded(), EpochPosition::start_of(2));
     }
 }

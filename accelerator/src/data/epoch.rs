@@ -254,7 +254,7 @@ impl LoaderContext {
     }
 }
 
-/// The batches of an epoch, in order. Some are left to be made by the thread that asks for them.
+/// The batches of an epoch, in order.
 pub(super) type PrefetchedBatches<O> = Ahead<Batch<DeferredBatch<O>>>;
 
 /// This rank's share of an epoch, by its plan.
@@ -432,7 +432,7 @@ fn send_all<T>(sender: &SyncSender<Result<T>>, items: impl Iterator<Item = Resul
     }
 }
 
-/// A feed that has nothing but the error of a thread that could not be started.
+/// The error of a thread that could not be started.
 pub(super) fn failed<T: Send + 'static>(error: std::io::Error) -> Ahead<T> {
     Box::new(std::iter::once(Err(Error::new(
         Kind::Data,

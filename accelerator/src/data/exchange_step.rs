@@ -109,35 +109,34 @@ mod tests {
         step: 7,
     };
 
+    /// Words of different kinds are not read before it is known that they are of one place.
     #[test]
-    fn another_place_is_named_on_every_rank_also_beside_a_failure() {
+    fn another_place_is_named_on_every_rank_also_beside_a_failure_and_words_of_another_kind() {
         let errors = crate::launch(3, |accelerator| {
-            let rank = accelerator.rank();
-            let position = [
-                POSITION,
-                ReadPosition {
-                    loader: 2,
-                    ..POSITION
-                },
-                POSITION,
-            ][rank];
+            let group = accelerator.group();
+            let caller = Location::caller();
             let failed = Error::new(Kind::Data, "no disk");
-            let mine = if rank == 2 { Err(&failed) } else { Ok(rank) };
-            let error = exchange_step(
-                accelerator.group(),
-                position,
-                mine,
-                "read",
-                Location::caller(),
-            );
-            let error = error.unwrap_err();
+            let elsewhere = ReadPosition {
+                loader: 2,
+                ..POSITION
+            };
+            let error = match accelerator.rank() {
+                0 => exchange_step(group, POSITION, Ok(5_u8), "read", caller).unwrap_err(),
+                1 => {
+                    let word = Ok("aaa".to_owned());
+                    exchange_step(group, elsewhere, word, "read", caller).unwrap_err()
+                }
+                _ => {
+                    exchange_step::<u8>(group, POSITION, Err(&failed), "read", caller).unwrap_err()
+                }
+            };
             // The group lives.
             accelerator.wait_for_everyone()?;
             Ok(error)
         })
         .unwrap();
         for error in errors {
-            assert!(error.is_misuse(), "{error:?}");
+            assert!(error.is_misuse() && !error.is_collective(), "{error:?}");
             let text = error.to_string();
             for side in [
                 "ranks 0, 2: step 7 of epoch 1 of loader 0",
@@ -145,36 +144,6 @@ mod tests {
             ] {
                 assert!(text.contains(side), "{text}");
             }
-        }
-    }
-
-    /// Words of different kinds are not read before it is known that they are of one place.
-    #[test]
-    fn words_of_another_kind_are_of_another_place() {
-        let errors = crate::launch(2, |accelerator| {
-            let group = accelerator.group();
-            let error = match accelerator.rank() {
-                0 => exchange_step(
-                    group,
-                    POSITION,
-                    Ok("aaa".to_owned()),
-                    "read",
-                    Location::caller(),
-                )
-                .unwrap_err(),
-                _ => {
-                    let position = ReadPosition {
-                        epoch: 2,
-                        ..POSITION
-                    };
-                    exchange_step(group, position, Ok(5_u8), "read", Location::caller())
-                        .unwrap_err()
-                }
-            };
-            Ok(error)
-        });
-        for error in errors.unwrap() {
-            assert!(error.is_misuse() && !error.is_collective(), "{error:?}");
         }
     }
 

@@ -24,7 +24,7 @@ pub(crate) struct LoaderState {
     pub(crate) size: String,
     /// Samples of a full step over all ranks; `None` for one of Burn's own loaders.
     pub(crate) global_batch: Option<u64>,
-    /// Its number among the loaders of the program, from which dropout is seeded.
+    /// Its number among the loaders of the program.
     pub(crate) number: u64,
     /// The number of times that it was read as a Burn loader.
     pub(crate) passes: u64,
@@ -35,7 +35,6 @@ pub(crate) struct LoaderState {
     /// Set while the program was taking its batches.
     #[serde(default)]
     pub(crate) is_open: bool,
-    /// The models that have stepped with its batches.
     #[serde(default)]
     pub(crate) steppers: Steppers,
     /// Set if gradients were made from a batch that is not used yet.
@@ -171,25 +170,26 @@ impl<O: Send + 'static> PreparedLoader<O> {
 impl LoaderState {
     /// Checks that positions mean the same.
     fn compare(&self, name: &str, mine: &Self) -> Result<()> {
-        let differs = |what: &str, saved: &str, mine: &str| {
-            Err(Error::new(
-                Kind::Checkpoint,
-                format!(
-                    "the checkpoint does not fit {name}: its {what} was {saved} when it was saved, \
-                     and is {mine} in this program; build it as it was, or start afresh in another \
-                     folder"
-                ),
-            ))
-        };
-        if self.samples != mine.samples {
-            let (saved, mine) = (self.samples.to_string(), mine.samples.to_string());
-            return differs("number of samples", &saved, &mine);
-        }
-        if self.order != mine.order {
-            return differs("order", &self.order, &mine.order);
-        }
-        if self.tail != mine.tail {
-            return differs("tail policy", &self.tail, &mine.tail);
+        let number = |samples: u64| samples.to_string();
+        for (what, saved, mine) in [
+            (
+                "number of samples",
+                &number(self.samples),
+                &number(mine.samples),
+            ),
+            ("order", &self.order, &mine.order),
+            ("tail policy", &self.tail, &mine.tail),
+        ] {
+            if saved != mine {
+                return Err(Error::new(
+                    Kind::Checkpoint,
+                    format!(
+                        "the checkpoint does not fit {name}: its {what} was {saved} when it was saved, \
+                         and is {mine} in this program; build it as it was, or start afresh in another \
+                         folder"
+                    ),
+                ));
+            }
         }
         Ok(())
     }

@@ -26,7 +26,6 @@ pub(super) struct Spec {
     pub(super) workers: usize,
 }
 
-/// The batch size as the user set it.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum BatchSizeSpec {
     Global(usize),
@@ -115,7 +114,6 @@ pub(super) struct Listed {
     /// The number of samples per epoch, if known.
     pub(super) draws: Option<u64>,
     pub(super) list: Arc<dyn Fn(u64) -> Vec<u64> + Send + Sync>,
-    /// The name in words.
     pub(super) name: String,
 }
 
@@ -182,14 +180,13 @@ impl fmt::Debug for SampleOrder {
     }
 }
 
-/// The assignment of samples to ranks in one epoch, with the number by which ranks compare it.
+/// The assignment of an epoch's samples to ranks.
 pub(super) struct EpochAssignment {
     pub(super) share: EpochBatches,
     /// The digest of the samples in their order, if the program gave it.
     pub(super) digest: Option<u64>,
 }
 
-/// The assignment of samples to ranks in one epoch.
 #[derive(Clone, Debug)]
 pub(super) enum EpochBatches {
     Batches(BatchPlan),
@@ -197,7 +194,6 @@ pub(super) enum EpochBatches {
 }
 
 impl EpochAssignment {
-    /// The epoch as the order has it, in a data set of so many samples.
     pub(super) fn new(spec: &Spec, plan: &Plan, samples: u64, epoch: u64) -> Result<Self> {
         Ok(match &spec.order {
             SampleOrder::Sequential | SampleOrder::Shuffled { .. } => Self {

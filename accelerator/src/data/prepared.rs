@@ -29,8 +29,7 @@ use crate::core::error::{Error, Result};
 /// epochs by itself.
 ///
 /// It shares out samples, and no more: each rank trains a model of its own on its share unless the model is prepared, too,
-/// and its gradients come of [`Accelerator::backward`](crate::Accelerator::backward). Nothing is said where neither is
-/// done, since a program may evaluate so, or average by itself.
+/// and its gradients come of [`Accelerator::backward`](crate::Accelerator::backward).
 pub struct PreparedLoader<O> {
     pub(super) context: LoaderContext,
     pub(super) cursor: Arc<Cursor>,
@@ -190,35 +189,13 @@ impl<O: Send + 'static> PreparedLoader<O> {
         Epoch::new(self.context.clone(), open, pass, steps)
     }
 
-    /// Returns this rank's batches of one pass, to evaluate: each sample once, in the same order each time.
-    ///
-    /// ```
-    /// use accelerator::prelude::*;
-    /// use burn::data::dataset::InMemDataset;
-    /// use burn::tensor::Tensor;
-    ///
-    /// let counts = launch(2, |accelerator| {
-    ///     let loader = LoaderBuilder::from_fn(|rows: Vec<f32>, device| Tensor::<1>::from_floats(&*rows, device))
-    ///         .batch_size(2)
-    ///         .build(InMemDataset::new(vec![1.0; 5]));
-    ///     let loader = accelerator.prepare(loader)?;
-    ///     let mut count = 0;
-    ///     for batch in loader.eval() {
-    ///         let batch = batch?;
-    ///         // Without the padding of ranks that have no sample left.
-    ///         count += batch.real();
-    ///     }
-    ///     Ok(count)
-    /// })?;
-    /// assert_eq!(counts.iter().sum::<usize>(), 5);
-    /// # Ok::<(), Error>(())
-    /// ```
+    /// Returns this rank's batches of one pass, to evaluate: each sample once, in the same order each time. See
+    /// [`Batch::real`](super::Batch::real) for an example.
     #[track_caller]
     pub fn eval(&self) -> Epoch<O> {
         self.epoch(0)
     }
 
-    /// Opens an epoch at a position.
     fn open(
         &self,
         epoch: u64,
@@ -313,7 +290,7 @@ impl<O: Send + 'static> PreparedLoader<O> {
         self.known_samples().unwrap_or(0)
     }
 
-    /// The same; `None` for a stream.
+    /// Returns the number of samples over all ranks; `None` for a stream.
     pub(crate) fn known_samples(&self) -> Option<u64> {
         match &self.samples {
             Samples::Opaque(loader) => Some(loader.num_items() as u64),
@@ -377,7 +354,6 @@ const ITEM_HINT: &str = " (draw it from a seed that all ranks have; leave the or
                          `weighted` of the builder, and augmentation to `map_samples`; where items are meant to \
                          differ, say `without_item_check`)";
 
-/// Shares out samples among so many ranks.
 fn share_out<O>(source: SampleSource<O>, spec: Spec, ranks: usize) -> Result<Samples<O>> {
     let plan = match &source {
         SampleSource::Indexed(source) => {
@@ -418,7 +394,6 @@ fn no_samples() -> Error {
     )
 }
 
-/// Checks that the settings fit a stream.
 fn check_stream(spec: &Spec, sharing: Sharing) -> Result<()> {
     if !matches!(spec.order, SampleOrder::Sequential) {
         return Err(Error::config(format!(

@@ -33,8 +33,7 @@ impl SamplePlace {
         self.index
     }
 
-    /// The seed of what is drawn for this sample in this epoch: the same on whichever rank and
-    /// worker it is loaded.
+    /// The seed of what is drawn for this sample in this epoch, whichever rank and worker loads it.
     pub fn rng_seed(&self, seed: u64) -> u64 {
         sample_rng_seed(seed, self.epoch, self.index)
     }
@@ -58,7 +57,7 @@ pub(super) struct Batching<I, O> {
     pub(super) map: Option<Arc<Map<I>>>,
 }
 
-/// A function that is applied to each item before.
+/// A function that is applied to each item before it is put into a batch.
 pub(super) type Map<I> = dyn Fn(I, SamplePlace) -> I + Send + Sync;
 
 impl<I: Send + 'static, O: 'static> Batching<I, O> {
@@ -70,7 +69,6 @@ impl<I: Send + 'static, O: 'static> Batching<I, O> {
         self
     }
 
-    /// A batch of items with those indices.
     pub(super) fn batch(
         &self,
         epoch: u64,
@@ -104,7 +102,7 @@ impl<I, O> Clone for Batching<I, O> {
 pub(super) struct Batched<I, O> {
     pub(super) batching: Batching<I, O>,
     pub(super) dataset: Arc<dyn Dataset<I>>,
-    /// The digest, if items are compared between ranks.
+    /// `None` if items are not compared between ranks.
     pub(super) digest: Option<Digest<I>>,
 }
 
@@ -226,7 +224,6 @@ fn has_drawn(device: &Device, seed: u64) -> bool {
     next != draw()
 }
 
-/// The number of items that are compared.
 const ITEMS: u64 = 8;
 
 /// The number of bytes of an item's text that are compared.
@@ -238,10 +235,8 @@ pub(crate) const DRAWN_HINT: &str = "(Burn's `SamplerDataset` draws anew at each
                                      augmentation to `map_samples`; where items are meant to differ, say \
                                      `without_item_check`)";
 
-/// Makes a number of an item, and a text.
 pub(super) type Digest<I> = fn(&I) -> ItemDigest;
 
-/// The digest of an item.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(super) struct ItemDigest {
     /// The sum of its words.
@@ -337,7 +332,6 @@ pub(super) fn of_debug<I: fmt::Debug>(item: &I) -> ItemDigest {
 /// The number of characters of an item's text that errors show.
 const SHOWN: usize = 120;
 
-/// Adds up words.
 #[derive(Debug, Default)]
 struct WordHasher {
     bytes: usize,

@@ -37,12 +37,11 @@ enum Interval {
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum AdvancesCursor {
     No,
-    /// The place moves to one in that epoch.
+    /// Moves the place to one in that epoch.
     To(u64),
 }
 
 impl Steppers {
-    /// A model has stepped.
     pub(super) fn step(&mut self, model: u64, moves: AdvancesCursor) {
         if let AdvancesCursor::To(epoch) = moves {
             self.places += 1;

@@ -13,10 +13,8 @@ impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
     /// by step, as it would of a data set in sequence. Ranks need not talk, and each decodes everything
     /// (`W` ranks do `W` times the work of one), so it is for streams that cost little.
     ///
-    /// It must give the same samples in the same order on every rank, which cannot be checked.
-    ///
-    /// Tail policies do the same for a stream as for a data set. Its place is a number of samples: a resumed
-    /// epoch continues behind those that were used, at any world size.
+    /// It must give the same samples in the same order on every rank, which cannot be checked. Tail policies do the same
+    /// as for a data set. A resumed epoch continues behind the samples that were used, at any world size.
     ///
     /// A batch is given out when it is known whether it [is the last](crate::data::Batch::is_last): when one sample
     /// more has been read, or it is clear that there is none. Under

@@ -70,7 +70,6 @@ impl StreamPass {
         Ok(plan.epoch(self.epoch).starting_at(used as u64)?)
     }
 
-    /// The step of the pass with that number.
     fn position(&self, step: u64) -> ReadPosition {
         ReadPosition {
             epoch: self.epoch,
@@ -97,7 +96,6 @@ impl StreamPass {
         self.context.shared.world_size()
     }
 
-    /// Reads ahead, as much as the settings say.
     fn read_ahead<T: Send + 'static>(
         &self,
         items: impl Iterator<Item = Result<T>> + Send + 'static,
@@ -280,7 +278,7 @@ impl StreamPart {
         self.count
     }
 
-    /// The epoch.
+    /// The epoch that is read.
     pub fn epoch(&self) -> u64 {
         self.epoch
     }

@@ -108,7 +108,6 @@ impl<O: Send + 'static> PartBatches<O> {
 }
 
 impl<O> OwnStep<O> {
-    /// Makes the batch.
     fn resolved(self, seed: Option<u64>) -> Result<Self> {
         let batch = self.batch.map(|batch| batch.resolved(seed));
         let batch = batch.transpose()?;

@@ -159,14 +159,12 @@ impl<S: SampleStream, O: 'static> StreamRounds<S, O> {
         match self.pass.spec.tail {
             TailPolicy::Exact | TailPolicy::Pad => 1,
             TailPolicy::Drop => self.size(),
-            // A round lies in memory.
             TailPolicy::Uneven => self.pass.plan.share(self.pass.rank()).start as usize + 1,
         }
     }
 
-    /// The samples of a full round.
+    /// The samples of a full round, which lie in memory.
     fn size(&self) -> usize {
-        // A round lies in memory.
         self.pass.plan.global_batch() as usize
     }
 }
@@ -236,7 +234,7 @@ struct Dispatch<O> {
 }
 
 /// The message of rank 0 to another rank.
-#[derive(Deserialize, Serialize)]
+#[derive(Clone, Deserialize, Serialize)]
 enum DispatchMessage {
     /// The samples are bytes, which serde takes as such, and not one by one.
     Batch(BatchInfo, Value),
@@ -277,16 +275,14 @@ where
         position: ReadPosition,
         ahead: Option<Result<Dispatch<O>>>,
     ) -> Result<Option<Batch<DeferredBatch<O>>>> {
-        let same = |message: &dyn Fn() -> DispatchMessage| {
-            (0..self.pass.world_size()).map(|_| message()).collect()
-        };
-        let (own, messages): (_, Vec<_>) = match ahead {
+        let same = |message| vec![message; self.pass.world_size()];
+        let (own, messages) = match ahead {
             Some(Ok(Dispatch { own, messages })) => (Ok(Some(own)), messages),
             Some(Err(error)) => {
-                let messages = same(&|| DispatchMessage::Failed(Failure::of(&error)));
-                (Err(error), messages)
+                let failure = Failure::of(&error);
+                (Err(error), same(DispatchMessage::Failed(failure)))
             }
-            None => (Ok(None), same(&|| DispatchMessage::End)),
+            None => (Ok(None), same(DispatchMessage::End)),
         };
         let messages: Vec<_> = messages
             .into_iter()
