@@ -46,13 +46,9 @@ fn main() -> Result<(), Report> {
     let digits = mnist.digits()?;
     let batch_size = mnist.batch_size.get();
 
-    let mut builder = Accelerator::builder()
-        .device(mnist.device.map(Into::into))
-        .global_batch(args.global_batch, batch_size)
-        .seed(mnist.seed)
-        .dtype(mnist.dtype.into())
-        .log_with(args.tracking.trackers())
-        .data_folders(&mnist.data_dir);
+    let mut builder = mnist
+        .accelerator(&args.tracking)
+        .global_batch(args.global_batch, batch_size);
     if let Some(precision) = args.precision {
         builder = builder.precision(precision);
     }

@@ -39,13 +39,7 @@ fn main() -> Result<(), Report> {
     let lr = mnist.learning_rate();
     let digits = mnist.digits()?;
 
-    let accelerator = Accelerator::builder()
-        .device(mnist.device.map(Into::into))
-        .seed(mnist.seed)
-        .dtype(mnist.dtype.into())
-        .log_with(args.tracking.trackers())
-        .data_folders(&mnist.data_dir)
-        .build()?;
+    let accelerator = mnist.accelerator(&args.tracking).build()?;
 
     let model = CnnConfig::new()
         .with_dropout(mnist.dropout)

@@ -41,13 +41,7 @@ fn main() -> Result<(), Report> {
     let lr = mnist.learning_rate();
     let digits = mnist.digits()?.train;
 
-    let accelerator = Accelerator::builder()
-        .device(mnist.device.map(Into::into))
-        .seed(mnist.seed)
-        .dtype(mnist.dtype.into())
-        .log_with(tracking.trackers())
-        .data_folders(&mnist.data_dir)
-        .build()?;
+    let accelerator = mnist.accelerator(&tracking).build()?;
 
     let mut confusion = Confusion::new(10);
     let mut course = Course::new();

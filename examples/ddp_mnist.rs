@@ -14,8 +14,7 @@ use std::path::PathBuf;
 
 use accelerator::prelude::*;
 use accelerator_examples::{
-    Cnn, CnnConfig, DigitBatch, DigitBatcher, Report, Score, Split, TrackArgs, cross_entropy,
-    init_logging,
+    CnnConfig, DigitBatcher, Report, Score, Split, TrackArgs, cross_entropy, init_logging,
 };
 use burn::lr_scheduler::step::StepLrSchedulerConfig;
 use burn::optim::AdamConfig;
@@ -56,14 +55,8 @@ enum Backend {
 fn main() -> Result<(), Report> {
     let args = Args::parse();
     init_logging();
-    let digits = match &args.data_dir {
-        Some(folder) => Split::load(folder)?,
-        None => Split::draw(3200),
-    };
-    let digits = match args.limit {
-        Some(limit) => digits.limit(limit.get()),
-        None => digits,
-    };
+    let digits = Split::open(args.data_dir.as_deref(), None)?;
+    let digits = digits.limit(args.limit.map_or(usize::MAX, NonZeroUsize::get));
     let reduction = match args.backend {
         Backend::Gloo => GradientReduction::Staged,
         Backend::Nccl => GradientReduction::Nccl,
@@ -113,11 +106,15 @@ fn main() -> Result<(), Report> {
             }
             model = optimizer.step(model, gradients);
         }
-        let score = accelerator.reduce_metric(evaluate(&accelerator.valid(&model)?, &valid)?)?;
+        let trained = accelerator.valid(&model)?;
+        let score = Score::on(&valid, |images| trained.forward(images))?;
+        let score = accelerator.reduce_metric(score)?;
         let said = told(&accelerator, "val", &score, epoch * steps, epoch);
         accelerator.print(format_args!("epoch {epoch}/{epochs} with {said}"));
     }
-    let score = accelerator.reduce_metric(evaluate(&accelerator.valid(&model)?, &test)?)?;
+    let trained = accelerator.valid(&model)?;
+    let score = Score::on(&test, |images| trained.forward(images))?;
+    let score = accelerator.reduce_metric(score)?;
     let said = told(&accelerator, "test", &score, epochs * steps, epochs);
     accelerator.print(said);
     Ok(accelerator.finish()?)
@@ -129,14 +126,4 @@ fn told(accelerator: &Accelerator, kind: &str, score: &Score, step: u64, epoch: 
     let figures = [("loss", loss), ("accuracy", accuracy)];
     accelerator.log(kind, figures, step, epoch as f64);
     format!("{kind} loss: {loss:.4}, {kind} accuracy: {accuracy:.4}")
-}
-
-fn evaluate(model: &Cnn, loader: &PreparedLoader<DigitBatch>) -> Result<Score, Report> {
-    let mut score = Score::new();
-    for batch in loader.eval() {
-        let batch = batch?;
-        let logits = model.forward(batch.images.clone());
-        score.update(logits, batch.targets.clone(), batch.real());
-    }
-    Ok(score)
 }

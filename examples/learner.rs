@@ -40,10 +40,7 @@ struct Args {
 
 fn main() -> Result<(), Report> {
     let args = Args::parse();
-    let digits = match &args.data_dir {
-        Some(folder) => Split::load(folder)?.limit(args.limit),
-        None => Split::draw(args.limit),
-    };
+    let digits = Split::open(args.data_dir.as_deref(), Some(args.limit))?;
 
     let accelerator = Accelerator::builder().seed(42).build()?;
     let device = accelerator.device();

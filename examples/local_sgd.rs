@@ -45,13 +45,7 @@ fn main() -> Result<(), Report> {
     let mnist = &args.mnist;
     let digits = mnist.digits()?;
 
-    let accelerator = Accelerator::builder()
-        .device(mnist.device.map(Into::into))
-        .seed(mnist.seed)
-        .dtype(mnist.dtype.into())
-        .log_with(args.tracking.trackers())
-        .data_folders(&mnist.data_dir)
-        .build()?;
+    let accelerator = mnist.accelerator(&args.tracking).build()?;
     let model = CnnConfig::new()
         .with_dropout(mnist.dropout)
         .init(&accelerator.device());

@@ -23,7 +23,8 @@ impl TrainingOperator for MnistOperator {
     type Models = RegisteredModel<Cnn, DigitBatch>;
 
     fn setup(setup: &Setup<Self>, config: &Config) -> Result<Registered<Self>> {
-        let digits = config.digits()?;
+        let digits = Split::open(config.data_dir.as_deref(), Some(config.limit));
+        let digits = digits.map_err(Error::other)?;
         let loader = |digits| {
             let loader = LoaderBuilder::new(DigitBatcher).shuffle(42);
             loader.batch_size(config.batch_size).build(digits)
@@ -92,16 +93,4 @@ struct Config {
     /// Train on at most this many samples
     #[arg(long, default_value_t = 3200, value_name = "N")]
     limit: usize,
-}
-
-impl Config {
-    fn digits(&self) -> Result<Split> {
-        match &self.data_dir {
-            Some(folder) => {
-                let digits = Split::load(folder).map_err(Error::other)?;
-                Ok(digits.limit(self.limit))
-            }
-            None => Ok(Split::draw(self.limit)),
-        }
-    }
 }

@@ -18,8 +18,8 @@ use std::process::ExitCode;
 
 use accelerator::prelude::*;
 use accelerator_examples::{
-    Cnn, CnnConfig, DigitBatch, DigitBatcher, MnistArgs, Report, ReportArgs, Reporter, Score,
-    Split, TrackArgs, cross_entropy, init_logging,
+    CnnConfig, DigitBatcher, MnistArgs, Report, ReportArgs, Reporter, Score, Split, TrackArgs,
+    cross_entropy, init_logging,
 };
 use clap::Parser;
 
@@ -52,13 +52,7 @@ fn main() -> Result<ExitCode, Report> {
     init_logging();
     let digits = args.training.digits()?;
 
-    let mut accelerator = Accelerator::builder()
-        .device(args.training.device.map(Into::into))
-        .dtype(args.training.dtype.into())
-        .seed(args.training.seed)
-        .log_with(args.tracking.trackers())
-        .data_folders(&args.training.data_dir)
-        .build()?;
+    let mut accelerator = args.training.accelerator(&args.tracking).build()?;
     accelerator.on_preemption(Preemption::new())?;
     loop {
         match train(&accelerator, &args, digits.clone())? {
@@ -133,7 +127,9 @@ fn train(
                 return Ok(ControlFlow::Break(accelerator.finish_preempted()?));
             }
         }
-        let score = accelerator.reduce_metric(evaluate(&accelerator.valid(&model)?, &valid)?)?;
+        let trained = accelerator.valid(&model)?;
+        let score = Score::on(&valid, |images| trained.forward(images))?;
+        let score = accelerator.reduce_metric(score)?;
         reporter.validated(epoch, score.loss(), score.accuracy())?;
         best = best.max(score.accuracy());
     }
@@ -148,14 +144,4 @@ fn train(
     }
     accelerator.finish()?;
     Ok(ControlFlow::Break(ExitCode::SUCCESS))
-}
-
-fn evaluate(model: &Cnn, loader: &PreparedLoader<DigitBatch>) -> Result<Score, Report> {
-    let mut score = Score::new();
-    for batch in loader.eval() {
-        let batch = batch?;
-        let logits = model.forward(batch.images.clone());
-        score.update(logits, batch.targets.clone(), batch.real());
-    }
-    Ok(score)
 }

@@ -52,13 +52,7 @@ fn main() -> Result<(), Report> {
     let lr = args.learning_rate();
     let digits = args.digits()?.train;
 
-    let accelerator = Accelerator::builder()
-        .device(args.device.map(Into::into))
-        .dtype(args.dtype.into())
-        .seed(args.seed)
-        .log_with(tracking.trackers())
-        .data_folders(&args.data_dir)
-        .build()?;
+    let accelerator = args.accelerator(&tracking).build()?;
     let device = accelerator.device();
 
     let model = CnnConfig::new().with_dropout(args.dropout).init(&device);

@@ -36,10 +36,7 @@ type Outputs = (Tensor<2>, Tensor<1, Int>);
 fn main() -> Result<ExitCode, Report> {
     let args = Args::parse();
     init_logging();
-    let digits = match &args.data_dir {
-        Some(folder) => Split::load(folder)?,
-        None => Split::draw(3200),
-    };
+    let digits = Split::open(args.data_dir.as_deref(), None)?;
     let mut trainer = Trainer::builder(
         args.training,
         |device| CnnConfig::new().init(device),

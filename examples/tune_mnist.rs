@@ -42,11 +42,8 @@ struct MnistTrainable {
 
 impl Trainable for MnistTrainable {
     fn setup(config: &Config, _context: &TrialContext) -> Result<Self, BoxError> {
-        let digits = match config.parse_or::<Option<PathBuf>>("data_dir", None)? {
-            Some(folder) => Split::load(folder)?,
-            None => Split::draw(3200),
-        };
-        let digits = digits.limit(config.parse("limit")?);
+        let folder = config.parse_or::<Option<PathBuf>>("data_dir", None)?;
+        let digits = Split::open(folder.as_deref(), None)?.limit(config.parse("limit")?);
         let accelerator = Accelerator::builder().seed(config.parse("seed")?).build()?;
         Self::prepare(accelerator, digits, config)
     }
@@ -61,12 +58,7 @@ impl Trainable for MnistTrainable {
         }
         self.epoch += 1;
         let model = self.accelerator.valid(&self.model)?;
-        let mut score = Score::new();
-        for batch in self.test.eval() {
-            let batch = batch?;
-            let logits = model.forward(batch.images.clone());
-            score.update(logits, batch.targets.clone(), batch.real());
-        }
+        let score = Score::on(&self.test, |images| model.forward(images))?;
         let score = self.accelerator.reduce_metric(score)?;
         Ok(Metrics::from([
             ("mean_accuracy", score.accuracy()),

@@ -1,6 +1,7 @@
 use core::num::NonZeroUsize;
 use std::path::PathBuf;
 
+use accelerator::{Accelerator, AcceleratorBuilder};
 use burn::optim::{AdamWConfig, ModuleOptimizer, SgdConfig};
 use burn::tensor::{Device, FloatDType};
 use clap::{Parser, ValueEnum};
@@ -10,9 +11,7 @@ use serde_json::json;
 use crate::device::{DeviceName, configure};
 use crate::digits::Split;
 use crate::error::{Error, Kind, Result};
-
-/// The number of training samples to draw without `--limit`.
-const DRAWN: usize = 3200;
+use crate::tracking::TrackArgs;
 
 /// The most samples to draw; they are kept in memory, 784 bytes each.
 const MOST_DRAWN: usize = 1_000_000;
@@ -109,7 +108,7 @@ impl MnistArgs {
     ///
     /// # Errors
     ///
-    /// The errors of [`Split::load`], and [`Error::is_settings`] if `--limit` asks for more digits than can be drawn.
+    /// The errors of [`Split::open`], and [`Error::is_settings`] if `--limit` asks for more digits than can be drawn.
     pub fn digits(&self) -> Result<Split> {
         let limit = self.limit.map(NonZeroUsize::get);
         if self.data_dir.is_none() && limit.is_some_and(|limit| limit > MOST_DRAWN) {
@@ -118,13 +117,17 @@ impl MnistArgs {
                 &format!("a --limit of at most {MOST_DRAWN} drawn digits"),
             ));
         }
-        match &self.data_dir {
-            Some(dir) => {
-                let split = Split::load(dir)?;
-                Ok(split.limit(limit.unwrap_or(usize::MAX)))
-            }
-            None => Ok(Split::draw(limit.unwrap_or(DRAWN))),
-        }
+        Split::open(self.data_dir.as_deref(), limit)
+    }
+
+    /// Returns the builder of an accelerator with these settings.
+    pub fn accelerator(&self, tracking: &TrackArgs) -> AcceleratorBuilder {
+        Accelerator::builder()
+            .device(self.device.map(Into::into))
+            .dtype(self.dtype.into())
+            .seed(self.seed)
+            .log_with(tracking.trackers())
+            .data_folders(&self.data_dir)
     }
 
     /// Returns the learning rate: that of `--lr`, or the default of the optimizer.

@@ -19,14 +19,10 @@ struct Inner {
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Kind {
+    Data,
     Device,
-    Format,
     Io,
-    Mismatch,
-    Missing,
     Settings,
-    Trailing,
-    Truncated,
 }
 
 impl Error {
@@ -58,15 +54,14 @@ impl Error {
         Self::with_source(Kind::Io, message, source)
     }
 
+    /// Returns true if a data file or folder is missing, or is not what its name or its header says.
+    pub fn is_data(&self) -> bool {
+        self.0.kind == Kind::Data
+    }
+
     /// Returns true if a device is not compiled in, or does not support the chosen dtype.
     pub fn is_device(&self) -> bool {
         self.0.kind == Kind::Device
-    }
-
-    /// Returns true if a data file is not what its name says: another format, another image size, a label that is no
-    /// digit, or damaged compression.
-    pub fn is_format(&self) -> bool {
-        self.0.kind == Kind::Format
     }
 
     /// Returns true if a file could not be read or written.
@@ -74,29 +69,9 @@ impl Error {
         self.0.kind == Kind::Io
     }
 
-    /// Returns true if the numbers of labels and images differ.
-    pub fn is_mismatch(&self) -> bool {
-        self.0.kind == Kind::Mismatch
-    }
-
-    /// Returns true if a data file or folder does not exist.
-    pub fn is_missing(&self) -> bool {
-        self.0.kind == Kind::Missing
-    }
-
     /// Returns true if a setting is out of range.
     pub fn is_settings(&self) -> bool {
         self.0.kind == Kind::Settings
-    }
-
-    /// Returns true if a data file continues after the last sample that its header announces.
-    pub fn is_trailing(&self) -> bool {
-        self.0.kind == Kind::Trailing
-    }
-
-    /// Returns true if a data file ends before the last sample that its header announces.
-    pub fn is_truncated(&self) -> bool {
-        self.0.kind == Kind::Truncated
     }
 }
 

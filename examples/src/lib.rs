@@ -12,7 +12,7 @@ pub mod digits;
 mod error;
 mod logging;
 mod loss;
-mod metrics;
+mod records;
 mod reporter;
 mod samples;
 mod save;

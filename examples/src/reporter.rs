@@ -7,7 +7,7 @@ use accelerator::Accelerator;
 
 use crate::args::ReportArgs;
 use crate::error::{Error, Result};
-use crate::metrics::{EpochRecord, Metrics, StepRecord, TestRecord};
+use crate::records::{EpochRecord, JsonLines, StepRecord, TestRecord};
 use crate::save::check_target;
 
 /// The approximate number of lines printed per epoch.
@@ -27,7 +27,7 @@ pub struct Reporter {
 
 #[derive(Debug)]
 struct Output {
-    metrics: Option<Metrics>,
+    metrics: Option<JsonLines>,
     /// 0 if unknown.
     steps_per_epoch: u64,
     /// The end of the last step or validation, or the start of the training.
@@ -62,7 +62,7 @@ impl Reporter {
                 check_target(path)?;
             }
             reporter.output = Some(Output {
-                metrics: args.metrics.as_deref().map(Metrics::create).transpose()?,
+                metrics: args.metrics.as_deref().map(JsonLines::create).transpose()?,
                 steps_per_epoch: steps_per_epoch.unwrap_or(0),
                 last_step: Instant::now(),
                 seconds: 0.0,

@@ -1,19 +1,18 @@
-use std::fs::{File, OpenOptions};
-use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use serde::Serialize;
 
-use crate::error::{Error, Kind, Result};
+use crate::error::Result;
+use crate::records::JsonLines;
 
 /// A log of the samples that each rank trained on in each step, one JSON object per line:
 /// `{"rank":0,"step":1,"samples":[5,2,9]}`.
 ///
-/// Several processes can write to the same file: each line is appended in one piece. Each process empties the file when
-/// it opens it, so all must have opened it before the first one writes; any collective in between ensures that.
+/// Several processes can write to the same file. Each empties it when it opens it, so all must have opened it before the
+/// first one writes; any collective in between ensures that.
 #[derive(Debug)]
 pub struct SampleLog {
-    file: Option<(File, PathBuf)>,
+    file: Option<JsonLines>,
     rank: usize,
     step: usize,
 }
@@ -32,12 +31,8 @@ impl SampleLog {
     ///
     /// [`Error::is_io`] if the file cannot be written.
     pub fn open(path: Option<&Path>, rank: usize) -> Result<Self> {
-        let file = match path {
-            Some(path) => Some((empty(path)?, path.to_owned())),
-            None => None,
-        };
         Ok(Self {
-            file,
+            file: path.map(JsonLines::create).transpose()?,
             rank,
             step: 0,
         })
@@ -50,32 +45,15 @@ impl SampleLog {
     /// [`Error::is_io`] if the file cannot be written.
     pub fn log(&mut self, samples: &[u64]) -> Result<()> {
         self.step += 1;
-        let Some((file, path)) = &mut self.file else {
+        let Some(file) = &mut self.file else {
             return Ok(());
         };
-        let line = Line {
+        file.write(&Line {
             rank: self.rank,
             step: self.step,
             samples,
-        };
-        let mut text = serde_json::to_vec(&line).map_err(|error| {
-            Error::with_source(
-                Kind::Io,
-                "sample positions could not be put into JSON",
-                error,
-            )
-        })?;
-        text.push(b'\n');
-        file.write_all(&text)
-            .map_err(|error| Error::io("write to", path, error))
+        })
     }
-}
-
-/// Creates an empty file in append mode: other processes may move its end.
-fn empty(path: &Path) -> Result<File> {
-    File::create(path)
-        .and_then(|_| OpenOptions::new().append(true).open(path))
-        .map_err(|error| Error::io("create", path, error))
 }
 
 #[cfg(test)]
@@ -100,12 +78,5 @@ mod tests {
     #[test]
     fn without_a_path_nothing_happens() {
         SampleLog::open(None, 0).unwrap().log(&[1]).unwrap();
-    }
-
-    #[test]
-    fn a_file_that_cannot_be_made_is_named() {
-        let error = SampleLog::open(Some(Path::new("/nowhere/s.jsonl")), 0).unwrap_err();
-        assert!(error.is_io());
-        assert!(error.to_string().contains("/nowhere/s.jsonl"), "{error}");
     }
 }

@@ -1,7 +1,8 @@
+use accelerator::data::PreparedLoader;
 use accelerator::metric::{Metric, Sums};
 use burn::tensor::{Int, Tensor};
 
-use crate::cross_entropy;
+use crate::{DigitBatch, cross_entropy};
 
 /// The score of a model on a data set: the mean loss and the share of right answers, over samples (not over batches,
 /// the last of which may be smaller).
@@ -31,6 +32,24 @@ impl Score {
     /// Creates a score without samples.
     pub fn new() -> Self {
         Self::default()
+    }
+
+    /// Returns the score of a model on this rank's share of a loader's digits.
+    ///
+    /// # Errors
+    ///
+    /// The errors of the loader.
+    pub fn on(
+        loader: &PreparedLoader<DigitBatch>,
+        forward: impl Fn(Tensor<4>) -> Tensor<2>,
+    ) -> accelerator::Result<Self> {
+        let mut score = Self::new();
+        for batch in loader.eval() {
+            let batch = batch?;
+            let logits = forward(batch.images.clone());
+            score.update(logits, batch.targets.clone(), batch.real());
+        }
+        Ok(score)
     }
 
     /// Adds the first `samples` rows of a batch: the model's logits `[batch, classes]` and the labels `[batch]`.

@@ -56,7 +56,7 @@ mod tests {
     fn a_batch_holds_normalised_images_labels_and_positions() {
         let mut images = vec![0; PIXELS];
         images.extend([255; PIXELS]);
-        let digits = Digits::new(images, vec![4, 7]).unwrap();
+        let digits = Digits::new(images, vec![4, 7]);
         let items = vec![digits.get(1).unwrap(), digits.get(0).unwrap()];
         let batch = DigitBatcher.batch(items, &Device::default());
 

@@ -1,6 +1,7 @@
 //! The IDX format of MNIST: a magic number (two zero bytes, the type of the elements, the number of dimensions), each
 //! dimension as a big-endian 32-bit number, then the elements.
 
+use core::fmt;
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, ErrorKind, Read};
 use std::path::Path;
@@ -34,14 +35,11 @@ pub(super) fn labels(path: &Path) -> Result<Vec<u8>> {
         .position(|&label| usize::from(label) >= CLASSES)
     {
         None => Ok(labels),
-        Some(at) => Err(source.error(
-            Kind::Format,
-            format!(
-                "has {} as label number {at}; expected a digit from 0 to 9: use a set with ten \
-                 classes",
-                labels[at]
-            ),
-        )),
+        Some(at) => Err(source.error(format!(
+            "has {} as label number {at}; expected a digit from 0 to 9: use a set with ten \
+             classes",
+            labels[at]
+        ))),
     }
 }
 
@@ -110,35 +108,26 @@ impl Source<'_> {
             let rows = u32::from_be_bytes(self.number(reader)?);
             let columns = u32::from_be_bytes(self.number(reader)?);
             if [rows, columns].map(u64::from) != [SIDE as u64; 2] {
-                return Err(self.error(
-                    Kind::Format,
-                    format!(
-                        "holds images of {rows}x{columns} pixels; expected {SIDE}x{SIDE}: use a \
-                         set of that size"
-                    ),
-                ));
+                return Err(self.error(format!(
+                    "holds images of {rows}x{columns} pixels; expected {SIDE}x{SIDE}: use a \
+                     set of that size"
+                )));
             }
         }
         if count == 0 {
-            return Err(self.error(
-                Kind::Format,
-                "announces 0 samples; expected at least 1: download it again".to_owned(),
-            ));
+            return Err(self.error("announces 0 samples; expected at least 1: download it again"));
         }
         // The header is not trusted with memory: the buffer grows with the data that is really there.
         let expected = count * self.content.size();
         let samples = self.up_to(reader, expected)?;
         if (samples.len() as u64) < expected {
-            return Err(self.error(
-                Kind::Truncated,
-                format!(
-                    "ends after {} of the {count} {} that its header announces ({} of {expected} \
-                     bytes); download it again",
-                    samples.len() as u64 / self.content.size(),
-                    self.content.name(),
-                    samples.len(),
-                ),
-            ));
+            return Err(self.error(format!(
+                "ends after {} of the {count} {} that its header announces ({} of {expected} \
+                 bytes); download it again",
+                samples.len() as u64 / self.content.size(),
+                self.content.name(),
+                samples.len(),
+            )));
         }
         Ok(samples)
     }
@@ -147,13 +136,10 @@ impl Source<'_> {
     fn number(&self, reader: &mut impl Read) -> Result<[u8; 4]> {
         let bytes = self.up_to(reader, 4)?;
         bytes.as_slice().try_into().map_err(|_| {
-            self.error(
-                Kind::Truncated,
-                format!(
-                    "ends within the header of {}; download it again",
-                    self.content.name()
-                ),
-            )
+            self.error(format!(
+                "ends within the header of {}; download it again",
+                self.content.name()
+            ))
         })
     }
 
@@ -170,18 +156,14 @@ impl Source<'_> {
     fn at_end(&self, reader: &mut impl Read) -> Result<()> {
         match reader.by_ref().take(1).read_to_end(&mut Vec::new()) {
             Ok(0) => Ok(()),
-            Ok(_) => Err(self.error(
-                Kind::Trailing,
-                format!(
-                    "goes on after the last of the {} that its header announces; expected its \
-                     end there: download it again",
-                    self.content.name()
-                ),
-            )),
-            Err(error) if error.kind() == ErrorKind::UnexpectedEof => Err(self.error(
-                Kind::Truncated,
-                "ends within the checksum of its gzip data; download it again".to_owned(),
-            )),
+            Ok(_) => Err(self.error(format!(
+                "goes on after the last of the {} that its header announces; expected its \
+                 end there: download it again",
+                self.content.name()
+            ))),
+            Err(error) if error.kind() == ErrorKind::UnexpectedEof => {
+                Err(self.error("ends within the checksum of its gzip data; download it again"))
+            }
             Err(error) => Err(self.unreadable(error)),
         }
     }
@@ -205,14 +187,14 @@ impl Source<'_> {
                 self.content.name()
             )
         };
-        self.error(Kind::Format, text)
+        self.error(text)
     }
 
     /// Makes an error of the file's format from one of the gzip decoder about its content, or else an I/O error.
     fn unreadable(&self, error: io::Error) -> Error {
         match error.kind() {
             ErrorKind::InvalidData | ErrorKind::InvalidInput => Error::with_source(
-                Kind::Format,
+                Kind::Data,
                 format!(
                     "the data file `{}` is damaged and cannot be unpacked; download it again",
                     self.path.display()
@@ -227,11 +209,9 @@ impl Source<'_> {
         Error::io("read", self.path, error)
     }
 
-    fn error(&self, kind: Kind, text: String) -> Error {
-        Error::new(
-            kind,
-            format!("the data file `{}` {text}", self.path.display()),
-        )
+    fn error(&self, text: impl fmt::Display) -> Error {
+        let text = format!("the data file `{}` {text}", self.path.display());
+        Error::new(Kind::Data, text)
     }
 }
 
@@ -278,13 +258,13 @@ pub(super) mod tests {
         }
     }
 
-    /// Returns the error of reading `bytes`, which must name the file and contain `part`.
-    fn refusal(content: Content, bytes: &[u8], part: &str) -> Error {
+    /// Checks that `bytes` are refused by an error that names the file and contains `part`.
+    #[track_caller]
+    fn assert_refused(content: Content, bytes: &[u8], part: &str) {
         let error = read(content, bytes).unwrap_err();
         let text = error.to_string();
-        assert!(text.contains("some-ubyte"), "{text}");
+        assert!(error.is_data() && text.contains("some-ubyte"), "{text}");
         assert!(text.contains(part), "{text}");
-        error
     }
 
     #[test]
@@ -303,16 +283,11 @@ pub(super) mod tests {
     fn a_truncated_file_is_refused_wherever_it_ends() {
         let whole = image_file(&Digits::draw(3, 1));
         for end in [0, 3, 4, 9, 15] {
-            assert!(refusal(Content::Images, &whole[..end], "header").is_truncated());
+            assert_refused(Content::Images, &whole[..end], "header");
         }
         for end in [16, 17, whole.len() - 1] {
-            let error = refusal(Content::Images, &whole[..end], "of the 3 images");
-            assert!(error.is_truncated());
-            assert!(
-                read(Content::Images, &gzip(&whole[..end]))
-                    .unwrap_err()
-                    .is_truncated()
-            );
+            assert_refused(Content::Images, &whole[..end], "of the 3 images");
+            assert_refused(Content::Images, &gzip(&whole[..end]), "of the 3 images");
         }
         let packed = gzip(&whole);
         for end in [
@@ -322,12 +297,7 @@ pub(super) mod tests {
             packed.len() - 8,
             packed.len() - 1,
         ] {
-            let error = read(Content::Images, &packed[..end]).unwrap_err();
-            assert!(
-                error.is_truncated(),
-                "at {end} of {}: {error:?}",
-                packed.len()
-            );
+            assert_refused(Content::Images, &packed[..end], " ends ");
         }
     }
 
@@ -336,36 +306,31 @@ pub(super) mod tests {
         let mut whole = label_file(&Digits::draw(3, 1));
         let mut packed = gzip(&whole);
         packed.push(0);
-        assert!(refusal(Content::Labels, &packed, "goes on").is_trailing());
         whole.push(1);
-        assert!(refusal(Content::Labels, &whole, "goes on").is_trailing());
-        assert!(refusal(Content::Labels, &gzip(&whole), "goes on").is_trailing());
+        for bytes in [&packed, &whole, &gzip(&whole)] {
+            assert_refused(Content::Labels, bytes, "goes on");
+        }
     }
 
     #[test]
     fn another_format_is_refused() {
         let digits = Digits::draw(3, 1);
-        let swapped = refusal(
-            Content::Images,
-            &label_file(&digits),
-            "holds labels where images",
-        );
-        assert!(swapped.is_format());
-        assert!(refusal(Content::Labels, b"<html><body>", "[3c, 68, 74, 6d]").is_format());
-
+        let labels = label_file(&digits);
+        assert_refused(Content::Images, &labels, "holds labels where images");
         let mut wide = image_file(&digits);
         wide[15] = 32;
-        assert!(refusal(Content::Images, &wide, "28x32").is_format());
-        assert!(refusal(Content::Labels, &[0, 0, 8, 1, 0, 0, 0, 0], "0 samples").is_format());
-        assert!(refusal(Content::Labels, &[0, 0, 8, 1, 0, 0, 0, 2, 3, 10], "has 10").is_format());
-    }
-
-    #[test]
-    fn damaged_compression_is_refused() {
-        let mut packed = gzip(&image_file(&Digits::draw(3, 1)));
-        let checksum = packed.len() - 6;
-        packed[checksum] ^= 1;
-        assert!(refusal(Content::Images, &packed, "damaged").is_format());
+        assert_refused(Content::Images, &wide, "28x32");
+        let mut damaged = gzip(&image_file(&digits));
+        let checksum = damaged.len() - 6;
+        damaged[checksum] ^= 1;
+        assert_refused(Content::Images, &damaged, "damaged");
+        for (bytes, part) in [
+            (&b"<html><body>"[..], "[3c, 68, 74, 6d]"),
+            (&[0, 0, 8, 1, 0, 0, 0, 0], "0 samples"),
+            (&[0, 0, 8, 1, 0, 0, 0, 2, 3, 10], "has 10"),
+        ] {
+            assert_refused(Content::Labels, bytes, part);
+        }
     }
 
     #[test]
@@ -373,7 +338,7 @@ pub(super) mod tests {
         let bytes = [
             0, 0, 8, 3, 255, 255, 255, 255, 0, 0, 0, 28, 0, 0, 0, 28, 1, 2,
         ];
-        assert!(refusal(Content::Images, &bytes, "of the 4294967295 images").is_truncated());
+        assert_refused(Content::Images, &bytes, "of the 4294967295 images");
     }
 
     #[test]

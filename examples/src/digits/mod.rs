@@ -16,7 +16,6 @@ use serde::{Deserialize, Serialize};
 
 pub use self::batch::{DigitBatch, DigitBatcher};
 pub use self::split::Split;
-use crate::error::{Error, Kind, Result};
 
 /// The width and the height of an image, in pixels.
 pub const SIDE: usize = 28;
@@ -64,48 +63,6 @@ pub struct Digit {
 }
 
 impl Digits {
-    /// Creates a set from images, [`PIXELS`] bytes each, and their labels.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::is_format`] if the bytes are not a whole number of images or a label is above 9, [`Error::is_mismatch`]
-    /// if there are more or fewer labels than images.
-    pub fn new(images: Vec<u8>, labels: Vec<u8>) -> Result<Self> {
-        if !images.len().is_multiple_of(PIXELS) {
-            return Err(Error::new(
-                Kind::Format,
-                format!(
-                    "the images have {} bytes, which is not a multiple of {PIXELS} ({SIDE}x{SIDE}); \
-                     pass whole images",
-                    images.len()
-                ),
-            ));
-        }
-        let count = images.len() / PIXELS;
-        if count != labels.len() {
-            return Err(Error::new(
-                Kind::Mismatch,
-                format!(
-                    "there are {count} images but {} labels; pass one label for each image",
-                    labels.len()
-                ),
-            ));
-        }
-        if let Some(at) = labels
-            .iter()
-            .position(|&label| usize::from(label) >= CLASSES)
-        {
-            return Err(Error::new(
-                Kind::Format,
-                format!(
-                    "label number {at} is {}; expected a digit from 0 to 9",
-                    labels[at]
-                ),
-            ));
-        }
-        Ok(Self::checked(images, labels))
-    }
-
     /// Draws `count` digits: glyphs in several styles, randomly bent, rotated, sheared, scaled and shifted, with
     /// strokes of varying width and darkness on a noisy ground.
     ///
@@ -119,7 +76,7 @@ impl Digits {
             images.extend_from_slice(&image);
             labels.push(label);
         }
-        Self::checked(images, labels)
+        Self::new(images, labels)
     }
 
     /// Returns the first `count` samples of this set, or all if it has fewer.
@@ -153,8 +110,8 @@ impl Digits {
         &self.samples.images.as_chunks().0[index]
     }
 
-    /// Creates a set from samples that are known to match.
-    fn checked(images: Vec<u8>, labels: Vec<u8>) -> Self {
+    /// Creates a set from images, [`PIXELS`] bytes each, and as many labels.
+    fn new(images: Vec<u8>, labels: Vec<u8>) -> Self {
         Self {
             len: labels.len(),
             samples: Arc::new(Samples { images, labels }),
@@ -185,26 +142,6 @@ impl core::fmt::Debug for Digits {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn samples_that_do_not_fit_together_are_refused() {
-        assert!(
-            Digits::new(vec![0; PIXELS + 1], vec![1])
-                .unwrap_err()
-                .is_format()
-        );
-        assert!(
-            Digits::new(vec![0; PIXELS], vec![1, 2])
-                .unwrap_err()
-                .is_mismatch()
-        );
-        let error = Digits::new(vec![0; 2 * PIXELS], vec![9, 10]).unwrap_err();
-        assert!(error.is_format());
-        assert!(
-            error.to_string().contains("label number 1 is 10"),
-            "{error}"
-        );
-    }
 
     #[test]
     fn a_limit_keeps_the_first_samples() {

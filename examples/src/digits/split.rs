@@ -3,6 +3,9 @@ use std::path::{Path, PathBuf};
 use super::{Digits, PIXELS, idx};
 use crate::error::{Error, Kind, Result};
 
+/// The number of samples to draw for training, if it is not given.
+const DRAWN_TRAIN: usize = 3200;
+
 /// The number of samples to draw for validation.
 const DRAWN_VALIDATION: usize = 500;
 
@@ -21,6 +24,19 @@ pub struct Split {
 }
 
 impl Split {
+    /// Reads a folder as [`load`](Self::load) does, or draws digits if there is none. At most `limit` samples are for
+    /// training; without a limit, 3200 are drawn.
+    ///
+    /// # Errors
+    ///
+    /// The errors of [`load`](Self::load).
+    pub fn open(dir: Option<&Path>, limit: Option<usize>) -> Result<Self> {
+        match dir {
+            Some(dir) => Ok(Self::load(dir)?.limit(limit.unwrap_or(usize::MAX))),
+            None => Ok(Self::draw(limit.unwrap_or(DRAWN_TRAIN))),
+        }
+    }
+
     /// Draws `train` samples for training, 500 for validation and 1000 for the test; see [`Digits::draw`]. Validation
     /// and test are the same for every `train`.
     pub fn draw(train: usize) -> Self {
@@ -41,13 +57,12 @@ impl Split {
     ///
     /// # Errors
     ///
-    /// [`Error::is_missing`], [`Error::is_truncated`], [`Error::is_trailing`], [`Error::is_format`],
-    /// [`Error::is_mismatch`] or [`Error::is_io`]; the message names the file, what it contains and what was expected.
+    /// [`Error::is_data`] or [`Error::is_io`]; the message names the file, what it contains and what was expected.
     pub fn load(dir: impl AsRef<Path>) -> Result<Self> {
         let dir = dir.as_ref();
         if !dir.is_dir() {
             return Err(Error::new(
-                Kind::Missing,
+                Kind::Data,
                 format!(
                     "the data folder `{}` is not there, or is not a folder; give the folder that \
                      holds the MNIST files, or none to train on drawn digits",
@@ -73,7 +88,7 @@ impl Split {
                 })
             }
             (None, None) => Err(Error::new(
-                Kind::Missing,
+                Kind::Data,
                 format!(
                     "the data folder `{}` has neither `train-images-idx3-ubyte` nor \
                      `t10k-images-idx3-ubyte` (plain or `.gz`); put the MNIST files there, or \
@@ -109,7 +124,7 @@ fn pair(dir: &Path, part: &str) -> Result<Option<Digits>> {
     let (pixels, digits) = (idx::images(&images)?, idx::labels(&labels)?);
     if pixels.len() / PIXELS != digits.len() {
         return Err(Error::new(
-            Kind::Mismatch,
+            Kind::Data,
             format!(
                 "`{}` holds {} images, but `{}` holds {} labels; they must come from the same set",
                 images.display(),
@@ -119,7 +134,7 @@ fn pair(dir: &Path, part: &str) -> Result<Option<Digits>> {
             ),
         ));
     }
-    Ok(Some(Digits::checked(pixels, digits)))
+    Ok(Some(Digits::new(pixels, digits)))
 }
 
 /// Returns the first of the file's possible names that exists.
@@ -133,7 +148,7 @@ fn find(dir: &Path, part: &str, what: &str, format: &str) -> Option<PathBuf> {
 
 fn alone(dir: &Path, found: &Path, missing: &str) -> Error {
     Error::new(
-        Kind::Missing,
+        Kind::Data,
         format!(
             "`{}` is there, but `{missing}` (plain or `.gz`) is not in `{}`; images and labels \
              come in pairs, so put it there too",
@@ -155,7 +170,7 @@ fn deal(
 ) -> Result<[Digits; 3]> {
     if all.count() < round {
         return Err(Error::new(
-            Kind::Format,
+            Kind::Data,
             format!(
                 "the files in `{}` hold {} samples; at least {round} are needed for training, \
                  validation and test",
@@ -177,7 +192,7 @@ fn deal(
         parts[part].0.extend_from_slice(all.image(index));
         parts[part].1.push(label);
     }
-    Ok(parts.map(|(images, labels)| Digits::checked(images, labels)))
+    Ok(parts.map(|(images, labels)| Digits::new(images, labels)))
 }
 
 #[cfg(test)]
@@ -246,19 +261,19 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let absent = Split::load(dir.path().join("nowhere")).unwrap_err();
         assert!(
-            absent.is_missing() && absent.to_string().contains("nowhere"),
+            absent.is_data() && absent.to_string().contains("nowhere"),
             "{absent}"
         );
         let empty = Split::load(dir.path()).unwrap_err();
         assert!(
-            empty.is_missing() && empty.to_string().contains("t10k-images"),
+            empty.is_data() && empty.to_string().contains("t10k-images"),
             "{empty}"
         );
 
         write(dir.path(), "t10k", 20);
         fs::remove_file(dir.path().join("t10k-labels-idx1-ubyte")).unwrap();
         let half = Split::load(dir.path()).unwrap_err();
-        assert!(half.is_missing(), "{half}");
+        assert!(half.is_data(), "{half}");
         assert!(
             half.to_string().contains("`t10k-labels-idx1-ubyte`"),
             "{half}"
@@ -272,7 +287,7 @@ mod tests {
         let labels = label_file(&Digits::draw(19, 9));
         fs::write(dir.path().join("t10k-labels-idx1-ubyte"), labels).unwrap();
         let error = Split::load(dir.path()).unwrap_err();
-        assert!(error.is_mismatch(), "{error}");
+        assert!(error.is_data(), "{error}");
         assert!(error.to_string().contains("20 images"), "{error}");
         assert!(error.to_string().contains("19 labels"), "{error}");
     }
@@ -281,7 +296,7 @@ mod tests {
     fn too_few_samples_are_refused() {
         let dir = tempfile::tempdir().unwrap();
         write(dir.path(), "t10k", 9);
-        assert!(Split::load(dir.path()).unwrap_err().is_format());
+        assert!(Split::load(dir.path()).unwrap_err().is_data());
     }
 
     #[test]

@@ -1,4 +1,4 @@
-use std::fs::File;
+use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
@@ -6,9 +6,10 @@ use serde::Serialize;
 
 use crate::error::{Error, Kind, Result};
 
-/// A file of JSON objects, one per line; each line is in the file as soon as it is written.
+/// A file of JSON objects, one per line. Each line is in the file as soon as it is written, and in one piece: several
+/// processes can write to one file.
 #[derive(Debug)]
-pub(crate) struct Metrics {
+pub(crate) struct JsonLines {
     file: File,
     path: PathBuf,
 }
@@ -39,12 +40,13 @@ pub(crate) struct TestRecord {
     pub(crate) test_accuracy: f64,
 }
 
-impl Metrics {
+impl JsonLines {
     /// Creates an empty file; replaces an existing one.
     pub(crate) fn create(path: &Path) -> Result<Self> {
-        let file = File::create(path).map_err(|error| Error::io("create", path, error))?;
+        // Other processes may move its end.
+        let file = File::create(path).and_then(|_| OpenOptions::new().append(true).open(path));
         Ok(Self {
-            file,
+            file: file.map_err(|error| Error::io("create", path, error))?,
             path: path.to_owned(),
         })
     }
@@ -54,7 +56,6 @@ impl Metrics {
             Error::with_source(Kind::Io, "a record could not be put into JSON", error)
         })?;
         line.push(b'\n');
-        // One call without a buffer, in which a line could wait.
         self.file
             .write_all(&line)
             .map_err(|error| Error::io("write to", &self.path, error))
@@ -69,7 +70,7 @@ mod tests {
     fn each_record_is_a_line_that_is_there_at_once() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("metrics.jsonl");
-        let mut metrics = Metrics::create(&path).unwrap();
+        let mut metrics = JsonLines::create(&path).unwrap();
         let test = TestRecord {
             test_loss: 0.25,
             test_accuracy: 0.97,
@@ -85,7 +86,7 @@ mod tests {
 
     #[test]
     fn a_file_that_cannot_be_made_is_named() {
-        let error = Metrics::create(Path::new("/nowhere/metrics.jsonl")).unwrap_err();
+        let error = JsonLines::create(Path::new("/nowhere/metrics.jsonl")).unwrap_err();
         assert!(error.is_io());
         assert!(
             error.to_string().contains("/nowhere/metrics.jsonl"),
