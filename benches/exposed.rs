@@ -3,15 +3,13 @@
 //! `cargo bench -p accelerator-benches --bench exposed -- --help`. It creates network namespaces with
 //! `benches/shaped_link.sh`, so it needs root.
 
-#![allow(clippy::print_stdout, reason = "a bench prints its figures")]
-
 use std::error::Error;
 use std::fmt;
 use std::path::PathBuf;
 use std::process::Command;
 
 use accelerator::prelude::*;
-use accelerator_benches::{Interval, Model, Pair, Step};
+use accelerator_benches::{Interval, Model, Output, Pair, Step};
 use clap::Parser;
 use serde::{Deserialize, Serialize};
 
@@ -33,14 +31,11 @@ struct Args {
     /// The number of steps per round
     #[arg(long, default_value_t = 6)]
     steps: usize,
-    /// Print JSON
-    #[arg(long)]
-    json: bool,
     /// Be a rank, and write what it measures to this file
     #[arg(long, hide = true)]
     report: Option<PathBuf>,
-    #[arg(long, hide = true)]
-    bench: bool,
+    #[command(flatten)]
+    output: Output,
 }
 
 /// The rounds of a rank, in milliseconds per step.
@@ -92,12 +87,10 @@ fn main() -> Result<(), Box<dyn Error>> {
         exposed_on,
         hidden: (exposed_off.median - exposed_on.median) / hideable,
     };
-    if args.json {
-        println!("{}", serde_json::to_string(&outcome)?);
-    } else {
-        println!("two hosts of one rank, {} between them", args.rate);
-        println!("{outcome}");
-    }
+    let rate = &args.rate;
+    args.output
+        .header(format_args!("two hosts of one rank, {rate} between them"));
+    args.output.print(&outcome)?;
     Ok(())
 }
 

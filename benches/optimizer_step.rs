@@ -3,16 +3,15 @@
 //!
 //! `cargo bench -p accelerator-benches --bench optimizer_step -- --help`
 
-#![allow(clippy::print_stdout, reason = "a bench prints its figures")]
-
 use std::error::Error;
+use std::fmt;
 use std::net::TcpListener;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use accelerator::optim::{InitFused, Manual, Sharded};
 use accelerator::prelude::*;
-use accelerator_benches::{ALLOCATOR, Batch, Interval, Model, Net};
+use accelerator_benches::{ALLOCATOR, Batch, Interval, Model, Net, Output, rank_variables};
 use burn::data::dataloader::batcher::Batcher;
 use burn::optim::AdamWConfig;
 use clap::Parser;
@@ -40,14 +39,11 @@ struct Args {
     /// The number of threads per process
     #[arg(long, default_value_t = 1)]
     threads: usize,
-    /// Print one JSON object per line
-    #[arg(long)]
-    json: bool,
     /// Be a rank of the job that measures
     #[arg(long, hide = true)]
     rank: bool,
-    #[arg(long, hide = true)]
-    bench: bool,
+    #[command(flatten)]
+    output: Output,
 }
 
 /// The result of a side.
@@ -88,12 +84,7 @@ fn run(args: &Args, processes: usize) -> Result<(), Box<dyn Error>> {
             .arg("--rank")
             .envs(ALLOCATOR)
             .env("RAYON_NUM_THREADS", args.threads.to_string())
-            .env("RANK", rank.to_string())
-            .env("WORLD_SIZE", processes.to_string())
-            .env("LOCAL_RANK", rank.to_string())
-            .env("LOCAL_WORLD_SIZE", processes.to_string())
-            .env("MASTER_ADDR", "127.0.0.1")
-            .env("MASTER_PORT", port.to_string());
+            .envs(rank_variables(rank, processes, port));
         if rank > 0 {
             command.stdout(Stdio::null());
         }
@@ -160,37 +151,17 @@ fn measure(args: &Args) -> Result<(), Box<dyn Error>> {
         }
     }
     let (burn, burn_whole) = (sides[0].times.clone(), sides[0].whole.clone());
-    let over = |times: &[f64], burn: &[f64]| {
-        Interval::of(times.iter().zip(burn).map(|(a, b)| a / b).collect())
-    };
     for side in sides {
         let state = accelerator.gather_object(&side.optimizer.state_memory()?)?;
-        let line = Line {
+        args.output.print(&Line {
             processes: accelerator.world_size(),
             side: side.name,
-            ratio: over(&side.times, &burn),
-            whole_ratio: over(&side.whole, &burn_whole),
+            ratio: Interval::of_ratios(&side.times, &burn),
+            whole_ratio: Interval::of_ratios(&side.whole, &burn_whole),
             step: Interval::of(side.times),
             whole: Interval::of(side.whole),
             state,
-        };
-        if args.json {
-            println!("{}", serde_json::to_string(&line)?);
-        } else {
-            let Line {
-                processes,
-                side,
-                step,
-                ratio,
-                whole,
-                whole_ratio,
-                state,
-            } = line;
-            println!(
-                "{processes} × {side:15} {step:.3} ms, ratio {ratio:.3}; with what is before it {whole:.3} ms, \
-                 ratio {whole_ratio:.3}; state {state:?} bytes"
-            );
-        }
+        })?;
     }
     Ok(accelerator.finish()?)
 }
@@ -219,5 +190,24 @@ impl Side {
             .push(begin.elapsed().as_secs_f64() * 1e3 / steps as f64);
         self.times.push(spent.as_secs_f64() * 1e3 / steps as f64);
         Ok(())
+    }
+}
+
+impl fmt::Display for Line {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            processes,
+            side,
+            step,
+            ratio,
+            whole,
+            whole_ratio,
+            state,
+        } = self;
+        write!(
+            f,
+            "{processes} × {side:15} {step:.3} ms, ratio {ratio:.3}; with what is before it {whole:.3} ms, \
+             ratio {whole_ratio:.3}; state {state:?} bytes"
+        )
     }
 }

@@ -3,13 +3,12 @@
 //!
 //! `cargo bench -p accelerator-benches --bench plan_cost`
 
-#![allow(clippy::print_stdout, reason = "a bench prints its figures")]
-
 use std::error::Error;
+use std::fmt;
 use std::hint::black_box;
 use std::time::Instant;
 
-use accelerator_benches::{Interval, peak_memory};
+use accelerator_benches::{Interval, Output, peak_memory};
 use accelerator_plan::{BatchSize, Order, Plan, PlanConfig};
 use clap::Parser;
 use serde::Serialize;
@@ -17,11 +16,8 @@ use serde::Serialize;
 /// Measure the cost of an index of a plan
 #[derive(Debug, Parser)]
 struct Args {
-    /// Print one JSON object per line
-    #[arg(long)]
-    json: bool,
-    #[arg(long, hide = true)]
-    bench: bool,
+    #[command(flatten)]
+    output: Output,
 }
 
 /// The result for a data set.
@@ -43,32 +39,19 @@ const BATCHES: u64 = 512;
 const ROUNDS: usize = 20;
 
 fn main() -> Result<(), Box<dyn Error>> {
-    let args = Args::parse();
-    if !args.json {
-        println!("ns an index, batches of {BATCH} on rank 3 of {RANKS}, anywhere in the epoch");
-        println!(
-            "{:>15}  {:>24}  {:>24}  {:>12}",
-            "samples", "in order", "shuffled", "peak memory"
-        );
-    }
+    let Args { output } = Args::parse();
+    output.header(format_args!(
+        "ns an index, batches of {BATCH} on rank 3 of {RANKS}, anywhere in the epoch\n{:>15}  {:>24}  {:>24}  {:>12}",
+        "samples", "in order", "shuffled", "peak memory"
+    ));
     for exponent in [3, 4, 5, 6, 8, 10, 12] {
         let samples = 10_u64.pow(exponent);
-        let line = Line {
+        output.print(&Line {
             samples,
             in_order: cost(samples, Order::Sequential)?,
             shuffled: cost(samples, Order::Shuffled { seed: 42 })?,
             peak: peak_memory().unwrap_or(0),
-        };
-        if args.json {
-            println!("{}", serde_json::to_string(&line)?);
-        } else {
-            println!(
-                "{samples:>15}  {:>24}  {:>24}  {:>8} KiB",
-                format!("{:.1}", line.in_order),
-                format!("{:.1}", line.shuffled),
-                line.peak
-            );
-        }
+        })?;
     }
     Ok(())
 }
@@ -93,4 +76,15 @@ fn cost(samples: u64, order: Order) -> Result<Interval, Box<dyn Error>> {
         start.elapsed().as_secs_f64() * 1e9 / indices as f64
     });
     Ok(Interval::of(rounds.collect()))
+}
+
+impl fmt::Display for Line {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let [in_order, shuffled] = [self.in_order, self.shuffled].map(|cost| format!("{cost:.1}"));
+        write!(
+            f,
+            "{:>15}  {in_order:>24}  {shuffled:>24}  {:>8} KiB",
+            self.samples, self.peak
+        )
+    }
 }

@@ -2,8 +2,6 @@
 //!
 //! `cargo bench -p accelerator-benches --bench save_state`
 
-#![allow(clippy::print_stdout, reason = "a bench prints its figures")]
-
 use std::time::{Duration, Instant};
 
 use accelerator::optim::Manual;

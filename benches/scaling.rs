@@ -3,8 +3,6 @@
 //!
 //! `cargo bench -p accelerator-benches --bench scaling -- --help`
 
-#![allow(clippy::print_stdout, reason = "a bench prints its figures")]
-
 use std::error::Error;
 use std::ffi::OsStr;
 use std::sync::Arc;
@@ -13,7 +11,7 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use accelerator_benches::worker::{Loop, Round, WorkerArgs, work};
-use accelerator_benches::{ALLOCATOR, Cores, Crew, CrewLink, Interval, Model, Plan, middle};
+use accelerator_benches::{Crew, CrewLink, Interval, Model, Output, Plan, middle};
 use clap::{Parser, ValueEnum};
 use serde::Serialize;
 
@@ -36,21 +34,12 @@ struct Args {
     /// The duration of a round, in seconds
     #[arg(long, default_value_t = 1.5)]
     seconds: f64,
-    /// Pin the n-th process to the n-th core
-    #[arg(long)]
-    pinned: bool,
-    /// A variable for every process; without any, glibc's allocator is set as by `accel-launch`
-    #[arg(long, value_name = "NAME=VALUE")]
-    env: Vec<String>,
     /// Occupy the core that a side leaves idle, and pause between rounds: for a machine with other work, with
     /// `nice -n -20` before the command
     #[arg(long)]
     hold: bool,
-    /// Print one JSON object per line
-    #[arg(long)]
-    json: bool,
-    #[arg(long, hide = true)]
-    bench: bool,
+    #[command(flatten)]
+    output: Output,
 }
 
 /// A side of the comparison.
@@ -100,16 +89,10 @@ fn main() -> Result<(), Box<dyn Error>> {
         return work(&WorkerArgs::parse_from(program.chain(argv)));
     }
     let args = Args::parse();
-    if !args.json {
-        println!("{}", machine());
-    }
+    args.output.header(machine());
     for &model in &args.model {
         for line in measure(&args, model)? {
-            if args.json {
-                println!("{}", serde_json::to_string(&line)?);
-            } else {
-                println!("{line}");
-            }
+            args.output.print(&line)?;
         }
     }
     Ok(())
@@ -118,7 +101,7 @@ fn main() -> Result<(), Box<dyn Error>> {
 fn measure(args: &Args, model: Model) -> Result<Vec<Line>, Box<dyn Error>> {
     let mut crews = Vec::new();
     for &side in &args.side {
-        let mut crew = Crew::start(&plan(args, model, side)?)?;
+        let mut crew = Crew::start(&plan(model, side))?;
         // The first steps are cold; the second round tells how many steps fit into a round.
         crew.round(2)?;
         let trial = crew.round(3)?;
@@ -167,7 +150,7 @@ fn measure(args: &Args, model: Model) -> Result<Vec<Line>, Box<dyn Error>> {
                 model,
                 side: *side,
                 rate: Interval::of(rate.clone()),
-                ratio: Interval::of(rate.iter().zip(&rates[0]).map(|(a, b)| a / b).collect()),
+                ratio: Interval::of_ratios(rate, &rates[0]),
                 in_step: Interval::of(
                     in_step(rounds)
                         .zip(rate.iter().zip(&rates[0]))
@@ -213,22 +196,13 @@ fn batch_size(model: Model, side: Side) -> usize {
     }
 }
 
-fn plan(args: &Args, model: Model, side: Side) -> Result<Plan, Box<dyn Error>> {
+fn plan(model: Model, side: Side) -> Plan {
     let (processes, link) = match side {
         Side::One | Side::Plain | Side::Threads => (1, CrewLink::None),
         Side::Apart => (2, CrewLink::None),
         Side::Ranks | Side::Strong => (2, CrewLink::Job),
     };
-    let given = args.env.iter().map(|variable| {
-        variable
-            .split_once('=')
-            .ok_or_else(|| format!("expected NAME=VALUE, found {variable:?}"))
-    });
-    let mut variables = given.collect::<Result<Vec<_>, _>>()?;
-    if variables.is_empty() {
-        variables.extend(ALLOCATOR);
-    }
-    Ok(Plan {
+    Plan {
         model,
         kind: match side {
             Side::Plain => Loop::Plain,
@@ -241,17 +215,7 @@ fn plan(args: &Args, model: Model, side: Side) -> Result<Plan, Box<dyn Error>> {
             Side::Threads => 2,
             _ => 1,
         },
-        cores: match (args.pinned, side) {
-            (true, Side::One | Side::Plain | Side::Apart | Side::Ranks | Side::Strong) => {
-                Cores::Pinned
-            }
-            _ => Cores::Any,
-        },
-        variables: variables
-            .iter()
-            .map(|&(name, value)| (name.to_owned(), value.to_owned()))
-            .collect(),
-    })
+    }
 }
 
 /// A thread that spins, so that nothing else runs on its core.

@@ -2,12 +2,11 @@
 //!
 //! `cargo bench -p accelerator-benches --bench step_overhead -- --help`
 
-#![allow(clippy::print_stdout, reason = "a bench prints its figures")]
-
 use std::error::Error;
+use std::fmt;
 
 use accelerator::prelude::*;
-use accelerator_benches::{Interval, Model, Pair};
+use accelerator_benches::{Interval, Model, Output, Pair};
 use clap::Parser;
 use serde::Serialize;
 
@@ -23,11 +22,8 @@ struct Args {
     /// The duration of a round, in seconds
     #[arg(long, default_value_t = 1.0)]
     seconds: f64,
-    /// Print one JSON object per line
-    #[arg(long)]
-    json: bool,
-    #[arg(long, hide = true)]
-    bench: bool,
+    #[command(flatten)]
+    output: Output,
 }
 
 /// The result for a network.
@@ -46,18 +42,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let args = Args::parse();
     let accelerator = Accelerator::builder().device(BackendKind::Flex).build()?;
     for &model in &args.model {
-        let line = measure(&args, &accelerator, model)?;
-        if args.json {
-            println!("{}", serde_json::to_string(&line)?);
-        } else {
-            println!(
-                "{:12} plain {:.3} ms, prepared {:.3} ms, ratio {:.4}",
-                model.name(),
-                line.plain,
-                line.prepared,
-                line.ratio
-            );
-        }
+        args.output.print(&measure(&args, &accelerator, model)?)?;
     }
     Ok(accelerator.finish()?)
 }
@@ -82,11 +67,23 @@ fn measure(args: &Args, accelerator: &Accelerator, model: Model) -> Result<Line,
             plain.push(pair.plain()?.whole * 1e3);
         }
     }
-    let ratios = prepared.iter().zip(&plain).map(|(a, b)| a / b);
     Ok(Line {
         model,
-        ratio: Interval::of(ratios.collect()),
+        ratio: Interval::of_ratios(&prepared, &plain),
         plain: Interval::of(plain),
         prepared: Interval::of(prepared),
     })
+}
+
+impl fmt::Display for Line {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{:12} plain {:.3} ms, prepared {:.3} ms, ratio {:.4}",
+            self.model.name(),
+            self.plain,
+            self.prepared,
+            self.ratio
+        )
+    }
 }

@@ -2,8 +2,6 @@
 //!
 //! `cargo bench -p accelerator-benches --bench trainer_overhead -- --help`
 
-#![allow(clippy::print_stdout, reason = "a bench prints its figures")]
-
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -102,10 +100,9 @@ fn measure(
     // The first round is cold.
     let times = times.lock();
     let (trainer, by_hand): (Vec<f64>, Vec<f64>) = times.iter().skip(1).copied().unzip();
-    let ratios = trainer.iter().zip(&by_hand).map(|(a, b)| a / b);
     Ok(Line {
         model,
-        ratio: Interval::of(ratios.collect()),
+        ratio: Interval::of_ratios(&trainer, &by_hand),
         by_hand: Interval::of(by_hand),
         trainer: Interval::of(trainer),
     })

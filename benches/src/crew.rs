@@ -30,10 +30,6 @@ pub struct Plan {
     pub link: CrewLink,
     /// The threads of each worker.
     pub threads: usize,
-    /// The cores that the workers may run on.
-    pub cores: Cores,
-    /// Further environment variables of the workers.
-    pub variables: Vec<(String, String)>,
 }
 
 /// The link between the workers of a crew.
@@ -43,15 +39,6 @@ pub enum CrewLink {
     Job,
     /// The workers do not communicate.
     None,
-}
-
-/// The cores that workers may run on.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub enum Cores {
-    /// Pins the n-th worker to the n-th core.
-    Pinned,
-    /// Pins no worker.
-    Any,
 }
 
 /// Workers that are running. They end on drop.
@@ -74,20 +61,14 @@ impl Crew {
     ///
     /// # Errors
     ///
-    /// If a process cannot be started. Pinning needs the program `taskset`.
+    /// If a process cannot be started.
     pub fn start(plan: &Plan) -> io::Result<Self> {
         let port = TcpListener::bind(("127.0.0.1", 0))?.local_addr()?.port();
         let workers = (0..plan.processes)
             .map(|index| {
-                let mut command = command(plan, index)?;
+                let mut command = command(plan)?;
                 if plan.link == CrewLink::Job {
-                    command
-                        .env("RANK", index.to_string())
-                        .env("WORLD_SIZE", plan.processes.to_string())
-                        .env("LOCAL_RANK", index.to_string())
-                        .env("LOCAL_WORLD_SIZE", plan.processes.to_string())
-                        .env("MASTER_ADDR", "127.0.0.1")
-                        .env("MASTER_PORT", port.to_string());
+                    command.envs(rank_variables(index, plan.processes, port));
                 }
                 Worker::start(&mut command)
             })
@@ -116,16 +97,20 @@ impl Crew {
     }
 }
 
-fn command(plan: &Plan, index: usize) -> io::Result<Command> {
-    let program = std::env::current_exe()?;
-    let mut command = match plan.cores {
-        Cores::Any => Command::new(program),
-        Cores::Pinned => {
-            let mut taskset = Command::new("taskset");
-            taskset.arg("-c").arg(index.to_string()).arg(program);
-            taskset
-        }
-    };
+/// Returns the variables by which a process is one of so many ranks on this machine.
+pub fn rank_variables(rank: usize, ranks: usize, port: u16) -> [(&'static str, String); 6] {
+    [
+        ("RANK", rank.to_string()),
+        ("WORLD_SIZE", ranks.to_string()),
+        ("LOCAL_RANK", rank.to_string()),
+        ("LOCAL_WORLD_SIZE", ranks.to_string()),
+        ("MASTER_ADDR", "127.0.0.1".to_owned()),
+        ("MASTER_PORT", port.to_string()),
+    ]
+}
+
+fn command(plan: &Plan) -> io::Result<Command> {
+    let mut command = Command::new(std::env::current_exe()?);
     let kind = plan.kind.to_possible_value();
     command
         .arg("worker")
@@ -133,7 +118,7 @@ fn command(plan: &Plan, index: usize) -> io::Result<Command> {
         .args(["--batch-size", &plan.batch_size.to_string()])
         .args(["--loop", kind.as_ref().map_or("", |kind| kind.get_name())])
         .env("RAYON_NUM_THREADS", plan.threads.to_string())
-        .envs(plan.variables.iter().cloned());
+        .envs(ALLOCATOR);
     Ok(command)
 }
 

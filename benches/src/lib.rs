@@ -2,15 +2,17 @@
 
 mod crew;
 mod model;
+mod output;
 mod pair;
 mod statistics;
 mod usage;
 pub mod worker;
 
-pub use crew::{ALLOCATOR, Cores, Crew, CrewLink, Plan};
+pub use crew::{ALLOCATOR, Crew, CrewLink, Plan, rank_variables};
 pub use model::{
     Batch, Model, Net, Numbers, SampleBatcher, SampleKind, Samples, Shape, Transformer,
 };
+pub use output::Output;
 pub use pair::{Pair, Step};
-pub use statistics::{Interval, median, middle};
+pub use statistics::{Interval, middle};
 pub use usage::{Usage, peak_memory};

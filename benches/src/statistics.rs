@@ -1,5 +1,4 @@
 use core::fmt;
-use std::time::{Duration, Instant};
 
 use serde::Serialize;
 
@@ -36,6 +35,11 @@ impl Interval {
             high: at(count.wrapping_sub(1 + skip)),
         }
     }
+
+    /// Returns the interval of the numbers of one side over those of another, pair by pair.
+    pub fn of_ratios(side: &[f64], other: &[f64]) -> Self {
+        Self::of(side.iter().zip(other).map(|(a, b)| a / b).collect())
+    }
 }
 
 impl fmt::Display for Interval {
@@ -44,19 +48,6 @@ impl fmt::Display for Interval {
         let Self { low, median, high } = self;
         write!(f, "{median:.digits$} [{low:.digits$}, {high:.digits$}]")
     }
-}
-
-/// Times `work` `runs` times and returns the median.
-pub fn median(runs: usize, mut work: impl FnMut()) -> Duration {
-    let mut times: Vec<Duration> = (0..runs)
-        .map(|_| {
-            let start = Instant::now();
-            work();
-            start.elapsed()
-        })
-        .collect();
-    times.sort_unstable();
-    times.get(runs / 2).copied().unwrap_or_default()
 }
 
 /// Returns the median of the numbers; NaN without numbers.

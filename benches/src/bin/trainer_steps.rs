@@ -3,8 +3,6 @@
 //!
 //! `accel-launch --nproc-per-node 2 target/release/trainer_steps --steps 200 --batch 16`
 
-#![allow(clippy::print_stdout, reason = "a bench prints its figures")]
-
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Instant;
