@@ -1,5 +1,4 @@
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use accelerator_collective::launcher::GroupExt;
 use accelerator_fault::{Point, fail_point};
@@ -11,12 +10,12 @@ use super::backward_calls::BackwardCall;
 use super::compression::Compression;
 use super::element_values;
 use super::gradients::AveragedGradients;
-use super::model_state::ModelState;
+use super::model_state::{ModelState, WorkingCopy};
 use super::reduce_context::{ReduceContext, ReduceScope, SameBatches};
 use super::reduced_gradients::StepCommit;
 use super::reducer::{ReducedWindow, Reducer};
+use super::warnings::ModelWarnings;
 use super::window::{Window, check_all_known};
-use super::working_parts::WorkingCopy;
 use crate::core::error::{self, Error, Result};
 use crate::data::batch::Weight;
 use crate::model::Trainable;
@@ -103,7 +102,10 @@ fn run_backward<M: Module>(
     if group.world_size() > 1 {
         // A `SyncBatchNorm` misused on this rank: whether the others call `backward` too is not known, so the call is
         // not counted; if they do, their windows differ in batches.
-        check_together(context)
+        // An error from the forward pass explains more than the errors that follow from it.
+        let crossed = context.forward_collectives.check();
+        crossed
+            .and_then(|()| Ok(group.check_allowed("`backward`")?))
             .inspect_err(|_| call.into_iter().for_each(BackwardCall::mark_synchronized))?;
     }
     if scope == ReduceScope::Global {
@@ -125,7 +127,7 @@ fn run_backward<M: Module>(
     if hands_on_untouched && model_state.open_micro_steps() == 0 && ends(0) {
         // Nobody looks at its gradients.
         drop(copy);
-        warn_precision_unused(context, &model_state);
+        warn_precision_unused(context, &model_state.warnings);
         timeline.backward_begins();
         let (gradients, loss) = {
             let _backward = timeline.span(Phase::Backward);
@@ -153,13 +155,14 @@ fn run_backward<M: Module>(
         }
         return Ok(gradients);
     }
-    let _turn = model_state.turn().take(group)?;
+    let _turn = model_state.turn.take(group)?;
     let (window, _group_turn) = {
         let mut window = model_state.window();
         if let Some(epoch) = window.left_epoch(&weight)
             && context.is_main_process()
         {
-            model_state.warn_left_epoch(epoch, window.micro_steps());
+            let warnings = &model_state.warnings;
+            warnings.left_epoch(epoch, window.micro_steps());
         }
         if !ends(window.micro_steps()) {
             drop(copy);
@@ -192,7 +195,7 @@ fn run_backward<M: Module>(
         };
         (core::mem::take(&mut *window), group_turn)
     };
-    warn_precision_unused(context, &model_state);
+    warn_precision_unused(context, &model_state.warnings);
     timeline.backward_begins();
     // As above.
     let _ = fail_point(group.rank(), Point::Step(model_state.steps()));
@@ -211,7 +214,10 @@ fn run_backward<M: Module>(
         }
         ReduceScope::Local => sum_locally(context, &model_state, window, step, model, &weight)?,
     };
-    warn_same_losses(context, &model_state, reduced.same_losses);
+    if context.settings.same_batches == SameBatches::Unexpected {
+        let warnings = &model_state.warnings;
+        warnings.same_losses(context, reduced.same_losses);
+    }
     if reduced.sums.total <= 0.0 {
         if scope == ReduceScope::Local {
             model_state.count_step();
@@ -297,12 +303,7 @@ fn reduce_window<M: Module>(
         repair,
         timeline,
     )?;
-    let reducer = reducer.with_loss_scale(scale.unwrap_or(1.0));
-    let reducer = reducer.with_trigger(context.trigger.clone());
-    let reducer = match call {
-        Some(call) => reducer.with_call(call),
-        None => reducer,
-    };
+    let reducer = reducer.with_signals(call, &context.trigger);
     let backward = timeline.span(Phase::Backward);
     let (loss, (gradients, reducer, observation)) = match step {
         MicroStep::Loss(loss) => {
@@ -334,7 +335,6 @@ fn sum_locally<M: Module>(
     let (group, timeline) = (context.group(), &context.timeline);
     let scale = window.loss_scale();
     let reducer = Reducer::alone(model_state, group, window, weight.count, timeline);
-    let reducer = reducer.with_loss_scale(scale.unwrap_or(1.0));
     let (gradients, loss) = {
         let _backward = timeline.span(Phase::Backward);
         step.run(model, scale)
@@ -345,18 +345,14 @@ fn sum_locally<M: Module>(
 
 /// Multiplies the loss by its scale, in full precision: without a scale, small half-precision gradients are 0.
 fn scaled(loss: Tensor<1>, scale: Option<f64>) -> Tensor<1> {
-    match scale {
-        Some(scale) => in_full(loss).mul_scalar(scale),
-        None => loss,
-    }
-}
-
-/// Casts the loss to `f32` if it is in half precision.
-fn in_full(loss: Tensor<1>) -> Tensor<1> {
-    match loss.dtype() {
+    let Some(scale) = scale else {
+        return loss;
+    };
+    let loss = match loss.dtype() {
         DType::F16 | DType::BF16 => loss.cast(DType::F32),
         _ => loss,
-    }
+    };
+    loss.mul_scalar(scale)
 }
 
 /// Refuses a window with samples in which no parameter of the model has a gradient.
@@ -373,18 +369,10 @@ fn check_some_trained(model_state: &ModelState, some: bool) -> Result<()> {
     )))
 }
 
-/// Warns once per model that a precision was asked for but is not used: its steps compute in full precision.
-fn warn_precision_unused(context: &ReduceContext, model_state: &ModelState) {
+fn warn_precision_unused(context: &ReduceContext, warnings: &ModelWarnings) {
     let precision = context.settings.precision;
-    if precision != Precision::No
-        && model_state.claim_precision_warning()
-        && context.is_main_process()
-    {
-        error::warn(&format!(
-            "the precision is {precision}, and a model is trained in full precision all the same: its forward \
-             pass does not use the working copy; write `accelerator.forward(&model, |model| …)` around it, \
-             with `accelerator.to_working(input)` for what goes in (said once a model)"
-        ));
+    if precision != Precision::No && context.is_main_process() {
+        warnings.precision_unused(precision);
     }
 }
 
@@ -394,50 +382,16 @@ fn report_skip(model_state: &ModelState, scale: f64) {
         None => {}
         Some(SkipNotice::First) => error::tell(&format!(
             "step {} is skipped: its gradients are not finite at the loss scale {scale}, and the next losses are scaled \
-             by {}; the first steps in f16 often are, until the scale fits (said once a model)",
+             by {}; the first steps in f16 often are, until the scale fits (reported once per model)",
             model_state.steps().saturating_sub(1),
             model_state.loss_scale().unwrap_or(scale)
         )),
         Some(SkipNotice::Many(skips)) => error::warn(&format!(
             "{skips} steps in a row were skipped, and gradients are not finite at the loss scale {scale} either: look \
              for an overflow of f16 in the forward pass (above 65504), or for a loss that is not finite; `bf16` has the \
-             range of f32, and `LossScale::with_initial` begins lower (said once a model)"
+             range of f32, and `LossScale::with_initial` begins lower (reported once per model)"
         )),
     }
-}
-
-/// The number of consecutive windows with the same loss on all ranks before the warning. A model that begins with
-/// zeros, and whose first steps overflow or have a rate of 0, has the same loss for any samples.
-const SAME_LOSSES: u64 = 8;
-
-/// Warns once per model if all ranks compute the same values, so that they duplicate each other's work.
-fn warn_same_losses(context: &ReduceContext, model_state: &ModelState, same_losses: bool) {
-    if context.settings.same_batches == SameBatches::Allowed
-        || !model_state.count_same_losses(same_losses, SAME_LOSSES)
-        || !context.is_main_process()
-    {
-        return;
-    }
-    let loaders = match context.loaders.load(Ordering::Relaxed) {
-        0 => "no data loader was prepared; ",
-        _ => "",
-    };
-    error::warn(&format!(
-        "all {} ranks had the same loss, to the bit, in {SAME_LOSSES} steps one after the other: they train on the \
-         same samples, so that all of them together do what one does alone; {loaders}pass the loader through \
-         `accelerator.prepare`, take the batches of `loader.epoch(epoch)`, and draw what is made by hand from \
-         another seed on each rank; where it is meant, build the accelerator with `allow_same_batches()` (said \
-         once a model)",
-        context.world_size()
-    ));
-}
-
-/// Refuses a call that this rank makes alone.
-fn check_together(context: &ReduceContext) -> Result<()> {
-    // An error from the forward pass explains more than the errors that follow from it.
-    context.forward_collectives.check()?;
-    context.group().check_allowed("`backward`")?;
-    Ok(())
 }
 
 fn check(step: &MicroStep, weight: &Weight, model_state: &ModelState) -> Result<()> {

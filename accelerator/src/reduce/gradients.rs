@@ -131,7 +131,7 @@ impl AveragedGradients {
                 clips: Clips::default(),
                 tickets,
                 finiteness: None,
-                _pending: model_state.pending_step(),
+                _pending: model_state.pending_step.clone(),
                 model_state: model_state.clone(),
             }),
             model_state,
@@ -237,7 +237,11 @@ impl AveragedGradients {
         };
         let chosen = closed.chosen(&clip);
         if !chosen.contains(&true) {
-            closed.model_state.warn_unclipped();
+            let parameters = closed.model_state.parameters();
+            if let Some(first) = parameters.first() {
+                let warnings = &closed.model_state.warnings;
+                warnings.unclipped(parameters.len(), &first.path);
+            }
         }
         if let Some(commit) = &mut closed.commit {
             let (Limit::Norm { max, .. } | Limit::Value(max)) = clip.limit;
@@ -371,7 +375,7 @@ impl AveragedGradients {
         let Some(loss) = self.read_loss().filter(|loss| !loss.is_finite()) else {
             return Ok(());
         };
-        match model_state.on_non_finite_loss() {
+        match model_state.on_non_finite_loss {
             OnNonFiniteLoss::Fail => Err(loss::error(model_state.steps(), [(rank, loss)])),
             OnNonFiniteLoss::Warn => {
                 model_state.warn_non_finite_loss(&format!("the loss of rank {rank}"), loss);

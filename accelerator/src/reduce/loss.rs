@@ -3,7 +3,7 @@
 use burn::tensor::Tensor;
 
 use super::device_bucket;
-use crate::core::error::{self, Error, Kind};
+use crate::core::error::{Error, Kind};
 
 /// The loss of a micro-step.
 #[derive(Debug)]
@@ -88,25 +88,7 @@ impl OnNonFiniteLoss {
     }
 }
 
-/// Warns of a non-finite loss. If losses are scaled, as in f16, it does not damage the model: its step is skipped.
-pub(super) fn warn(step: u64, whose: &str, loss: f64, scale: Option<f64>) {
-    let consequence = match scale {
-        Some(_) => {
-            "the step is skipped, as every step with such a loss will be; look for an overflow of f16 in the forward \
-             pass (above 65504), lower the learning rate"
-        }
-        None => {
-            "the parameters are not finite from this step on, and training cannot recover; lower the learning rate, \
-             clip gradients"
-        }
-    };
-    error::warn(&format!(
-        "{whose} in step {step} is {loss}: {consequence}, or look at the samples; `stop_at_non_finite_loss` of the \
-         builder makes it an error (this warning is given once per model)"
-    ));
-}
-
-/// The error for one, of ranks with their losses.
+/// Returns the error for a loss that is not finite, of ranks with their losses.
 pub(super) fn error(step: u64, losses: impl IntoIterator<Item = (usize, f64)>) -> Error {
     let bad = losses.into_iter().filter(|(_, loss)| !loss.is_finite());
     let bad: Vec<_> = bad

@@ -23,9 +23,9 @@ mod reducer;
 mod register;
 mod trigger;
 mod updates;
+mod warnings;
 mod window;
 mod working_copy;
-mod working_parts;
 
 pub(crate) use self::backward::{MicroStep, backward};
 pub(crate) use self::bucket::BLOCK;

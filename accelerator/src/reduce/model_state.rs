@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use accelerator_collective::ProcessGroup;
 use accelerator_host::sync::{Mutex, MutexGuard};
+use burn::backend::DispatchTensor;
 use burn::module::{Param, ParamId};
 use burn::tensor::Tensor;
 
@@ -12,86 +13,95 @@ use super::backward_calls::BackwardGuard;
 use super::bucket::Placement;
 use super::bucket_layout::{BucketLayout, ShardMap};
 use super::bucket_set::BucketSet;
-use super::compression::Compression;
 use super::device_reduce::DeviceReducer;
 use super::hook::HookInstance;
-use super::loss::{self, MicroLoss, OnNonFiniteLoss};
+use super::loss::{MicroLoss, OnNonFiniteLoss};
 use super::overlap::{OverlapReport, OverlapScheduler, OverlapSwitch, ReadyOrder};
 use super::updates::{LocalRound, Updates};
+use super::warnings::ModelWarnings;
 use super::window::Window;
-use super::working_parts::{WorkingCopy, WorkingPart};
 use crate::core::autodiff;
-use crate::core::error::{self, Once, Result};
+use crate::core::error::{self, Result};
 use crate::model::{TiedParameters, Trainable};
-use crate::precision::{Finiteness, Scaler, ScalerState, SkipNotice};
+use crate::precision::{Cast, Finiteness, Scaler, ScalerState, SkipNotice};
 
 /// The state that is kept for a prepared model: its gradients, their places, and the open window.
 #[derive(Debug)]
 pub(crate) struct ModelState {
     bucket_size: usize,
-    /// The graph's leaf that the first parameter was when the program gave the model to `prepare`.
-    leaf_before_prepare: Option<u64>,
-    /// The place of sums that are not cut.
-    placement: Placement,
-    /// The program's hook, if one reduces the gradients.
+    pub(super) device_reducer: Arc<DeviceReducer>,
     hook: Option<HookInstance>,
-    /// The ids of all that the model holds, frozen parameters and buffers included, in order.
     ids: Vec<u64>,
-    /// The parameters' numbers.
+    pub(super) leaf_before_prepare: Option<u64>,
     numbers: HashMap<ParamId, usize>,
-    on_non_finite_loss: OnNonFiniteLoss,
-    /// The report of the last window. It is apart from the sender, which is in use for the whole of a window.
+    pub(super) on_non_finite_loss: OnNonFiniteLoss,
+    /// The report of the last window. It is apart from the scheduler, which is in use for the whole of a window.
     overlap_report: Mutex<OverlapReport>,
     parameters: Vec<Trainable>,
     /// Held by gradients that wait for their step.
-    pending: Arc<()>,
-    /// The path of sums on a device to other ranks.
-    device_reducer: Option<Arc<DeviceReducer>>,
-    said: ModelWarnings,
-    /// The number of consecutive windows up to now in which all ranks had the same loss.
-    same_losses: AtomicU64,
-    /// The local steps of this rank.
-    round: Mutex<LocalRound>,
+    pub(super) pending_step: Arc<()>,
+    /// The place of sums that are not cut.
+    placement: Placement,
     pool: Mutex<BucketPool>,
-    /// The number of windows that an optimizer has stepped with, skipped ones included, over the whole job.
+    round: Mutex<LocalRound>,
+    scaler: Mutex<Option<Scaler>>,
+    scheduler: Mutex<OverlapScheduler>,
     steps: AtomicU64,
-    /// The places that hold the same parameter.
     tied: Arc<TiedParameters>,
     /// The guard of the threads that add to the window.
-    turn: BackwardGuard,
-    /// The updates of this rank's replica.
+    pub(super) turn: BackwardGuard,
     updates: Updates,
-    scheduler: Mutex<OverlapScheduler>,
-    window: Mutex<Window>,
-    working: Mutex<WorkingCopy>,
-    /// Set once a copy was made to be trained through.
-    works_on_copies: AtomicBool,
+    pub(super) warnings: ModelWarnings,
     /// Set once its replicas were compared before something becomes of them.
     was_compared: AtomicBool,
     /// Set once `backward` was called for it.
     was_trained: AtomicBool,
-    /// The scaler, if losses are scaled.
-    scaler: Mutex<Option<Scaler>>,
     /// Set once the norm of gradients was asked for.
     wants_norm: AtomicBool,
+    window: Mutex<Window>,
+    working: Mutex<WorkingCopy>,
 }
 
-/// The warnings that a model has caused, each given once.
+/// A model that becomes known, with its settings and what it brings along from before.
+pub(super) struct ModelSettings {
+    /// The size in bytes.
+    pub(super) bucket_size: usize,
+    pub(super) device_reducer: Arc<DeviceReducer>,
+    /// The program's hook, if one reduces the gradients.
+    pub(super) hook: Option<HookInstance>,
+    /// The ids of all that the model holds, frozen parameters and buffers included, in order.
+    pub(super) ids: Vec<u64>,
+    /// The graph's leaf that the first parameter was when the program gave the model to `prepare`.
+    pub(super) leaf_before_prepare: Option<u64>,
+    pub(super) on_non_finite_loss: OnNonFiniteLoss,
+    /// If on, buckets are laid out anew once it is known which gradients are ready first.
+    pub(super) overlap: OverlapSwitch,
+    pub(super) parameters: Vec<Trainable>,
+    /// The scaler, if losses are scaled.
+    pub(super) scaler: Option<Scaler>,
+    /// The number of windows that an optimizer has stepped with before.
+    pub(super) steps: u64,
+    pub(super) tied: TiedParameters,
+}
+
+/// The copy of the parameters for the next forward.
 #[derive(Debug, Default)]
-struct ModelWarnings {
-    /// An epoch was left in the midst of a window.
-    left_epoch: Once,
-    /// Only other ranks had a gradient of some parameter.
-    missing_gradient: Once,
-    non_finite_loss: Once,
-    /// Steps are in full precision, though another one was asked for.
-    precision: Once,
-    /// A bucket did not fit the compressed type.
-    range: Once,
-    /// A clip covers nothing.
-    unclipped: Once,
-    /// Gradients are not logged, since this rank has only a part of them.
-    unread: Once,
+pub(super) enum WorkingCopy {
+    /// The parameters themselves are used.
+    #[default]
+    None,
+    /// The part that the forward uses in place of each parameter, if that is another tensor.
+    One(Vec<Option<WorkingPart>>),
+    /// Several, whose gradients are added up at the end.
+    Several,
+}
+
+/// The tensor that a forward pass in half precision uses in place of a parameter.
+#[derive(Debug)]
+pub(super) struct WorkingPart {
+    pub(super) tensor: DispatchTensor,
+    /// The cast that makes the parameter's gradient of that of this tensor, if it can be asked.
+    pub(super) cast: Option<Arc<Cast>>,
 }
 
 /// Tells models apart, on all ranks alike.
@@ -123,14 +133,6 @@ struct BucketPool {
 }
 
 impl BucketPool {
-    /// Lays out the same places in another way.
-    fn replace(&mut self, layout: BucketLayout) {
-        self.layout = Arc::new(layout);
-        if let Some(spare) = &mut self.spare {
-            spare.layout = self.layout.clone();
-        }
-    }
-
     fn fits(&self, bucket_set: &BucketSet) -> bool {
         Arc::ptr_eq(&bucket_set.layout, &self.layout)
             || bucket_set.layout.is_placed_as(&self.layout)
@@ -138,47 +140,44 @@ impl BucketPool {
 }
 
 impl ModelState {
-    /// Creates the state of a new model. With `overlap`, buckets are laid out anew once it is known which gradients
-    /// are ready first.
-    pub(crate) fn new(
-        parameters: Vec<Trainable>,
-        bucket_size: usize,
-        overlap: OverlapSwitch,
-    ) -> Self {
+    pub(super) fn new(settings: ModelSettings) -> Self {
+        let parameters = settings.parameters;
         let order = ReadyOrder::reversed(parameters.len());
-        let layout = Arc::new(BucketLayout::new(&parameters, &order, bucket_size));
+        let layout = BucketLayout::new(&parameters, &order, settings.bucket_size);
         let numbers = parameters.iter().enumerate();
-        let scheduler = OverlapScheduler::new(overlap);
+        let scheduler = OverlapScheduler::new(settings.overlap);
         Self {
-            bucket_size,
-            leaf_before_prepare: None,
-            placement: Placement::Host,
-            hook: None,
-            ids: Vec::new(),
+            bucket_size: settings.bucket_size,
+            placement: match settings.hook {
+                // Hooks reduce in memory.
+                Some(_) => Placement::Host,
+                None => settings.device_reducer.placement().clone(),
+            },
+            device_reducer: settings.device_reducer,
+            hook: settings.hook,
+            ids: settings.ids,
+            leaf_before_prepare: settings.leaf_before_prepare,
             numbers: numbers.map(|(number, known)| (known.id, number)).collect(),
-            on_non_finite_loss: OnNonFiniteLoss::default(),
+            on_non_finite_loss: settings.on_non_finite_loss,
             overlap_report: Mutex::new(scheduler.report()),
-            pending: Arc::default(),
-            device_reducer: None,
-            said: ModelWarnings::default(),
-            same_losses: AtomicU64::new(0),
-            round: Mutex::new(LocalRound::default()),
+            pending_step: Arc::default(),
             pool: Mutex::new(BucketPool {
-                layout,
+                layout: Arc::new(layout),
                 spare: None,
             }),
-            steps: AtomicU64::new(0),
-            tied: Arc::default(),
+            round: Mutex::default(),
+            scaler: Mutex::new(settings.scaler),
+            scheduler: Mutex::new(scheduler),
+            steps: AtomicU64::new(settings.steps),
+            tied: Arc::new(settings.tied),
             turn: BackwardGuard::default(),
             updates: Updates::default(),
-            scheduler: Mutex::new(scheduler),
-            window: Mutex::new(Window::default()),
-            working: Mutex::new(WorkingCopy::None),
-            works_on_copies: AtomicBool::new(false),
-            scaler: Mutex::new(None),
+            warnings: ModelWarnings::default(),
             was_compared: AtomicBool::new(false),
             was_trained: AtomicBool::new(false),
             wants_norm: AtomicBool::new(false),
+            window: Mutex::default(),
+            working: Mutex::default(),
             parameters,
         }
     }
@@ -190,29 +189,9 @@ impl ModelState {
         }
     }
 
-    /// Sets the parameters that the model has in several places.
-    pub(crate) fn with_tied(self, tied: TiedParameters) -> Self {
-        Self {
-            tied: Arc::new(tied),
-            ..self
-        }
-    }
-
     /// Returns the places of the model that hold the same parameter.
     pub(crate) fn tied(&self) -> &Arc<TiedParameters> {
         &self.tied
-    }
-
-    /// Sets the leaf of the graph that the first parameter was when the model was given to `prepare`.
-    pub(crate) fn with_leaf_before_prepare(self, leaf_before_prepare: Option<u64>) -> Self {
-        Self {
-            leaf_before_prepare,
-            ..self
-        }
-    }
-
-    pub(crate) fn leaf_before_prepare(&self) -> Option<u64> {
-        self.leaf_before_prepare
     }
 
     /// Returns `true` if a parameter is still the one that the program gave to `prepare`, and so of a clone from
@@ -225,11 +204,6 @@ impl ModelState {
             && autodiff::leaf_number(&param.val().into_dispatch()) == self.leaf_before_prepare
     }
 
-    /// Sets the ids of all that the model holds.
-    pub(crate) fn with_ids(self, ids: Vec<u64>) -> Self {
-        Self { ids, ..self }
-    }
-
     /// Returns the ids of all that the model holds, frozen parameters and buffers included, in order.
     pub(crate) fn ids(&self) -> &[u64] {
         &self.ids
@@ -240,49 +214,10 @@ impl ModelState {
         self.ids.first().copied().unwrap_or_default()
     }
 
-    /// Sets the number of steps that the model was trained for before.
-    pub(crate) fn with_steps(self, steps: u64) -> Self {
-        Self {
-            steps: AtomicU64::new(steps),
-            ..self
-        }
-    }
-
-    /// Sets the device reducer for its gradients, or the hook that reduces them, which it does in memory.
-    pub(crate) fn with_device_reducer(
-        self,
-        device_reducer: Arc<DeviceReducer>,
-        hook: Option<HookInstance>,
-    ) -> Self {
-        let placement = match hook {
-            Some(_) => Placement::Host,
-            None => device_reducer.placement().clone(),
-        };
-        Self {
-            placement,
-            hook,
-            device_reducer: Some(device_reducer),
-            ..self
-        }
-    }
-
-    /// Sets what becomes of steps whose loss is not finite.
-    pub(crate) fn with_non_finite_losses(self, on_non_finite_loss: OnNonFiniteLoss) -> Self {
-        Self {
-            on_non_finite_loss,
-            ..self
-        }
-    }
-
-    pub(super) fn on_non_finite_loss(&self) -> OnNonFiniteLoss {
-        self.on_non_finite_loss
-    }
-
     /// Warns once that a loss is not finite, and names the ranks.
     pub(super) fn warn_non_finite_loss(&self, whose: &str, loss: f64) {
-        if self.said.non_finite_loss.first() {
-            loss::warn(self.steps(), whose, loss, self.loss_scale());
-        }
+        let warnings = &self.warnings;
+        warnings.non_finite_loss(self.steps(), whose, loss, self.loss_scale());
     }
 
     /// Returns `true` if `backward` reads the loss: on the CPU it is ready; `stop_at_non_finite_loss` waits for it.
@@ -300,21 +235,8 @@ impl ModelState {
         }
     }
 
-    /// Returns the path of sums on a device to other ranks.
-    pub(super) fn device_reducer(&self) -> Option<&Arc<DeviceReducer>> {
-        self.device_reducer.as_ref()
-    }
-
     pub(crate) fn hook(&self) -> Option<&HookInstance> {
         self.hook.as_ref()
-    }
-
-    /// Sets the scaler of its losses.
-    pub(crate) fn with_scaler(self, scaler: Option<Scaler>) -> Self {
-        Self {
-            scaler: Mutex::new(scaler),
-            ..self
-        }
     }
 
     /// Returns the factor of losses before backward.
@@ -339,28 +261,6 @@ impl ModelState {
         self.scaler.lock().as_ref().and_then(Scaler::skip_notice)
     }
 
-    /// A copy that takes gradients was asked for, whatever of it had to be cast.
-    pub(crate) fn note_copied(&self) {
-        self.works_on_copies.store(true, Ordering::Relaxed);
-    }
-
-    /// Returns `true` once if no copy was ever made to be trained through, so that the caller warns.
-    pub(super) fn claim_precision_warning(&self) -> bool {
-        !self.works_on_copies.load(Ordering::Relaxed) && self.said.precision.first()
-    }
-
-    /// A window has ended, in which all ranks had the same loss to the bit or not. Tells once that it was so in that
-    /// many, one after the other.
-    pub(super) fn count_same_losses(&self, same: bool, windows: u64) -> bool {
-        let count = self.same_losses.load(Ordering::Relaxed);
-        if count >= windows {
-            return false;
-        }
-        let count = if same { count + 1 } else { 0 };
-        self.same_losses.store(count, Ordering::Relaxed);
-        count == windows
-    }
-
     /// Its replicas are compared before something becomes of them.
     pub(crate) fn note_compared(&self) {
         self.was_compared.store(true, Ordering::Relaxed);
@@ -380,43 +280,8 @@ impl ModelState {
         self.was_trained.load(Ordering::Relaxed) || self.steps() > 0
     }
 
-    /// Warns once that a clip covers none of the parameters.
-    pub(super) fn warn_unclipped(&self) {
-        if let Some(first) = self.parameters.first()
-            && self.said.unclipped.first()
-        {
-            error::warn(&format!(
-                "a clip that was asked for covers none of the {} trainable parameters of its model: `only` is \
-                 given paths such as `{}` (said once a model)",
-                self.parameters.len(),
-                first.path
-            ));
-        }
-    }
-
-    /// Warns once that gradients are not logged, since each rank has only a part of them.
-    pub(super) fn warn_unread(&self) {
-        if self.said.unread.first() {
-            error::warn(
-                "no histograms of gradients are logged: with a `Sharded` optimizer each rank has a part of them alone \
-                 (said once a model)",
-            );
-        }
-    }
-
-    /// Warns once that this many micro-steps of an epoch that was left go into a step of another epoch.
-    pub(super) fn warn_left_epoch(&self, epoch: u64, micro_steps: usize) {
-        if self.said.left_epoch.first() {
-            error::warn(&format!(
-                "epoch {epoch} was left with {micro_steps} micro-steps in an accumulation window that is open, and \
-                 they go into the first step of the next epoch: end the window before leaving, with \
-                 `batch.weight().trigger_sync()`, or keep it open on purpose, with `no_sync` (said once a model)"
-            ));
-        }
-    }
-
     /// Warns that an open window holds micro-steps that will never be stepped with.
-    pub(crate) fn warn_open_window(&self) {
+    pub(super) fn warn_open_window(&self) {
         let (open, first) = (self.open_micro_steps(), self.parameters.first());
         if let Some(first) = first.filter(|_| open > 0) {
             let hint = match self.window().has_bare_weights() {
@@ -438,7 +303,7 @@ impl ModelState {
     }
 
     /// A copy was made for the next forward.
-    pub(crate) fn note_working(&self, parts: Vec<Option<WorkingPart>>) {
+    pub(super) fn note_working(&self, parts: Vec<Option<WorkingPart>>) {
         let mut working = self.working.lock();
         *working = match *working {
             WorkingCopy::None => WorkingCopy::One(parts),
@@ -461,14 +326,9 @@ impl ModelState {
         self.numbers.get(&id).copied()
     }
 
-    /// Returns a token that is kept for as long as gradients wait for their step.
-    pub(super) fn pending_step(&self) -> Arc<()> {
-        self.pending.clone()
-    }
-
     /// Returns `true` if there are gradients of whole windows that no optimizer has stepped with yet.
     pub(crate) fn has_pending_step(&self) -> bool {
-        Arc::strong_count(&self.pending) > 1
+        Arc::strong_count(&self.pending_step) > 1
     }
 
     /// Returns the number of windows that an optimizer has stepped with, skipped ones included, over the whole job.
@@ -490,36 +350,6 @@ impl ModelState {
         self.window().micro_steps()
     }
 
-    /// Warns once, with paths, that this rank had no gradient for parameters that others trained.
-    pub(super) fn warn_missing_gradients(
-        &self,
-        rank: usize,
-        written_and_present: impl Iterator<Item = (bool, bool)>,
-    ) {
-        let missing = self.parameters.iter().zip(written_and_present);
-        let paths: Vec<_> = missing
-            .filter(|(_, (written, present))| !written && *present)
-            .map(|(parameter, _)| parameter.path.as_str())
-            .collect();
-        if !paths.is_empty() && self.said.missing_gradient.first() {
-            error::warn(&format!(
-                "these parameters had no gradient on rank {rank}, and one on others: it counted as zeros there \
-                 (said once a model): {paths:?}"
-            ));
-        }
-    }
-
-    /// Warns once that a compressed bucket had to be reduced again.
-    pub(super) fn warn_range(&self, compression: Compression) {
-        if self.said.range.first() {
-            error::warn(&format!(
-                "gradients of step {} that were sent as {compression} are not finite: they were too large, and the \
-                 step was reduced again in f32, or they are not finite themselves (said once a model)",
-                self.steps()
-            ));
-        }
-    }
-
     /// Returns the local steps of this rank since replicas were the same.
     pub(crate) fn round(&self) -> MutexGuard<'_, LocalRound> {
         self.round.lock()
@@ -528,10 +358,6 @@ impl ModelState {
     /// Returns the layout of gradients, which is the same on every rank.
     pub(super) fn layout(&self) -> Arc<BucketLayout> {
         self.pool.lock().layout.clone()
-    }
-
-    pub(super) fn turn(&self) -> &BackwardGuard {
-        &self.turn
     }
 
     pub(super) fn window(&self) -> MutexGuard<'_, Window> {
@@ -639,8 +465,11 @@ impl ModelState {
     /// Lays out the same places in another way.
     fn replace(&self, pool: &mut BucketPool, layout: BucketLayout) {
         let placement = self.placement_of(&layout);
+        pool.layout = Arc::new(layout);
         pool.spare = pool.spare.take().filter(|spare| spare.is_at(placement));
-        pool.replace(layout);
+        if let Some(spare) = &mut pool.spare {
+            spare.layout = pool.layout.clone();
+        }
     }
 
     /// Returns the bounds that the buckets are cut at.

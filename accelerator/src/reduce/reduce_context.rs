@@ -1,6 +1,7 @@
 use core::num::NonZeroU64;
 use std::ops::Deref;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::backward_calls::{BackwardGuard, FailedCalls};
 use super::compression::Compression;
@@ -10,7 +11,6 @@ use super::loss::OnNonFiniteLoss;
 use super::models::Models;
 use super::overlap::{Overlap, OverlapSwitch};
 use super::trigger::Trigger;
-use super::working_parts::WorkingUse;
 use crate::context::Context;
 use crate::precision::{LossScale, Precision, Scaler};
 
@@ -61,6 +61,30 @@ pub(crate) enum ReduceScope {
     Global,
     /// The samples of this rank alone: nothing is communicated.
     Local,
+}
+
+/// The halves of a forward pass in half precision that the program has ever asked for.
+#[derive(Debug, Default)]
+pub(crate) struct WorkingUse {
+    /// An input was cast.
+    cast: AtomicBool,
+    /// A working copy of a model was made.
+    copied: AtomicBool,
+}
+
+impl WorkingUse {
+    pub(super) fn note_copied(&self) {
+        self.copied.store(true, Ordering::Relaxed);
+    }
+
+    pub(crate) fn note_cast(&self) {
+        self.cast.store(true, Ordering::Relaxed);
+    }
+
+    /// Returns `true` if inputs are in half precision, and no model is: most models panic then, with no clear message.
+    pub(crate) fn lacks_copy(&self) -> bool {
+        self.cast.load(Ordering::Relaxed) && !self.copied.load(Ordering::Relaxed)
+    }
 }
 
 impl ReduceContext {

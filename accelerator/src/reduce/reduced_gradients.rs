@@ -161,7 +161,7 @@ impl ReducedGradients {
     /// none, and says so once.
     pub(super) fn read_each(&self, mut read: impl FnMut(&Trainable, TensorData)) {
         match &self.values {
-            GradientStorage::Sums(sums) if sums.is_sharded() => self.model_state.warn_unread(),
+            GradientStorage::Sums(sums) if sums.is_sharded() => self.model_state.warnings.unread(),
             GradientStorage::Sums(sums) => sums.read_each(&self.factors, read),
             GradientStorage::Untouched { gradients, .. } => {
                 for (index, parameter) in self.model_state.parameters().iter().enumerate() {

@@ -5,7 +5,7 @@ use burn::module::Module;
 use serde::{Deserialize, Serialize};
 
 use super::hook::HookInstance;
-use super::model_state::ModelState;
+use super::model_state::{ModelSettings, ModelState};
 use super::reduce_context::ReduceContext;
 use crate::core::agreement::Failure;
 use crate::core::error::{Error, Result};
@@ -93,7 +93,7 @@ fn make_known<M: Module>(
     let model = tied.retie(model);
     let prior = match before {
         Some(before) => PriorState {
-            leaf_before_prepare: before.leaf_before_prepare(),
+            leaf_before_prepare: before.leaf_before_prepare,
             scaler: before.scaler_state(),
             steps: before.steps(),
         },
@@ -176,23 +176,23 @@ fn insert(
     prior: PriorState,
     hook: Option<HookInstance>,
 ) {
-    let model_state = ModelState::new(
-        layout.trainable(),
-        context.settings.bucket_size,
-        context.overlap,
-    );
     let scaler = context.scaler().map(|fresh| match prior.scaler {
         Some(state) => fresh.with_state(state),
         None => fresh,
     });
-    let model_state = model_state
-        .with_ids(layout.ids())
-        .with_tied(tied)
-        .with_leaf_before_prepare(prior.leaf_before_prepare)
-        .with_steps(prior.steps)
-        .with_non_finite_losses(context.settings.on_non_finite_loss)
-        .with_scaler(scaler)
-        .with_device_reducer(context.device_reducer.clone(), hook);
+    let model_state = ModelState::new(ModelSettings {
+        bucket_size: context.settings.bucket_size,
+        device_reducer: context.device_reducer.clone(),
+        hook,
+        ids: layout.ids(),
+        leaf_before_prepare: prior.leaf_before_prepare,
+        on_non_finite_loss: context.settings.on_non_finite_loss,
+        overlap: context.overlap,
+        parameters: layout.trainable(),
+        scaler,
+        steps: prior.steps,
+        tied,
+    });
     context.models.insert(layout, model_state);
     context.failed_calls.reset();
 }

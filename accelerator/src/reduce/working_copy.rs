@@ -1,9 +1,8 @@
 use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::{DType, FloatDType, Tensor};
 
-use super::model_state::ModelState;
+use super::model_state::{ModelState, WorkingPart};
 use super::reduce_context::ReduceContext;
-use super::working_parts::WorkingPart;
 use crate::core::module::ModulePath;
 use crate::precision::Cast;
 
@@ -37,7 +36,7 @@ pub(crate) fn working_copy<M: Module>(
     let Caster { parts, trains, .. } = caster;
     if let Some(model_state) = &model_state {
         if trains {
-            model_state.note_copied();
+            model_state.warnings.note_copied();
         }
         if parts.iter().any(Option::is_some) {
             model_state.note_working(parts);

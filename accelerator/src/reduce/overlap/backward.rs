@@ -17,9 +17,8 @@ use crate::core::autodiff;
 use crate::core::error::Result;
 use crate::precision::Cast;
 use crate::reduce::element_values;
-use crate::reduce::model_state::ModelState;
+use crate::reduce::model_state::{ModelState, WorkingCopy, WorkingPart};
 use crate::reduce::reducer::{ReducedWindow, Reducer, Repair};
-use crate::reduce::working_parts::{WorkingCopy, WorkingPart};
 
 /// The number of steps in which a bucket was sent too early before sending early is given up.
 const MAX_REPAIRS: u32 = 3;
@@ -149,7 +148,7 @@ impl OverlapScheduler {
                         step = model_state.steps(),
                         "gradients became ready in another order than before in {MAX_REPAIRS} \
                          steps, and had to be reduced again: from now on, gradients of this model are \
-                         sent when backward has ended (said once)"
+                         sent when backward has ended (reported once per model)"
                     );
                     self.phase = SchedulerPhase::GivenUp;
                     self.anchors = Anchors::default();

@@ -63,7 +63,7 @@ pub(super) struct Reducer {
     compression: Compression,
     repair: Repair,
     /// The path of sums on a device to other ranks.
-    device_reducer: Option<Arc<DeviceReducer>>,
+    device_reducer: Arc<DeviceReducer>,
     /// The flag that travels along.
     trigger: Option<Arc<Trigger>>,
     /// Set if this rank wants to know the norm.
@@ -182,6 +182,7 @@ impl Reducer {
         weight: f64,
         timeline: &Timeline,
     ) -> Self {
+        let loss_scale = window.loss_scale().unwrap_or(1.0);
         let (mut bucket_set, tickets, mut totals) = window.into_parts(|| model_state.lend(group));
         model_state.renew(group, &mut bucket_set);
         totals.micro_steps += 1;
@@ -194,7 +195,7 @@ impl Reducer {
             totals,
             tickets,
             weight,
-            loss_scale: 1.0,
+            loss_scale,
             casts: Vec::new(),
             group: group.clone(),
             caller: Location::caller(),
@@ -204,7 +205,7 @@ impl Reducer {
             sum_scope: SumScope::Whole,
             compression: Compression::None,
             repair: Repair::Unneeded,
-            device_reducer: model_state.device_reducer().cloned(),
+            device_reducer: model_state.device_reducer.clone(),
             trigger: None,
             wants_norm: false,
             next: 0,
@@ -223,31 +224,16 @@ impl Reducer {
         self.group.for_caller(self.caller)
     }
 
-    /// Sets the factor of the loss that the gradients are of.
-    pub(super) fn with_loss_scale(self, scale: f64) -> Self {
-        Self {
-            loss_scale: scale,
-            ..self
-        }
-    }
-
     /// Sets the casts that make the parameters' gradients of those that are looked at in half precision.
     pub(super) fn with_casts(self, casts: Vec<Option<Arc<Cast>>>) -> Self {
         Self { casts, ..self }
     }
 
-    /// Lets that flag travel along.
-    pub(super) fn with_trigger(self, trigger: Arc<Trigger>) -> Self {
+    /// Lets travel along how often this rank failed before `call`, and the flag of `trigger`.
+    pub(super) fn with_signals(self, call: Option<&BackwardCall>, trigger: &Arc<Trigger>) -> Self {
         Self {
-            trigger: Some(trigger),
-            ..self
-        }
-    }
-
-    /// Tells the other ranks how often this one failed before.
-    pub(super) fn with_call(self, call: &BackwardCall) -> Self {
-        Self {
-            call: Some(call.clone()),
+            call: call.cloned(),
+            trigger: Some(trigger.clone()),
             ..self
         }
     }
@@ -339,7 +325,7 @@ impl Reducer {
             gradients = GradientsParams::new();
         }
         if !self.totals.loss.read.is_finite()
-            && model_state.on_non_finite_loss() == OnNonFiniteLoss::Warn
+            && model_state.on_non_finite_loss == OnNonFiniteLoss::Warn
         {
             let whose = format!("the loss of rank {}", self.group.rank());
             model_state.warn_non_finite_loss(&whose, self.totals.loss.read / self.totals.weight);
@@ -358,11 +344,11 @@ impl Reducer {
         }
         // An idle rank has none of its own, and that is as it should be.
         if self.totals.weight > 0.0 {
-            let records = bucket_set.parameters.iter();
-            model_state.warn_missing_gradients(
-                self.group.rank(),
-                records.map(|record| (record.written, record.present)),
-            );
+            let parameters = model_state.parameters().iter().zip(&bucket_set.parameters);
+            let missing = parameters.filter(|(_, record)| !record.written && record.present);
+            let paths: Vec<_> = missing.map(|(known, _)| known.path.as_str()).collect();
+            let warnings = &model_state.warnings;
+            warnings.missing_gradients(self.group.rank(), &paths);
         }
         Ok(repaired)
     }
@@ -393,10 +379,7 @@ impl Reducer {
         if self.send_mode != SendMode::Nowhere {
             let windows = control::check_windows(&self);
             if let Err(error) = &windows
-                && self
-                    .device_reducer
-                    .as_ref()
-                    .is_some_and(|device_reducer| device_reducer.nccl().is_some())
+                && self.device_reducer.nccl().is_some()
             {
                 // What GPUs have begun together does not fit together, and would not end.
                 self.group.abort(error.to_string());
@@ -405,8 +388,7 @@ impl Reducer {
         }
         let sums = self.sums()?;
         // All ranks see the same sum.
-        if !sums.header.loss.is_finite()
-            && model_state.on_non_finite_loss() == OnNonFiniteLoss::Fail
+        if !sums.header.loss.is_finite() && model_state.on_non_finite_loss == OnNonFiniteLoss::Fail
         {
             let (rank, loss) = (self.group.rank(), self.totals.loss.read);
             return Err(match self.send_mode {

@@ -101,12 +101,10 @@ impl Reducer {
     /// Sends sums that lie on a device.
     fn send_flat(&mut self, number: usize) -> Result<()> {
         let bucket = &mut self.bucket_set.buckets[number];
-        let (Some(device_reducer), SendMode::Blocking | SendMode::InFlight) =
-            (&self.device_reducer, self.send_mode)
-        else {
+        if self.send_mode == SendMode::Nowhere {
             bucket.mark_summed();
             return Ok(());
-        };
+        }
         let Some(mut flat) = bucket.take_device() else {
             return Ok(());
         };
@@ -115,7 +113,7 @@ impl Reducer {
             Some(_) => flat.take().cast(burn::tensor::DType::BF16),
             None => flat.take(),
         };
-        if let Some(nccl) = device_reducer.nccl() {
+        if let Some(nccl) = self.device_reducer.nccl() {
             let (part, bytes) = (
                 EventSubject::bucket(number),
                 self.bucket_set.layout.bytes(number),
@@ -131,7 +129,7 @@ impl Reducer {
             bucket.state = BucketState::SentOnDevice(sending);
             return Ok(());
         }
-        bucket.state = BucketState::Reading(device_reducer.reader()?.read(sums));
+        bucket.state = BucketState::Reading(self.device_reducer.reader()?.read(sums));
         Ok(())
     }
 
@@ -170,10 +168,7 @@ impl Reducer {
         if self.send_mode == SendMode::Nowhere {
             return Ok(());
         }
-        if let Some(nccl) = self
-            .device_reducer
-            .as_ref()
-            .and_then(|device_reducer| device_reducer.nccl())
+        if let Some(nccl) = self.device_reducer.nccl()
             && let Placement::Device(device) = &self.bucket_set.placement
         {
             let sending = nccl.all_reduce(self.totals.loss.sum_on(device))?;
@@ -235,14 +230,9 @@ impl Reducer {
     /// Takes in what travels from device to device, without waiting for it: what the device is given from
     /// now on does.
     fn receive_on_device(&mut self) -> Result<()> {
-        let Some(nccl) = self
-            .device_reducer
-            .as_ref()
-            .and_then(|device_reducer| device_reducer.nccl())
+        let (Some(nccl), Placement::Device(device)) =
+            (self.device_reducer.nccl(), &self.bucket_set.placement)
         else {
-            return Ok(());
-        };
-        let Placement::Device(device) = &self.bucket_set.placement else {
             return Ok(());
         };
         nccl.order_after()?;
@@ -316,7 +306,9 @@ impl Reducer {
             fits = self.all_agree(fits)?;
         }
         if !fits && self.group.rank() == 0 {
-            model_state.warn_range(self.compression);
+            model_state
+                .warnings
+                .range(model_state.steps(), self.compression);
         }
         for number in 0..self.bucket_set.buckets.len() {
             let bucket = &mut self.bucket_set.buckets[number];

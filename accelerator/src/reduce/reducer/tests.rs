@@ -6,22 +6,41 @@ use burn::module::ParamId;
 use burn::tensor::{Device, Tensor};
 
 use super::*;
-use crate::model::{Float, Trainable};
+use crate::core::device::BackendKind;
+use crate::model::{Float, TiedParameters, Trainable};
 use crate::reduce::bucket::BucketStorage;
 use crate::reduce::bucket_set::BucketState;
+use crate::reduce::device_reduce::GradientReduction;
+use crate::reduce::model_state::ModelSettings;
 use crate::reduce::overlap::OverlapSwitch;
 use crate::timeline::Recording;
 
-fn model_state() -> Arc<ModelState> {
-    let parameters = (1..=2)
-        .map(|id| Trainable {
-            id: ParamId::from(id),
-            path: format!("{id}"),
-            shape: vec![1000],
-            float: Float::F32,
-        })
-        .collect();
-    Arc::new(ModelState::new(parameters, 1024, OverlapSwitch::On))
+/// Creates the state of a model whose parameters have these ids, and 1000 elements each.
+fn model_state(ids: impl IntoIterator<Item = u64>) -> Arc<ModelState> {
+    let parameter = |id: u64| Trainable {
+        id: ParamId::from(id),
+        path: format!("{id}"),
+        shape: vec![1000],
+        float: Float::F32,
+    };
+    Arc::new(ModelState::new(ModelSettings {
+        bucket_size: 1024,
+        device_reducer: Arc::new(DeviceReducer::new(
+            GradientReduction::Auto,
+            BackendKind::Flex,
+            &Device::default(),
+            Compression::None,
+        )),
+        hook: None,
+        ids: Vec::new(),
+        leaf_before_prepare: None,
+        on_non_finite_loss: OnNonFiniteLoss::Warn,
+        overlap: OverlapSwitch::On,
+        parameters: ids.into_iter().map(parameter).collect(),
+        scaler: None,
+        steps: 0,
+        tied: TiedParameters::default(),
+    }))
 }
 
 /// Creates the reducer of a window whose only micro-step has the weight 1.
@@ -73,7 +92,7 @@ fn gradients(first: Tensor<1>, second: Tensor<1>) -> GradientsParams {
 fn a_bucket_is_reduced_before_backward_ends() {
     let in_backward = Barrier::new(2);
     let results = on_two_ranks(|group| {
-        let model_state = model_state();
+        let model_state = model_state([1, 2]);
         let mut reducer = reducer(&model_state, &group);
         // The second parameter is in the first bucket.
         let (first, second) = (gradient(2.0), gradient(1.0 + group.rank() as f32));
@@ -105,7 +124,7 @@ fn a_bucket_is_reduced_before_backward_ends() {
 #[test]
 fn a_bucket_waits_for_those_before_it() {
     on_two_ranks(|group| {
-        let model_state = model_state();
+        let model_state = model_state([1, 2]);
         let mut reducer = reducer(&model_state, &group);
         let (first, second) = (gradient(1.0), gradient(2.0));
         let (seen_first, seen_second) = (
@@ -140,7 +159,7 @@ fn a_bucket_waits_for_those_before_it() {
 fn a_rank_that_stops_in_the_middle_fails_all_by_name() {
     let over = Barrier::new(2);
     let errors = on_two_ranks(|group| {
-        let model_state = model_state();
+        let model_state = model_state([1, 2]);
         let mut reducer = reducer(&model_state, &group);
         let (first, second) = (gradient(1.0), gradient(2.0));
         let seen = second.clone().into_dispatch();
@@ -171,7 +190,7 @@ fn a_rank_that_stops_in_the_middle_fails_all_by_name() {
 #[test]
 fn a_window_that_the_group_refuses_owes_nothing() {
     on_two_ranks(|group| {
-        let model_state = model_state();
+        let model_state = model_state([1, 2]);
         let ready = reducer(&model_state, &group);
         let guard = group.forbid("ranks are not together");
         let timeline = Timeline::new(&group, Recording::Nothing).unwrap();
@@ -205,16 +224,10 @@ fn models_are_told_apart_by_more_than_a_few_bits() {
         let of = |id: u64| bits(accelerator_plan::mix(&[id]));
         let twin = (2..).find(|&id| of(id) == of(1)).unwrap();
         let errors = on_two_ranks(|group| {
-            let id = ParamId::from([1, twin][group.rank()]);
-            let parameter = Trainable {
-                id,
-                path: "weight".to_owned(),
-                shape: vec![1000],
-                float: Float::F32,
-            };
-            let model_state = Arc::new(ModelState::new(vec![parameter], 1024, OverlapSwitch::On));
+            let id = [1, twin][group.rank()];
+            let model_state = model_state([id]);
             let mut gradients = GradientsParams::new();
-            gradients.register(id, gradient(1.0));
+            gradients.register(ParamId::from(id), gradient(1.0));
             reducer(&model_state, &group).finish(&model_state, gradients, loss(0.0), None)
         });
         for error in errors {
