@@ -9,10 +9,10 @@ use burn::tensor::{DType, Tensor};
 use super::backward_calls::BackwardCall;
 use super::compression::Compression;
 use super::element_values;
-use super::gradients::AveragedGradients;
+use super::gradients::{AveragedGradients, WindowResult};
 use super::model_state::{ModelState, WorkingCopy};
 use super::reduce_context::{ReduceContext, ReduceScope, SameBatches};
-use super::reduced_gradients::StepCommit;
+use super::reduced_gradients::{GradientStorage, NormAsked, ReducedGradients, StepCommit};
 use super::reducer::{ReducedWindow, Reducer};
 use super::warnings::ModelWarnings;
 use super::window::{Window, check_all_known};
@@ -143,17 +143,23 @@ fn run_backward<M: Module>(
             let trigger = &context.trigger;
             trigger.receive(trigger.send(group));
         }
-        let gradients = AveragedGradients::untouched(
+        let gradients = ReducedGradients::new(
             model_state.clone(),
             context.device.clone(),
-            gradients,
-            loss,
-            weight,
+            weight.epoch,
+            weight.ticket.into_iter().collect(),
+            GradientStorage::Untouched {
+                gradients,
+                loss,
+                samples: weight.count,
+            },
         );
         if model_state.reads_losses() {
-            gradients.check_loss(&model_state, group.rank())?;
+            gradients.check_loss(group.rank())?;
         }
-        return Ok(gradients);
+        return Ok(AveragedGradients(WindowResult::Reduced(Box::new(
+            gradients,
+        ))));
     }
     let _turn = model_state.turn.take(group)?;
     let (window, _group_turn) = {
@@ -185,7 +191,7 @@ fn run_backward<M: Module>(
                         weight,
                     )
                 })
-                .map(|()| AveragedGradients::accumulating())
+                .map(|()| AveragedGradients(WindowResult::Accumulating))
                 .inspect_err(|_| *window = Window::default());
         }
         // Windows of other models are sent over the same group.
@@ -226,7 +232,8 @@ fn run_backward<M: Module>(
                 .tickets
                 .iter()
                 .for_each(|ticket| ticket.commit(model));
-            return Ok(AveragedGradients::idle(weight.epoch));
+            let epoch = weight.epoch;
+            return Ok(AveragedGradients(WindowResult::Idle { epoch }));
         }
         return Err(Error::misuse(
             "the weights of this step add up to 0 over all ranks: there is no sample to average \
@@ -235,14 +242,19 @@ fn run_backward<M: Module>(
     }
     // All ranks get the same result here, except in steps with local scope.
     check_some_trained(&model_state, reduced.sums.some_present())?;
-    let device = context.device.clone();
     let wants_norm = reduced.wants_norm;
-    let mut gradients = AveragedGradients::reduced(device, reduced, weight.epoch);
+    let mut gradients = ReducedGradients::new(
+        model_state.clone(),
+        context.device.clone(),
+        weight.epoch,
+        reduced.tickets,
+        GradientStorage::Sums(reduced.sums),
+    );
     // Computing the norm is collective, so all ranks do it now: later, only some of them might ask for it.
     if wants_norm && (gradients.is_sharded() || scale.is_some()) {
         let (part, bytes) = (EventSubject::Control, model_state.parameters().len() * 8);
         let _reduce = timeline.span(Phase::Reduce { part, bytes });
-        gradients.agree_on_norm()?;
+        gradients.whole_norm(NormAsked::ByAll)?;
     }
     if let Some(scale) = scale {
         // All ranks see the same sums.
@@ -250,10 +262,12 @@ fn run_backward<M: Module>(
             Some(norm) if norm.is_finite() => Finiteness::Finite,
             _ => Finiteness::NotFinite,
         };
-        gradients.note_finiteness(finiteness);
+        if let Some(commit) = &mut gradients.commit {
+            commit.finiteness = Some(finiteness);
+        }
         if finiteness == Finiteness::NotFinite {
             // There is nothing to step with.
-            let commit = gradients.take_commit();
+            let commit = gradients.commit.take();
             commit.into_iter().for_each(StepCommit::commit);
             tracing::debug!(
                 step = model_state.steps(),
@@ -263,10 +277,16 @@ fn run_backward<M: Module>(
             if context.is_main_process() || scope == ReduceScope::Local {
                 report_skip(&model_state, scale);
             }
-            return Ok(AveragedGradients::overflowed(scale, weight.epoch, scope));
+            return Ok(AveragedGradients(WindowResult::Overflowed {
+                scale,
+                epoch: weight.epoch,
+                scope,
+            }));
         }
     }
-    Ok(gradients)
+    Ok(AveragedGradients(WindowResult::Reduced(Box::new(
+        gradients,
+    ))))
 }
 
 /// Runs the backward pass of the last micro-step, and sums the window over the ranks.

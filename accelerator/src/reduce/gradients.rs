@@ -1,25 +1,18 @@
 use core::fmt;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::GradientsParams;
-use burn::tensor::{Device, Tensor, TensorData};
+use burn::tensor::{Tensor, TensorData};
 
 use super::gradient_means::{GradientMean, GradientMeans};
-use super::loss::{self, OnNonFiniteLoss};
 use super::model_state::ModelState;
 use super::reduce_context::ReduceScope;
 use super::reduced_gradients::{
     Clip, GradientStorage, Limit, NormAsked, ReducedGradients, StepCommit,
 };
-use super::reducer::ReducedWindow;
-use super::updates::Clips;
-use crate::core::error::Result;
 use crate::core::tensor::Scalar;
-use crate::data::ConsumeTicket;
-use crate::data::batch::Weight;
 use crate::model::TiedParameters;
-use crate::precision::Finiteness;
 
 /// The averaged gradients of a window, or none yet while it is open.
 ///
@@ -47,9 +40,9 @@ use crate::precision::Finiteness;
 /// # Ok::<(), Error>(())
 /// ```
 #[must_use = "pass gradients to the optimizer's `step`"]
-pub struct AveragedGradients(WindowResult);
+pub struct AveragedGradients(pub(super) WindowResult);
 
-enum WindowResult {
+pub(super) enum WindowResult {
     Accumulating,
     Reduced(Box<ReducedGradients>),
     /// This rank had no sample in a step of its own.
@@ -65,93 +58,10 @@ enum WindowResult {
 }
 
 impl AveragedGradients {
-    pub(super) fn accumulating() -> Self {
-        Self(WindowResult::Accumulating)
-    }
-
-    pub(super) fn idle(epoch: Option<u64>) -> Self {
-        Self(WindowResult::Idle { epoch })
-    }
-
-    pub(super) fn overflowed(scale: f64, epoch: Option<u64>, scope: ReduceScope) -> Self {
-        Self(WindowResult::Overflowed {
-            scale,
-            epoch,
-            scope,
-        })
-    }
-
-    pub(super) fn untouched(
-        model_state: Arc<ModelState>,
-        device: Device,
-        gradients: GradientsParams,
-        loss: Option<Tensor<1>>,
-        weight: Weight,
-    ) -> Self {
-        Self::closed(
-            model_state,
-            device,
-            weight.epoch,
-            weight.ticket.into_iter().collect(),
-            GradientStorage::Untouched {
-                gradients,
-                loss,
-                samples: weight.count,
-            },
-        )
-    }
-
-    pub(super) fn reduced(device: Device, reduced: ReducedWindow, epoch: Option<u64>) -> Self {
-        Self::closed(
-            reduced.sums.model_state.clone(),
-            device,
-            epoch,
-            reduced.tickets,
-            GradientStorage::Sums(reduced.sums),
-        )
-    }
-
-    fn closed(
-        model_state: Arc<ModelState>,
-        device: Device,
-        epoch: Option<u64>,
-        tickets: Vec<ConsumeTicket>,
-        values: GradientStorage,
-    ) -> Self {
-        Self(WindowResult::Reduced(Box::new(ReducedGradients {
-            device,
-            epoch,
-            factors: Vec::new(),
-            loss: OnceLock::new(),
-            lost: false,
-            norm: None,
-            squares: None,
-            token: None,
-            commit: Some(StepCommit {
-                clips: Clips::default(),
-                tickets,
-                finiteness: None,
-                _pending: model_state.pending_step.clone(),
-                model_state: model_state.clone(),
-            }),
-            model_state,
-            values,
-        })))
-    }
-
-    /// Notes their finiteness for the scale of losses.
-    pub(super) fn note_finiteness(&mut self, finiteness: Finiteness) {
-        if let WindowResult::Reduced(closed) = &mut self.0
-            && let Some(commit) = &mut closed.commit
-        {
-            commit.finiteness = Some(finiteness);
-        }
-    }
-
     /// Marks them as those of this rank alone, which are in use for as long as they hold `token`.
     pub(crate) fn held_by(mut self, token: &Arc<()>) -> Self {
-        if let WindowResult::Reduced(closed) = &mut self.0 {
-            closed.token = Some(token.clone());
+        if let Some(reduced) = self.reduced_mut() {
+            reduced.token = Some(token.clone());
         }
         self
     }
@@ -159,7 +69,7 @@ impl AveragedGradients {
     /// The path of a parameter that they were made for, where they are of none of this model's, or it is a clone from
     /// before `prepare`.
     pub(crate) fn unknown_to<M: Module>(&self, model: &M) -> Option<&str> {
-        let model_state = &self.closed_ref()?.model_state;
+        let model_state = &self.reduced()?.model_state;
         let mut search = KnownParameterSearch {
             model_state,
             found: false,
@@ -172,20 +82,20 @@ impl AveragedGradients {
 
     /// Returns the places of their model that hold the same parameter; `None` if no two do.
     pub(crate) fn tied_parameters(&self) -> Option<Arc<TiedParameters>> {
-        let tied = self.closed_ref()?.model_state.tied();
+        let tied = self.reduced()?.model_state.tied();
         (!tied.is_empty()).then(|| tied.clone())
     }
 
     /// Returns `true` if they are those of this rank alone.
     pub(crate) fn is_own(&self) -> bool {
-        self.closed_ref()
-            .is_some_and(|closed| closed.token.is_some())
+        self.reduced()
+            .is_some_and(|reduced| reduced.token.is_some())
     }
 
     /// Lets local training tell that a sharded optimizer was given these, which are this rank's alone.
     pub(crate) fn refuse_shards(&self) {
-        if let Some(closed) = self.closed_ref() {
-            closed.model_state.round().meet_shards();
+        if let Some(reduced) = self.reduced() {
+            reduced.model_state.round().meet_shards();
         }
     }
 
@@ -232,27 +142,27 @@ impl AveragedGradients {
     /// norm.
     #[track_caller]
     pub fn clip(mut self, clip: Clip<'_>) -> Self {
-        let WindowResult::Reduced(closed) = &mut self.0 else {
+        let Some(reduced) = self.reduced_mut() else {
             return self;
         };
-        let chosen = closed.chosen(&clip);
+        let chosen = reduced.chosen(&clip);
         if !chosen.contains(&true) {
-            let parameters = closed.model_state.parameters();
+            let parameters = reduced.model_state.parameters();
             if let Some(first) = parameters.first() {
-                let warnings = &closed.model_state.warnings;
+                let warnings = &reduced.model_state.warnings;
                 warnings.unclipped(parameters.len(), &first.path);
             }
         }
-        if let Some(commit) = &mut closed.commit {
+        if let Some(commit) = &mut reduced.commit {
             let (Limit::Norm { max, .. } | Limit::Value(max)) = clip.limit;
             commit.clips.note(max);
         }
         let outcome = match clip.limit {
-            Limit::Norm { max, order } => closed.clip_norm(at_least_zero(max), order, &chosen),
-            Limit::Value(max) => closed.clamp(at_least_zero(max), &chosen),
+            Limit::Norm { max, order } => reduced.clip_norm(at_least_zero(max), order, &chosen),
+            Limit::Value(max) => reduced.clamp(at_least_zero(max), &chosen),
         };
         if let Err(error) = outcome {
-            closed.give_up(&error);
+            reduced.give_up(&error);
         }
         self
     }
@@ -268,25 +178,7 @@ impl AveragedGradients {
     /// gradient each, it is sent with every window after it, or a clip, was first asked for: a first call after the
     /// first window returns `None`.
     pub fn norm(&mut self) -> Option<f64> {
-        let WindowResult::Reduced(closed) = &mut self.0 else {
-            return None;
-        };
-        if !closed.knows_norm() {
-            closed.model_state.note_norm_wanted();
-            return None;
-        }
-        closed.whole_norm(NormAsked::ByOne).ok()
-    }
-
-    /// Lets the L2 norm be known on every rank, in the name of the caller; all ranks call it.
-    #[track_caller]
-    pub(super) fn agree_on_norm(&mut self) -> Result<()> {
-        match &mut self.0 {
-            WindowResult::Reduced(closed) => closed.whole_norm(NormAsked::ByAll).map(drop),
-            WindowResult::Accumulating
-            | WindowResult::Idle { .. }
-            | WindowResult::Overflowed { .. } => Ok(()),
-        }
+        self.reduced_mut()?.norm()
     }
 
     /// The norm of another order, `(Σ |x|ᵖ)^(1/p)`, over all parameters, as they are now: after what
@@ -297,14 +189,12 @@ impl AveragedGradients {
     /// collective. If it fails it is `None`, and the next call that communicates fails too.
     #[track_caller]
     pub fn norm_of_order(&mut self, order: f64) -> Option<f64> {
-        let WindowResult::Reduced(closed) = &mut self.0 else {
-            return None;
-        };
-        let all = vec![true; closed.model_state.parameters().len()];
-        match closed.norm_of(order, &all, NormAsked::ByOne) {
+        let reduced = self.reduced_mut()?;
+        let all = vec![true; reduced.model_state.parameters().len()];
+        match reduced.norm_of(order, &all, NormAsked::ByOne) {
             Ok(norm) => Some(norm),
             Err(error) => {
-                closed.give_up(&error);
+                reduced.give_up(&error);
                 None
             }
         }
@@ -347,47 +237,21 @@ impl AveragedGradients {
     /// # Ok::<(), Error>(())
     /// ```
     pub fn loss(&self) -> Option<f64> {
-        let closed = self.closed_ref()?;
-        let loss = self.read_loss()?;
+        let reduced = self.reduced()?;
+        let loss = reduced.read_loss()?;
         // What is read as it comes was looked at then.
-        if !loss.is_finite() && !closed.model_state.reads_losses() {
-            closed
+        if !loss.is_finite() && !reduced.model_state.reads_losses() {
+            reduced
                 .model_state
                 .warn_non_finite_loss("the mean loss", loss);
         }
         Some(loss)
     }
 
-    fn read_loss(&self) -> Option<f64> {
-        let closed = self.closed_ref()?;
-        let read = || match &closed.values {
-            GradientStorage::Sums(sums) => sums.loss.mean(sums.total),
-            GradientStorage::Untouched { loss, .. } => {
-                let loss = loss.as_ref()?;
-                Some(loss.clone().into_scalar::<f64>())
-            }
-        };
-        *closed.loss.get_or_init(read)
-    }
-
-    /// Reads the loss of this rank alone, and tells or refuses one that is not finite.
-    pub(super) fn check_loss(&self, model_state: &ModelState, rank: usize) -> Result<()> {
-        let Some(loss) = self.read_loss().filter(|loss| !loss.is_finite()) else {
-            return Ok(());
-        };
-        match model_state.on_non_finite_loss {
-            OnNonFiniteLoss::Fail => Err(loss::error(model_state.steps(), [(rank, loss)])),
-            OnNonFiniteLoss::Warn => {
-                model_state.warn_non_finite_loss(&format!("the loss of rank {rank}"), loss);
-                Ok(())
-            }
-        }
-    }
-
     /// Returns the number of samples (or tokens) of all ranks that this is the average over; `None` while the window is
     /// open. As the [`loss`](Self::loss), it must not be reduced again.
     pub fn samples(&self) -> Option<f64> {
-        match &self.closed_ref()?.values {
+        match &self.reduced()?.values {
             GradientStorage::Sums(sums) => Some(sums.total),
             GradientStorage::Untouched { samples, .. } => Some(*samples),
         }
@@ -404,9 +268,7 @@ impl AveragedGradients {
     pub fn overflow(&self) -> Option<f64> {
         match self.0 {
             WindowResult::Overflowed { scale, .. } => Some(scale),
-            WindowResult::Accumulating | WindowResult::Reduced(_) | WindowResult::Idle { .. } => {
-                None
-            }
+            _ => None,
         }
     }
 
@@ -467,18 +329,18 @@ impl AveragedGradients {
     /// Returns gradients for an optimizer that reads sums in place; `None` while the window is open, and if the
     /// step is skipped.
     pub(crate) fn into_averaged(self) -> Option<GradientMean> {
-        let WindowResult::Reduced(mut closed) = self.0 else {
+        let WindowResult::Reduced(mut reduced) = self.0 else {
             return None;
         };
-        if let GradientStorage::Untouched { .. } = closed.values {
-            closed.apply_factors();
+        if let GradientStorage::Untouched { .. } = reduced.values {
+            reduced.apply_factors();
         }
         let ReducedGradients {
             device,
             factors,
             values,
             ..
-        } = *closed;
+        } = *reduced;
         Some(match values {
             GradientStorage::Sums(sums) => GradientMean::Sums(GradientMeans {
                 device,
@@ -492,54 +354,53 @@ impl AveragedGradients {
     /// Shows each gradient as a step would take it, with its parameter's path: none where there is no step to take, or
     /// this rank has a part of them alone.
     pub(crate) fn read_each(&self, mut read: impl FnMut(&str, TensorData)) {
-        if let Some(closed) = self.closed_ref()
-            && !closed.lost
+        if let Some(reduced) = self.reduced()
+            && !reduced.lost
         {
-            closed.read_each(|parameter, data| read(&parameter.path, data));
+            reduced.read_each(|parameter, data| read(&parameter.path, data));
         }
     }
 
     /// Returns `true` if each rank has only a part of them.
     pub(crate) fn is_sharded(&self) -> bool {
-        let values = self.closed_ref().map(|closed| &closed.values);
-        matches!(values, Some(GradientStorage::Sums(sums)) if sums.is_sharded())
+        self.reduced().is_some_and(ReducedGradients::is_sharded)
     }
 
     /// Returns `true` if something that all ranks do with them failed.
     pub(crate) fn is_lost(&self) -> bool {
-        self.closed_ref().is_some_and(|closed| closed.lost)
+        self.reduced().is_some_and(|reduced| reduced.lost)
     }
 
     /// Takes the commit of a step with them, once.
     pub(crate) fn take_commit(&mut self) -> Option<StepCommit> {
-        match &mut self.0 {
-            WindowResult::Accumulating
-            | WindowResult::Idle { .. }
-            | WindowResult::Overflowed { .. } => None,
-            WindowResult::Reduced(closed) => closed.commit.take(),
-        }
+        self.reduced_mut()?.commit.take()
     }
 
     pub(crate) fn epoch(&self) -> Option<u64> {
         match &self.0 {
             WindowResult::Accumulating => None,
-            WindowResult::Reduced(closed) => closed.epoch,
+            WindowResult::Reduced(reduced) => reduced.epoch,
             WindowResult::Idle { epoch } | WindowResult::Overflowed { epoch, .. } => *epoch,
         }
     }
 
     /// Returns the norm, if it was asked for, or a clip was.
     pub(crate) fn known_norm(&self) -> Option<Scalar> {
-        let known = self.closed_ref()?.norm.as_ref()?;
+        let known = self.reduced()?.norm.as_ref()?;
         Some(known.value.clone())
     }
 
-    fn closed_ref(&self) -> Option<&ReducedGradients> {
+    fn reduced(&self) -> Option<&ReducedGradients> {
         match &self.0 {
-            WindowResult::Accumulating
-            | WindowResult::Idle { .. }
-            | WindowResult::Overflowed { .. } => None,
-            WindowResult::Reduced(closed) => Some(closed),
+            WindowResult::Reduced(reduced) => Some(reduced),
+            _ => None,
+        }
+    }
+
+    fn reduced_mut(&mut self) -> Option<&mut ReducedGradients> {
+        match &mut self.0 {
+            WindowResult::Reduced(reduced) => Some(reduced),
+            _ => None,
         }
     }
 }
@@ -552,9 +413,9 @@ impl fmt::Debug for AveragedGradients {
             WindowResult::Overflowed { scale, .. } => {
                 write!(f, "Gradients(not finite at scale {scale})")
             }
-            WindowResult::Reduced(closed) => f
+            WindowResult::Reduced(reduced) => f
                 .debug_struct("AveragedGradients")
-                .field("epoch", &closed.epoch)
+                .field("epoch", &reduced.epoch)
                 .field("norm", &self.known_norm())
                 .field("samples", &self.samples())
                 .finish_non_exhaustive(),

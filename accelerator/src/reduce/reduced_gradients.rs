@@ -10,6 +10,7 @@ use burn::tensor::{Device, Tensor, TensorData};
 
 use super::bucket_sums::{self, BucketSums, MeanChange};
 use super::element_values::{self, ElementValues as Elements};
+use super::loss::{self, OnNonFiniteLoss};
 use super::model_state::ModelState;
 use super::updates::Clips;
 use super::{bucket, device_bucket};
@@ -157,6 +158,73 @@ pub(super) enum GradientStorage {
 }
 
 impl ReducedGradients {
+    pub(super) fn new(
+        model_state: Arc<ModelState>,
+        device: Device,
+        epoch: Option<u64>,
+        tickets: Vec<ConsumeTicket>,
+        values: GradientStorage,
+    ) -> Self {
+        Self {
+            device,
+            epoch,
+            loss: OnceLock::new(),
+            factors: Vec::new(),
+            lost: false,
+            norm: None,
+            squares: None,
+            token: None,
+            commit: Some(StepCommit {
+                clips: Clips::default(),
+                tickets,
+                finiteness: None,
+                _pending: model_state.pending_step.clone(),
+                model_state: model_state.clone(),
+            }),
+            model_state,
+            values,
+        }
+    }
+
+    /// Returns the mean loss, once it is computed.
+    pub(super) fn read_loss(&self) -> Option<f64> {
+        let read = || match &self.values {
+            GradientStorage::Sums(sums) => sums.loss.mean(sums.total),
+            GradientStorage::Untouched { loss, .. } => {
+                let loss = loss.as_ref()?;
+                Some(loss.clone().into_scalar::<f64>())
+            }
+        };
+        *self.loss.get_or_init(read)
+    }
+
+    /// Reads the loss of this rank alone, and warns of one that is not finite or refuses it.
+    pub(super) fn check_loss(&self, rank: usize) -> Result<()> {
+        let model_state = &self.model_state;
+        let Some(loss) = self.read_loss().filter(|loss| !loss.is_finite()) else {
+            return Ok(());
+        };
+        match model_state.on_non_finite_loss {
+            OnNonFiniteLoss::Fail => Err(loss::error(model_state.steps(), [(rank, loss)])),
+            OnNonFiniteLoss::Warn => {
+                model_state.warn_non_finite_loss(&format!("the loss of rank {rank}"), loss);
+                Ok(())
+            }
+        }
+    }
+
+    fn sums(&self) -> Option<&BucketSums> {
+        match &self.values {
+            GradientStorage::Sums(sums) => Some(sums),
+            GradientStorage::Untouched { .. } => None,
+        }
+    }
+
+    /// Returns `true` if each rank has only a part of them.
+    pub(super) fn is_sharded(&self) -> bool {
+        self.sums().is_some_and(BucketSums::is_sharded)
+    }
+
     /// Shows the gradients as a step would take them, in path order. If this rank has a part of them alone it shows
     /// none, and says so once.
     pub(super) fn read_each(&self, mut read: impl FnMut(&Trainable, TensorData)) {
@@ -188,8 +256,17 @@ impl ReducedGradients {
         self.factors.get(parameter).copied()
     }
 
+    /// Returns the L2 norm of everything, before clipping, if it can be had without the other ranks.
+    pub(super) fn norm(&mut self) -> Option<f64> {
+        if self.norm.is_none() && self.squares.is_none() && self.is_sharded() {
+            self.model_state.note_norm_wanted();
+            return None;
+        }
+        self.whole_norm(NormAsked::ByOne).ok()
+    }
+
     /// The L2 norm of everything, before clipping. All ranks call it where their sums are spread and it is
-    /// not [known](Self::knows_norm).
+    /// not known.
     #[track_caller]
     pub(super) fn whole_norm(&mut self, asked: NormAsked) -> Result<f64> {
         // On devices it needs nothing of the window: ranks compare when all of them ask.
@@ -211,23 +288,11 @@ impl ReducedGradients {
 
     /// The ranks, where what they find may differ in bits.
     fn apart(&self) -> Option<&ProcessGroup> {
-        match &self.values {
-            GradientStorage::Sums(sums) => sums.apart.as_ref(),
-            GradientStorage::Untouched { .. } => None,
-        }
+        self.sums()?.apart.as_ref()
     }
 
     fn serves<T>(&self, known: &KnownNorm<T>, asked: NormAsked) -> bool {
         self.apart().is_none() || asked == NormAsked::ByOne || known.by == NormAsked::ByAll
-    }
-
-    /// Returns `true` if the L2 norm can be had without the other ranks.
-    pub(super) fn knows_norm(&self) -> bool {
-        let is_sharded = match &self.values {
-            GradientStorage::Sums(sums) => sums.is_sharded(),
-            GradientStorage::Untouched { .. } => false,
-        };
-        self.norm.is_some() || self.squares.is_some() || !is_sharded
     }
 
     #[track_caller]
@@ -396,7 +461,7 @@ impl ReducedGradients {
 
     /// Aborts the group if other ranks wait for this one, and lets no step take place.
     pub(super) fn give_up(&mut self, error: &Error) {
-        if let GradientStorage::Sums(sums) = &self.values {
+        if let Some(sums) = self.sums() {
             sums.give_up(error);
         }
         self.commit = None;
