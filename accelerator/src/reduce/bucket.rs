@@ -197,38 +197,16 @@ pub(super) fn read(
     factor: Option<f64>,
 ) -> TensorData {
     let shape = shape.to_vec();
+    if float == Float::F64 {
+        let values = f64s(buffer, range);
+        return TensorData::new(scaled(values, total, factor, |v| v), shape);
+    }
+    let (values, total) = (f32s(buffer, range), total as f32);
+    let factor = factor.map(|factor| factor as f32);
     match float {
-        Float::F64 => {
-            let values = f64s(buffer, range);
-            TensorData::new(scaled(values, total, factor, |v| v), shape)
-        }
-        Float::F32 => TensorData::new(
-            scaled(
-                f32s(buffer, range),
-                total as f32,
-                factor.map(|f| f as f32),
-                |v| v,
-            ),
-            shape,
-        ),
-        Float::F16 => TensorData::new(
-            scaled(
-                f32s(buffer, range),
-                total as f32,
-                factor.map(|f| f as f32),
-                half::f16::from_f32,
-            ),
-            shape,
-        ),
-        Float::Bf16 => TensorData::new(
-            scaled(
-                f32s(buffer, range),
-                total as f32,
-                factor.map(|f| f as f32),
-                half::bf16::from_f32,
-            ),
-            shape,
-        ),
+        Float::Bf16 => TensorData::new(scaled(values, total, factor, half::bf16::from_f32), shape),
+        Float::F16 => TensorData::new(scaled(values, total, factor, half::f16::from_f32), shape),
+        Float::F32 | Float::F64 => TensorData::new(scaled(values, total, factor, |v| v), shape),
     }
 }
 

@@ -2,11 +2,8 @@ use core::ops::Range;
 use std::sync::Arc;
 
 use accelerator_collective::launcher::ShardLayout;
-use accelerator_collective::{Buffer, DType, ProcessGroup};
-use burn::tensor::Device;
+use accelerator_collective::{DType, ProcessGroup};
 
-use super::bucket::{BucketStorage, Placement};
-use super::device_bucket::DeviceBucket;
 use super::overlap::ReadyOrder;
 use crate::core::error::Result;
 use crate::model::{Float, Trainable};
@@ -16,7 +13,7 @@ use crate::model::{Float, Trainable};
 const WORTHWHILE: usize = 1 << 20;
 
 /// The place of each parameter's gradient.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct BucketLayout {
     buckets: Vec<BucketShape>,
     /// The elements that each rank gets the sums of; `None` if all ranks get all.
@@ -61,12 +58,9 @@ impl BucketLayout {
             let dtype = dtype_of(parameter.float);
             let length: usize = parameter.shape.iter().product();
             let open = &mut open[usize::from(dtype == DType::F64)];
-            let limit = |bucket| {
-                if bucket == 0 {
-                    size.min(WORTHWHILE)
-                } else {
-                    size
-                }
+            let limit = |bucket| match bucket {
+                0 => size.min(WORTHWHILE),
+                _ => size,
             };
             let bucket = open
                 .filter(|&bucket: &usize| {
@@ -128,21 +122,19 @@ impl BucketLayout {
         };
         let cuts = self.buckets.iter().enumerate().map(cut);
         Ok(Self {
-            buckets: self.buckets.clone(),
             cuts: Some(Arc::new(BucketShards {
                 bounds: bounds.clone(),
                 buckets: cuts.collect::<Result<_>>()?,
             })),
-            places: self.places.clone(),
+            ..self.clone()
         })
     }
 
     /// The same places, of which every rank gets all sums.
     pub(super) fn uncut(&self) -> Self {
         Self {
-            buckets: self.buckets.clone(),
             cuts: None,
-            places: self.places.clone(),
+            ..self.clone()
         }
     }
 
@@ -169,38 +161,20 @@ impl BucketLayout {
         &self.buckets[bucket].members
     }
 
-    /// The size of a bucket.
+    /// Returns the size of a bucket in bytes.
     pub(super) fn bytes(&self, bucket: usize) -> usize {
-        let (dtype, length) = (self.buckets[bucket].dtype, self.buckets[bucket].length);
+        let (dtype, length) = self.shape(bucket);
         length * width(dtype)
     }
 
-    /// The bytes of an element of a bucket.
+    /// Returns the bytes of an element of a bucket.
     pub(super) fn width(&self, bucket: usize) -> usize {
         width(self.buckets[bucket].dtype)
     }
 
-    /// Creates the storage for the sums of a bucket.
-    pub(super) fn store(
-        &self,
-        group: &ProcessGroup,
-        placement: &Placement,
-        bucket: usize,
-    ) -> BucketStorage {
-        let BucketShape { dtype, length, .. } = &self.buckets[bucket];
-        BucketStorage::new(group, placement, *dtype, *length)
-    }
-
-    /// A bucket on a device, with nothing in it.
-    pub(super) fn flat(&self, device: &Device, bucket: usize) -> DeviceBucket {
-        let BucketShape { dtype, length, .. } = &self.buckets[bucket];
-        DeviceBucket::new(*dtype, *length, device)
-    }
-
-    /// A new buffer for that bucket.
-    pub(super) fn allocate_one(&self, group: &ProcessGroup, bucket: usize) -> Buffer {
-        let BucketShape { dtype, length, .. } = &self.buckets[bucket];
-        group.buffer(*dtype, *length)
+    /// Returns the type and the number of the elements of a bucket.
+    pub(super) fn shape(&self, bucket: usize) -> (DType, usize) {
+        (self.buckets[bucket].dtype, self.buckets[bucket].length)
     }
 }
 

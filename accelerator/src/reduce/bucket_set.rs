@@ -33,7 +33,7 @@ pub(super) struct Bucket {
     /// The sums, and their progress.
     pub(super) state: BucketState,
     /// The sums before the last micro-step, so that it can be filled again.
-    undo: Option<BucketStorage>,
+    pub(super) undo: Option<BucketStorage>,
     /// Set if this rank asks all ranks to reduce it again. It has sent it too early; or, for a hook, its values are not
     /// finite.
     pub(super) needs_retry: bool,
@@ -146,16 +146,6 @@ impl Bucket {
     /// Returns `true` if it is ready to be sent.
     pub(super) fn is_complete(&self) -> bool {
         matches!(self.state, BucketState::Complete(_))
-    }
-
-    /// Returns `true` if there is a copy of earlier sums.
-    pub(super) fn has_undo(&self) -> bool {
-        self.undo.is_some()
-    }
-
-    /// Frees the copy of earlier sums.
-    pub(super) fn drop_undo(&mut self) {
-        self.undo = None;
     }
 
     /// Returns the sums of this rank alone, before they are sent.
@@ -274,7 +264,10 @@ impl BucketSet {
         parameters: usize,
     ) -> Self {
         let buckets = layout.len();
-        let bucket = |bucket| Bucket::new(layout.store(group, placement, bucket));
+        let bucket = |bucket| {
+            let (dtype, length) = layout.shape(bucket);
+            Bucket::new(BucketStorage::new(group, placement, dtype, length))
+        };
         Self {
             placement: placement.clone(),
             buckets: (0..buckets).map(bucket).collect(),

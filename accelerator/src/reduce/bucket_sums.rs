@@ -9,7 +9,7 @@ use burn::tensor::{Device, Tensor, TensorData};
 
 use super::bucket::{self, BLOCK, BucketStorage};
 use super::bucket_layout::{BucketRange, SumScope};
-use super::bucket_set::{Bucket, BucketSet};
+use super::bucket_set::BucketSet;
 use super::device_bucket;
 use super::loss::LossSum;
 use super::model_state::ModelState;
@@ -61,7 +61,8 @@ impl BucketSums {
     /// Frees the copies of earlier sums: no micro-step is undone any more.
     pub(super) fn drop_undo(&mut self) {
         if let Some(bucket_set) = &mut self.bucket_set {
-            bucket_set.buckets.iter_mut().for_each(Bucket::drop_undo);
+            let buckets = bucket_set.buckets.iter_mut();
+            buckets.for_each(|bucket| bucket.undo = None);
         }
     }
 

@@ -54,15 +54,6 @@ pub(super) struct CompressionScale {
 impl Compression {
     const ALL: [Self; 3] = [Self::Bf16, Self::F16, Self::None];
 
-    /// The name that `ACCEL_COMPRESSION` takes: `none`, `f16` or `bf16`.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Bf16 => "bf16",
-            Self::F16 => "f16",
-            Self::None => "none",
-        }
-    }
-
     /// The type in which a bucket of that type travels, if it is another one.
     pub(super) fn wire(self, bucket: DType) -> Option<DType> {
         match (self, bucket) {
@@ -96,7 +87,11 @@ impl CompressionScale {
 
 impl fmt::Display for Compression {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
+        f.write_str(match self {
+            Self::Bf16 => "bf16",
+            Self::F16 => "f16",
+            Self::None => "none",
+        })
     }
 }
 

@@ -37,7 +37,8 @@ pub(crate) fn mean_over_ranks(
     let layout = model_state.layout();
     let mut pending = Vec::with_capacity(layout.len());
     for number in 0..layout.len() {
-        let mut buffer = layout.allocate_one(group, number);
+        let (dtype, length) = layout.shape(number);
+        let mut buffer = group.buffer(dtype, length);
         if share.weight > 0.0 {
             let members = layout.members(number).iter();
             with_values(members.map(|&at| (at, &values[at])), |at, values| {

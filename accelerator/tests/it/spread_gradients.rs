@@ -192,7 +192,7 @@ fn norms_and_clips_have_the_bits_of_whole_gradients() {
 fn compressed_gradients_have_the_bits_of_whole_ones_also_beyond_their_range() {
     for compression in [Compression::F16, Compression::Bf16] {
         let builder = || Accelerator::builder().compression(compression);
-        check(compression.name(), builder, |gradients, _| {
+        check(&compression.to_string(), builder, |gradients, _| {
             let mut gradients = gradients.clip_norm(0.1);
             let figures = vec![gradients.norm()];
             (gradients, figures)

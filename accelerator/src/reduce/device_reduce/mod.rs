@@ -46,20 +46,15 @@ pub enum GradientReduction {
 
 impl GradientReduction {
     const ALL: [Self; 3] = [Self::Auto, Self::Nccl, Self::Staged];
-
-    /// The name that `ACCEL_REDUCTION` takes: `auto`, `nccl` or `staged`.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Auto => "auto",
-            Self::Nccl => "nccl",
-            Self::Staged => "staged",
-        }
-    }
 }
 
 impl fmt::Display for GradientReduction {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
+        f.write_str(match self {
+            Self::Auto => "auto",
+            Self::Nccl => "nccl",
+            Self::Staged => "staged",
+        })
     }
 }
 

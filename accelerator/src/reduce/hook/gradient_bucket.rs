@@ -256,17 +256,7 @@ impl<'a> Ranks<'a> {
         Ok(self.group.all_gather(values)?)
     }
 
-    /// The values of each rank, by rank, which may be more of one than of another.
-    ///
-    /// # Errors
-    ///
-    /// As [`all_reduce`](Self::all_reduce).
-    #[track_caller]
-    pub fn all_gather_varied<T: Element>(&self, values: &[T]) -> Result<Vec<Vec<T>>> {
-        Ok(self.group.all_gather_varied(values)?)
-    }
-
-    /// The group underneath, for operations that this type has no method for.
+    /// Returns the group underneath, for operations that this type has no method for.
     pub fn group(&self) -> &'a ProcessGroup {
         self.group
     }

@@ -117,11 +117,11 @@ impl OverlapScheduler {
         model_state: &ModelState,
         group: &ProcessGroup,
     ) -> Result<()> {
-        self.buckets = reduced.sums.bucket_count();
-        self.early = reduced.early;
+        self.counts.buckets = reduced.sums.bucket_count();
+        self.counts.early = reduced.early;
         if let SchedulerPhase::Sending(_) = self.phase {
-            self.early_total += reduced.early as u64;
-            self.windows += 1;
+            self.counts.early_total += reduced.early as u64;
+            self.counts.windows += 1;
         }
         match &mut self.phase {
             SchedulerPhase::Calibrating(learning) => {
@@ -142,8 +142,8 @@ impl OverlapScheduler {
                 }
             }
             SchedulerPhase::Sending(_) if reduced.repaired > 0 => {
-                self.repairs += 1;
-                if self.repairs >= MAX_REPAIRS {
+                self.counts.repairs += 1;
+                if self.counts.repairs >= MAX_REPAIRS {
                     tracing::warn!(
                         step = model_state.steps(),
                         "gradients became ready in another order than before in {MAX_REPAIRS} \

@@ -41,17 +41,21 @@ fn watch(
     let chain = anchors.on(&loss.device());
     let depths: Vec<usize> = probes.iter().map(|probe| probe.depth).collect();
     let anchors = chain.at(&depths);
-    // Each watch stands on the next shallower one, so that one node joins all of them.
-    let mut watched = chain.leaf();
+    // Each watch stands on the next shallower one, so that one node joins all of them. The first stands on a leaf,
+    // which makes them tracked.
+    let mut watched = chain.leaf.clone();
     for (point, (probe, anchor)) in probes.into_iter().zip(anchors).enumerate().rev() {
         let watch = ProbeWatch {
             leaves: probe.leaves,
             observer: Arc::clone(observer),
             point,
         };
-        watched = watched_above(watched, anchor, watch);
+        let values = watched.clone();
+        watched = autodiff::above_both([watched, anchor], values, Arc::new(watch));
     }
-    Tensor::from_dispatch(join(loss.into_dispatch(), watched, Arc::clone(observer)))
+    let loss = loss.into_dispatch();
+    let joined = Arc::new(Join(Arc::clone(observer)));
+    Tensor::from_dispatch(autodiff::above_both([loss.clone(), watched], loss, joined))
 }
 
 /// Tensors of chosen depths, of which no gradient is asked: what is placed above one of them runs
@@ -100,10 +104,6 @@ impl Chain {
         }
     }
 
-    fn leaf(&self) -> DispatchTensor {
-        self.leaf.clone()
-    }
-
     /// Anchors of these depths; those of others are forgotten.
     fn at(&mut self, depths: &[usize]) -> Vec<DispatchTensor> {
         let anchors = depths.iter().map(|&depth| self.make(depth)).collect();
@@ -116,11 +116,11 @@ impl Chain {
         let nearest = self.made.range(..=depth).next_back();
         let Some((&from, anchor)) = nearest else {
             // Not reached: depth 0 is there.
-            return self.leaf();
+            return self.leaf.clone();
         };
         let mut anchor = anchor.clone();
         for _ in from..depth {
-            anchor = deepen(anchor);
+            anchor = autodiff::above(anchor.clone(), anchor, Arc::new(Deepen));
         }
         self.made.insert(depth, anchor.clone());
         anchor
@@ -146,32 +146,7 @@ struct ProbeWatch {
     point: usize,
 }
 
-/// The same values, one level deeper in the graph.
-fn deepen(tensor: DispatchTensor) -> DispatchTensor {
-    autodiff::above(tensor.clone(), tensor, Arc::new(Deepen))
-}
-
-/// Returns a tensor to join to a loss, whose backward comes after that of everything that is deeper
-/// than `anchor`. `below` makes it tracked: it is a leaf, or another watch.
-fn watched_above(
-    below: DispatchTensor,
-    anchor: DispatchTensor,
-    watch: ProbeWatch,
-) -> DispatchTensor {
-    let values = below.clone();
-    autodiff::above_both([below, anchor], values, Arc::new(watch))
-}
-
-/// The loss, whose backward comes to the watches as well.
-fn join(
-    loss: DispatchTensor,
-    watched: DispatchTensor,
-    observer: Arc<dyn Observer>,
-) -> DispatchTensor {
-    let values = loss.clone();
-    autodiff::above_both([loss, watched], values, Arc::new(Join(observer)))
-}
-
+/// Passes its gradient on: a node that only makes the graph deeper.
 #[derive(Debug)]
 struct Deepen;
 
@@ -190,6 +165,7 @@ impl Node for ProbeWatch {
     }
 }
 
+/// The node of the loss, from which backward comes to the watches as well.
 #[derive(Debug)]
 struct Join(Arc<dyn Observer>);
 

@@ -27,13 +27,8 @@ impl OverlapSwitch {
 pub(in crate::reduce) struct OverlapScheduler {
     pub(super) anchors: Anchors,
     pub(super) phase: SchedulerPhase,
-    /// The buckets of the last window; `early` is the number of them that were sent before backward ended.
-    pub(super) buckets: usize,
-    pub(super) early: usize,
-    /// The buckets sent early in all `windows` in which they could be.
-    pub(super) early_total: u64,
-    pub(super) windows: u64,
-    pub(super) repairs: u32,
+    /// The counts of the report; its state follows from the phase.
+    pub(super) counts: OverlapReport,
 }
 
 #[derive(Debug)]
@@ -55,11 +50,14 @@ impl OverlapScheduler {
                 OverlapSwitch::Off => SchedulerPhase::Off,
                 OverlapSwitch::On => SchedulerPhase::Calibrating(RankCalibration::new()),
             },
-            buckets: 0,
-            early: 0,
-            early_total: 0,
-            windows: 0,
-            repairs: 0,
+            counts: OverlapReport {
+                state: OverlapState::Off,
+                buckets: 0,
+                early: 0,
+                early_total: 0,
+                windows: 0,
+                repairs: 0,
+            },
         }
     }
 
@@ -81,11 +79,7 @@ impl OverlapScheduler {
                 SchedulerPhase::Sending(_) => OverlapState::On,
                 SchedulerPhase::GivenUp => OverlapState::GivenUp,
             },
-            buckets: self.buckets,
-            early: self.early,
-            early_total: self.early_total,
-            windows: self.windows,
-            repairs: self.repairs,
+            ..self.counts
         }
     }
 }
@@ -109,20 +103,15 @@ pub enum Overlap {
 
 impl Overlap {
     const ALL: [Self; 3] = [Self::Auto, Self::Off, Self::On];
-
-    /// The name that `ACCEL_OVERLAP` takes: `auto`, `off` or `on`.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Auto => "auto",
-            Self::Off => "off",
-            Self::On => "on",
-        }
-    }
 }
 
 impl fmt::Display for Overlap {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
+        f.write_str(match self {
+            Self::Auto => "auto",
+            Self::Off => "off",
+            Self::On => "on",
+        })
     }
 }
 

@@ -10,6 +10,7 @@ use crate::reduce::bucket::{BucketStorage, Placement, uploaded};
 use crate::reduce::bucket_set::{Bucket, BucketSet, BucketState, RangeCheck};
 use crate::reduce::compression::{self, Compression, CompressionScale};
 use crate::reduce::control_vector::ControlSums;
+use crate::reduce::device_bucket::DeviceBucket;
 use crate::reduce::element_values::{self, ElementValues};
 use crate::reduce::hook::{BucketParameter, GradientBucket, HookInstance, Ranks};
 use crate::reduce::model_state::ModelState;
@@ -120,7 +121,7 @@ impl Reducer {
             );
             let _reduce = self.timeline.span(Phase::Reduce { part, bytes });
             // NCCL reduces in place: what can be undone is copied.
-            let sums = match bucket.has_undo() {
+            let sums = match bucket.undo.is_some() {
                 true => sums.mul_scalar(1.0),
                 false => sums,
             };
@@ -242,7 +243,8 @@ impl Reducer {
         for (number, bucket) in self.bucket_set.buckets.iter_mut().enumerate() {
             bucket.state = match bucket.state.take() {
                 BucketState::SentOnDevice(sending) => {
-                    let flat = self.bucket_set.layout.flat(device, number);
+                    let (dtype, length) = self.bucket_set.layout.shape(number);
+                    let flat = DeviceBucket::new(dtype, length, device);
                     BucketState::Summed(BucketStorage::Device(flat.with(sending.finish())))
                 }
                 other => other,
@@ -418,7 +420,8 @@ fn arrive(bucket_set: &mut BucketSet, number: usize, timeline: &Timeline) {
         return;
     };
     let _copy = timeline.span(Phase::Copy(EventSubject::bucket(number)));
-    let flat = bucket_set.layout.flat(device, number);
+    let (dtype, length) = bucket_set.layout.shape(number);
+    let flat = DeviceBucket::new(dtype, length, device);
     let flat = flat.with(uploaded(&buffer, device));
     bucket.wire = Some(buffer);
     bucket.state = BucketState::Summed(BucketStorage::Device(flat));
