@@ -1,4 +1,4 @@
-use core::fmt;
+use core::mem::{replace, take};
 use std::sync::Weak;
 
 use accelerator_collective::launcher::GroupExt;
@@ -11,16 +11,15 @@ use crate::core::preemption::{Preemption, PreemptionNotice};
 /// The signals that ranks send each other with each window, beside the gradients: the flag, whether one of them
 /// is preempted, whether rank 0 has written the last checkpoint that was begun, and whether it has a place in the
 /// next group.
-#[derive(Default)]
+#[derive(Debug, Default)]
 pub(crate) struct Trigger(Mutex<TriggerState>);
 
-#[derive(Default)]
+#[derive(Debug, Default)]
 struct TriggerState {
     /// Set while the flag is raised on this rank and not told to the others yet.
     set: bool,
     /// The flag of all windows since the last check; `None` if there was no window.
     told: Option<bool>,
-    /// The preemption notices that this rank watches.
     notice: PreemptionNotice,
     /// `true` once a window told of a preempted rank, which stays; `None` if there was no window since the last look.
     preempted: Option<bool>,
@@ -52,7 +51,6 @@ pub(crate) enum SaveProgress {
 }
 
 impl Trigger {
-    /// Raises the flag on this rank.
     pub(crate) fn set(&self) {
         self.0.lock().set = true;
     }
@@ -69,7 +67,7 @@ impl Trigger {
 
     /// Gives what this rank watches to the accelerator of the next group.
     pub(crate) fn hand_over_to(&self, next: &Self) {
-        let notice = std::mem::take(&mut self.0.lock().notice);
+        let notice = take(&mut self.0.lock().notice);
         next.0.lock().notice = notice;
     }
 
@@ -77,16 +75,23 @@ impl Trigger {
     pub(crate) fn send(&self, group: &ProcessGroup) -> f64 {
         let saving = self.0.lock().saving.as_ref().and_then(Weak::upgrade);
         let written = saving.is_some_and(|work| work.has_ended());
-        self.take() + digit(written, WRITTEN) + self.0.lock().departures(group)
+        let mut state = self.0.lock();
+        let signals = Signals {
+            flag: take(&mut state.set),
+            written,
+            ..state.departures(group)
+        };
+        signals.summand()
     }
 
     /// Takes what a window has told, as the sum over all ranks.
     pub(crate) fn receive(&self, sum: f64) {
+        let signals = Signals::of_sum(sum);
         let mut state = self.0.lock();
-        state.told = Some(state.told == Some(true) || sum % PREEMPTED > 0.0);
-        state.hear_of_departures(sum);
+        state.told = Some(state.told == Some(true) || signals.flag);
+        state.hear_of_departures(signals);
         if let Some(work) = state.saving.as_ref().and_then(Weak::upgrade) {
-            work.hear(match sum % REGROUPS >= WRITTEN {
+            work.hear(match signals.written {
                 true => SaveProgress::Done,
                 false => SaveProgress::Writing,
             });
@@ -98,9 +103,12 @@ impl Trigger {
         if let Some(told) = self.0.lock().told.take() {
             return Ok(told);
         }
-        let mine = self.take();
+        let mine = take(&mut self.0.lock().set);
+        let mut ranks = [f64::from(u8::from(mine))];
+        let summed = group.all_reduce(&mut ranks, ReduceOp::Sum);
         // Where it fails, nobody has heard of it.
-        any(group, mine).inspect_err(|_| self.0.lock().set |= mine > 0.0)
+        summed.inspect_err(|_| self.0.lock().set |= mine)?;
+        Ok(ranks[0] > 0.0)
     }
 
     /// Returns `true` if all ranks have learned that one is preempted.
@@ -146,10 +154,10 @@ impl Trigger {
         told: impl Fn(&mut TriggerState) -> &mut Option<bool>,
     ) -> Result<bool> {
         if told(&mut self.0.lock()).is_none() {
-            let mut sum = [self.0.lock().departures(group)];
+            let mut sum = [self.0.lock().departures(group).summand()];
             let asking = group.for_purpose("whether ranks are to leave");
             asking.all_reduce(&mut sum, ReduceOp::Sum)?;
-            self.0.lock().hear_of_departures(sum[0]);
+            self.0.lock().hear_of_departures(Signals::of_sum(sum[0]));
         }
         let mut state = self.0.lock();
         let told = told(&mut state);
@@ -157,38 +165,63 @@ impl Trigger {
         *told = is_told.then_some(true);
         Ok(is_told)
     }
-
-    /// The flag as a summand; it is down afterwards.
-    fn take(&self) -> f64 {
-        digit(std::mem::take(&mut self.0.lock().set), 1.0)
-    }
 }
 
 impl TriggerState {
-    /// Returns as a summand if this rank is preempted, and if it is rank 0 and has a place in a next group.
-    fn departures(&mut self, group: &ProcessGroup) -> f64 {
-        let preempted = self.notice.is_given(group.rank());
-        let regroups = group.rank() == 0 && group.has_next_place();
-        digit(preempted, PREEMPTED) + digit(regroups, REGROUPS)
+    /// Returns whether this rank is preempted, and whether it is rank 0 and has a place in a next group.
+    fn departures(&mut self, group: &ProcessGroup) -> Signals {
+        Signals {
+            preempted: self.notice.is_given(group.rank()),
+            regroups: group.rank() == 0 && group.has_next_place(),
+            ..Signals::default()
+        }
     }
 
     /// Notes the same of all ranks.
-    fn hear_of_departures(&mut self, sum: f64) {
-        let preempted = sum % WRITTEN >= PREEMPTED;
-        self.preempted = Some(self.preempted == Some(true) || preempted);
-        self.regroups = Some(self.regroups == Some(true) || sum >= REGROUPS);
-        if preempted {
+    fn hear_of_departures(&mut self, signals: Signals) {
+        self.preempted = Some(self.preempted == Some(true) || signals.preempted);
+        self.regroups = Some(self.regroups == Some(true) || signals.regroups);
+        if signals.preempted {
             self.notice.give();
         }
     }
 
     /// Tells the user once, on rank 0, what the program does.
     fn tell_user(&mut self, group: &ProcessGroup, what: &str) {
-        if group.rank() == 0 && !std::mem::replace(&mut self.told_user, true) {
+        if group.rank() == 0 && !replace(&mut self.told_user, true) {
             let ranks = group.world_size();
             error::tell(&format!(
                 "the launcher changes the number of ranks: the {ranks} ranks of now {what}"
             ));
+        }
+    }
+}
+
+/// The signals of a rank, or of all of them.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+struct Signals {
+    flag: bool,
+    preempted: bool,
+    written: bool,
+    regroups: bool,
+}
+
+impl Signals {
+    /// Returns one number, in whose sum over all ranks none of them mixes with another.
+    fn summand(self) -> f64 {
+        let digit = |is_set, place| if is_set { place } else { 0.0 };
+        digit(self.flag, 1.0)
+            + digit(self.preempted, PREEMPTED)
+            + digit(self.written, WRITTEN)
+            + digit(self.regroups, REGROUPS)
+    }
+
+    fn of_sum(sum: f64) -> Self {
+        Self {
+            flag: sum % PREEMPTED > 0.0,
+            preempted: sum % WRITTEN >= PREEMPTED,
+            written: sum % REGROUPS >= WRITTEN,
+            regroups: sum >= REGROUPS,
         }
     }
 }
@@ -203,69 +236,30 @@ const WRITTEN: f64 = (1_u64 << 40) as f64;
 /// The summand of a next group, which only rank 0 sends.
 const REGROUPS: f64 = (1_u64 << 41) as f64;
 
-fn digit(is_set: bool, place: f64) -> f64 {
-    if is_set { place } else { 0.0 }
-}
-
-/// Returns `true` if it is more than 0 on some rank.
-#[track_caller]
-fn any(group: &ProcessGroup, mine: f64) -> Result<bool> {
-    let mut flag = [mine];
-    group.all_reduce(&mut flag, ReduceOp::Sum)?;
-    Ok(flag[0] > 0.0)
-}
-
-impl fmt::Debug for Trigger {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Trigger").finish_non_exhaustive()
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
     use std::time::SystemTime;
 
     use super::*;
 
-    #[derive(Debug, Default)]
-    struct WrittenSave(Mutex<SaveProgress>);
-
-    impl WatchedSave for WrittenSave {
-        fn has_ended(&self) -> bool {
-            true
-        }
-
-        fn hear(&self, progress: SaveProgress) {
-            *self.0.lock() = progress;
-        }
-    }
-
-    /// Returns what a window has told: of the flag, of a preemption, of the save, of a next group.
-    fn told(sum: f64) -> (Option<bool>, Option<bool>, SaveProgress, Option<bool>) {
-        let (trigger, save) = (Trigger::default(), Arc::new(WrittenSave::default()));
-        let watched: Weak<WrittenSave> = Arc::downgrade(&save);
-        trigger.watch(watched);
-        trigger.receive(sum);
-        let state = trigger.0.lock();
-        let progress = *save.0.lock();
-        (state.told, state.preempted, progress, state.regroups)
-    }
-
     #[test]
     fn what_a_sum_tells_does_not_mix() {
         let ranks = accelerator_collective::Topology::LARGEST as f64;
+        let signals = |[flag, preempted, written, regroups]: [bool; 4]| Signals {
+            flag,
+            preempted,
+            written,
+            regroups,
+        };
         for flags in [0.0, 1.0, ranks] {
             for preempted in [0.0, 1.0, ranks] {
-                let sum = flags + preempted * PREEMPTED;
-                let [flag, preempted] = [flags, preempted].map(|ranks| Some(ranks > 0.0));
-                for (save, progress) in
-                    [(0.0, SaveProgress::Writing), (WRITTEN, SaveProgress::Done)]
+                for (written, regroups) in
+                    [(false, false), (true, false), (false, true), (true, true)]
                 {
-                    for (next, regroups) in [(0.0, false), (REGROUPS, true)] {
-                        let expected = (flag, preempted, progress, Some(regroups));
-                        assert_eq!(told(sum + save + next), expected);
-                    }
+                    let of_one = signals([false, false, written, regroups]).summand();
+                    let sum = flags + preempted * PREEMPTED + of_one;
+                    let expected = [flags > 0.0, preempted > 0.0, written, regroups];
+                    assert_eq!(Signals::of_sum(sum), signals(expected));
                 }
             }
         }
