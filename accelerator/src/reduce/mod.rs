@@ -1,3 +1,8 @@
+#![allow(
+    clippy::large_enum_variant,
+    reason = "tensors of some devices are large; such values are few, or in memory that is kept"
+)]
+
 mod backward;
 mod backward_calls;
 mod bucket;
@@ -50,3 +55,22 @@ pub(crate) use self::register::{prepare, resume};
 pub(crate) use self::trigger::{SaveProgress, WatchedSave};
 pub(crate) use self::updates::{LocalRound, OpenRoundConcern, SeenUpdates, sharded};
 pub(crate) use self::working_copy::working_copy;
+
+/// Runs `body` on that many ranks, which are threads.
+#[cfg(test)]
+fn on_ranks<T: Send>(
+    count: usize,
+    body: impl Fn(accelerator_collective::ProcessGroup) -> T + Sync,
+) -> Vec<T> {
+    let options = accelerator_collective::GroupOptions::new();
+    let groups = accelerator_collective::ProcessGroup::threads(count, &options).unwrap();
+    std::thread::scope(|scope| {
+        let body = &body;
+        let threads: Vec<_> = groups
+            .into_iter()
+            .map(|group| scope.spawn(move || body(group)))
+            .collect();
+        let outcomes = threads.into_iter().map(|thread| thread.join().unwrap());
+        outcomes.collect()
+    })
+}

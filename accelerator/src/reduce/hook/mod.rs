@@ -162,13 +162,11 @@ pub enum SavedBy {
     ThisRank,
 }
 
-/// Makes the hook of each model.
 #[derive(Clone)]
 pub(crate) struct HookFactory {
     make: Arc<dyn Fn() -> Box<dyn CommunicationHook> + Send + Sync>,
 }
 
-/// The hook of a model.
 pub(crate) struct HookInstance {
     hook: Mutex<Box<dyn CommunicationHook>>,
     name: String,

@@ -1,6 +1,5 @@
 use std::sync::Barrier;
 
-use accelerator_collective::GroupOptions;
 use accelerator_collective::launcher::GroupExt;
 use burn::module::ParamId;
 use burn::tensor::{Device, Tensor};
@@ -12,6 +11,7 @@ use crate::reduce::bucket::BucketStorage;
 use crate::reduce::bucket_set::BucketState;
 use crate::reduce::device_reduce::GradientReduction;
 use crate::reduce::model_state::ModelSettings;
+use crate::reduce::on_ranks;
 use crate::reduce::overlap::OverlapSwitch;
 use crate::timeline::Recording;
 
@@ -57,21 +57,6 @@ fn reducer(model_state: &ModelState, group: &ProcessGroup) -> Reducer {
     reducer.unwrap()
 }
 
-fn on_two_ranks<T: Send>(body: impl Fn(ProcessGroup) -> T + Sync) -> Vec<T> {
-    let groups = ProcessGroup::threads(2, &GroupOptions::new()).unwrap();
-    std::thread::scope(|scope| {
-        let body = &body;
-        let threads: Vec<_> = groups
-            .into_iter()
-            .map(|group| scope.spawn(move || body(group)))
-            .collect();
-        threads
-            .into_iter()
-            .map(|thread| thread.join().unwrap())
-            .collect()
-    })
-}
-
 fn gradient(value: f32) -> Tensor<1> {
     Tensor::full([1000], value, &Device::default())
 }
@@ -91,7 +76,7 @@ fn gradients(first: Tensor<1>, second: Tensor<1>) -> GradientsParams {
 #[test]
 fn a_bucket_is_reduced_before_backward_ends() {
     let in_backward = Barrier::new(2);
-    let results = on_two_ranks(|group| {
+    let results = on_ranks(2, |group| {
         let model_state = model_state([1, 2]);
         let mut reducer = reducer(&model_state, &group);
         // The second parameter is in the first bucket.
@@ -123,7 +108,7 @@ fn a_bucket_is_reduced_before_backward_ends() {
 
 #[test]
 fn a_bucket_waits_for_those_before_it() {
-    on_two_ranks(|group| {
+    on_ranks(2, |group| {
         let model_state = model_state([1, 2]);
         let mut reducer = reducer(&model_state, &group);
         let (first, second) = (gradient(1.0), gradient(2.0));
@@ -158,7 +143,7 @@ fn a_bucket_waits_for_those_before_it() {
 #[test]
 fn a_rank_that_stops_in_the_middle_fails_all_by_name() {
     let over = Barrier::new(2);
-    let errors = on_two_ranks(|group| {
+    let errors = on_ranks(2, |group| {
         let model_state = model_state([1, 2]);
         let mut reducer = reducer(&model_state, &group);
         let (first, second) = (gradient(1.0), gradient(2.0));
@@ -189,7 +174,7 @@ fn a_rank_that_stops_in_the_middle_fails_all_by_name() {
 
 #[test]
 fn a_window_that_the_group_refuses_owes_nothing() {
-    on_two_ranks(|group| {
+    on_ranks(2, |group| {
         let model_state = model_state([1, 2]);
         let ready = reducer(&model_state, &group);
         let guard = group.forbid("ranks are not together");
@@ -223,7 +208,7 @@ fn models_are_told_apart_by_more_than_a_few_bits() {
     for bits in [upper, lower] {
         let of = |id: u64| bits(accelerator_plan::mix(&[id]));
         let twin = (2..).find(|&id| of(id) == of(1)).unwrap();
-        let errors = on_two_ranks(|group| {
+        let errors = on_ranks(2, |group| {
             let id = [1, twin][group.rank()];
             let model_state = model_state([id]);
             let mut gradients = GradientsParams::new();

@@ -7,6 +7,7 @@
 use core::ops::{AddAssign, Mul, SubAssign};
 
 use accelerator_collective::Element;
+use safetensors::Dtype;
 
 /// A floating-point type that gradients are reduced in.
 pub(super) trait MatrixFloat:
@@ -14,37 +15,53 @@ pub(super) trait MatrixFloat:
 {
     /// The relative length below which the rest of a column, without its parts along others, is rounding.
     const ROUNDING: f64;
+    /// The type's name in files.
+    const STORED: Dtype;
 
     fn narrowed(value: f64) -> Self;
 
     fn widened(self) -> f64;
+
+    fn append_to(self, bytes: &mut Vec<u8>);
+
+    /// Reads a value from as many bytes as it has.
+    fn of_bytes(bytes: &[u8]) -> Self;
 }
 
-impl MatrixFloat for f32 {
-    const ROUNDING: f64 = 1e-5;
+macro_rules! matrix_floats {
+    ($($float:ident: $rounding:literal, $stored:ident;)+) => {
+        $(
+            impl MatrixFloat for $float {
+                const ROUNDING: f64 = $rounding;
+                const STORED: Dtype = Dtype::$stored;
 
-    fn narrowed(value: f64) -> Self {
-        value as Self
-    }
+                fn narrowed(value: f64) -> Self {
+                    value as Self
+                }
 
-    fn widened(self) -> f64 {
-        f64::from(self)
-    }
+                fn widened(self) -> f64 {
+                    self.into()
+                }
+
+                fn append_to(self, bytes: &mut Vec<u8>) {
+                    bytes.extend_from_slice(&self.to_le_bytes());
+                }
+
+                fn of_bytes(bytes: &[u8]) -> Self {
+                    let mut own = [0; size_of::<Self>()];
+                    own.copy_from_slice(bytes);
+                    Self::from_le_bytes(own)
+                }
+            }
+        )+
+    };
 }
 
-impl MatrixFloat for f64 {
-    const ROUNDING: f64 = 1e-13;
-
-    fn narrowed(value: f64) -> Self {
-        value
-    }
-
-    fn widened(self) -> f64 {
-        self
-    }
+matrix_floats! {
+    f32: 1e-5, F32;
+    f64: 1e-13, F64;
 }
 
-/// Returns `true` if everything is finite.
 pub(super) fn is_finite<T: MatrixFloat>(values: &[T]) -> bool {
     // Without an early end, so that it is done in vectors.
     values
@@ -79,26 +96,29 @@ pub(super) fn transposed_times<T: MatrixFloat>(m: &[T], columns: usize, p: &[T],
 
 /// `m = p · qᵀ`.
 pub(super) fn multiply<T: MatrixFloat>(p: &[T], q: &[T], columns: usize, m: &mut [T]) {
-    let rows = m.len() / columns;
     m.fill(T::default());
-    for (at, row) in m.chunks_exact_mut(columns).enumerate() {
-        let cells = p.iter().skip(at).step_by(rows);
-        for (&cell, q) in cells.zip(q.chunks_exact(columns)) {
-            for (value, &q) in row.iter_mut().zip(q) {
-                *value += cell * q;
-            }
-        }
-    }
+    for_each_product(p, q, columns, m, |value, product| *value += product);
 }
 
 /// `m -= p · qᵀ`.
 pub(super) fn subtract<T: MatrixFloat>(p: &[T], q: &[T], columns: usize, m: &mut [T]) {
+    for_each_product(p, q, columns, m, |value, product| *value -= product);
+}
+
+/// Gives each element of `m` the products that make up its element of `p · qᵀ`.
+fn for_each_product<T: MatrixFloat>(
+    p: &[T],
+    q: &[T],
+    columns: usize,
+    m: &mut [T],
+    give: impl Fn(&mut T, T),
+) {
     let rows = m.len() / columns;
     for (at, row) in m.chunks_exact_mut(columns).enumerate() {
         let cells = p.iter().skip(at).step_by(rows);
         for (&cell, q) in cells.zip(q.chunks_exact(columns)) {
             for (value, &q) in row.iter_mut().zip(q) {
-                *value -= cell * q;
+                give(value, cell * q);
             }
         }
     }
@@ -158,40 +178,37 @@ fn normalize<T: MatrixFloat>(before: &[T], column: &mut [T]) -> bool {
     true
 }
 
-/// Computes the dot product in eight lanes, which the compiler can turn into vector instructions.
 fn dot<T: MatrixFloat>(left: &[T], right: &[T]) -> T {
-    let mut lanes = [T::default(); 8];
-    let (lefts, rights) = (left.chunks_exact(8), right.chunks_exact(8));
-    let rest = lefts.remainder().iter().zip(rights.remainder());
-    for (left, right) in lefts.zip(rights) {
-        for (lane, (&left, &right)) in lanes.iter_mut().zip(left.iter().zip(right)) {
-            *lane += left * right;
-        }
-    }
-    for (lane, (&left, &right)) in lanes.iter_mut().zip(rest) {
-        *lane += left * right;
-    }
-    let mut sum = T::default();
-    for lane in lanes {
-        sum += lane;
-    }
-    sum
+    sum_of_products(left, right, |left, right| left * right)
 }
 
 /// The same in f64, where squares of small f32 values do not vanish.
 fn wide_dot<T: MatrixFloat>(left: &[T], right: &[T]) -> f64 {
-    let mut lanes = [0.0; 8];
+    sum_of_products(left, right, |left, right| left.widened() * right.widened())
+}
+
+/// Adds up in eight lanes, which the compiler can turn into vector instructions.
+fn sum_of_products<T: Copy, R: AddAssign + Copy + Default>(
+    left: &[T],
+    right: &[T],
+    product: impl Fn(T, T) -> R,
+) -> R {
+    let mut lanes = [R::default(); 8];
     let (lefts, rights) = (left.chunks_exact(8), right.chunks_exact(8));
     let rest = lefts.remainder().iter().zip(rights.remainder());
     for (left, right) in lefts.zip(rights) {
         for (lane, (&left, &right)) in lanes.iter_mut().zip(left.iter().zip(right)) {
-            *lane += left.widened() * right.widened();
+            *lane += product(left, right);
         }
     }
     for (lane, (&left, &right)) in lanes.iter_mut().zip(rest) {
-        *lane += left.widened() * right.widened();
+        *lane += product(left, right);
     }
-    lanes.iter().sum()
+    let mut sum = R::default();
+    for lane in lanes {
+        sum += lane;
+    }
+    sum
 }
 
 /// Random numbers that depend on nothing but a seed, the path of a parameter and a step: every rank draws

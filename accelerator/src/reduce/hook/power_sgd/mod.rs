@@ -58,26 +58,12 @@ pub struct PowerSgd {
 
 #[derive(Clone, Copy, Debug)]
 struct PowerSgdSettings {
-    error_feedback: ErrorFeedback,
+    feeds_errors_back: bool,
     min_compression: f64,
     rank: usize,
     seed: u64,
-    start: IterationStart,
-}
-
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-enum ErrorFeedback {
-    Off,
-    On,
-}
-
-/// The start of each step's iteration.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-enum IterationStart {
-    /// Random directions.
-    Cold,
-    /// The end of the step before.
-    Warm,
+    /// Set if a step's iteration starts at the end of the step before, not at random directions.
+    starts_warm: bool,
 }
 
 impl PowerSgd {
@@ -86,11 +72,11 @@ impl PowerSgd {
     pub fn new(rank: usize) -> Self {
         Self {
             settings: PowerSgdSettings {
-                error_feedback: ErrorFeedback::On,
+                feeds_errors_back: true,
                 min_compression: 2.0,
                 rank: rank.max(1),
                 seed: 0,
-                start: IterationStart::Warm,
+                starts_warm: true,
             },
             start_after: 1000,
             double: PowerSgdState::default(),
@@ -120,14 +106,14 @@ impl PowerSgd {
 
     /// Forgets what was not sent. It saves memory, and training may not converge.
     pub fn without_error_feedback(mut self) -> Self {
-        self.settings.error_feedback = ErrorFeedback::Off;
+        self.settings.feeds_errors_back = false;
         self
     }
 
     /// Begins each step at random directions. Nothing but the errors is kept from step to step, and the
     /// approximation is worse.
     pub fn without_warm_start(mut self) -> Self {
-        self.settings.start = IterationStart::Cold;
+        self.settings.starts_warm = false;
         self
     }
 }
@@ -135,20 +121,17 @@ impl PowerSgd {
 impl CommunicationHook for PowerSgd {
     fn name(&self) -> String {
         let PowerSgdSettings {
-            error_feedback,
+            feeds_errors_back,
             min_compression,
             rank,
             seed,
-            start,
+            starts_warm,
         } = self.settings;
-        let feedback = match error_feedback {
-            ErrorFeedback::Off => "no error feedback",
-            ErrorFeedback::On => "error feedback",
+        let feedback = match feeds_errors_back {
+            true => "error feedback",
+            false => "no error feedback",
         };
-        let start = match start {
-            IterationStart::Cold => "cold",
-            IterationStart::Warm => "warm",
-        };
+        let start = if starts_warm { "warm" } else { "cold" };
         format!(
             "PowerSGD of rank {rank} after {} steps, {start} start, {feedback}, where it saves \
              {min_compression} times, seed {seed}",
@@ -182,19 +165,35 @@ impl CommunicationHook for PowerSgd {
     }
 
     fn save(&self) -> Result<Vec<u8>, HookError> {
-        save(&self.single, &self.double)
+        let mut saved = fields(&self.single);
+        saved.extend(fields(&self.double));
+        if saved.is_empty() {
+            return Ok(Vec::new());
+        }
+        let views = saved.iter().map(|(name, dtype, shape, bytes)| {
+            TensorView::new(*dtype, shape.to_vec(), bytes).map(|view| (name, view))
+        });
+        Ok(serialize(views.collect::<Result<Vec<_>, _>>()?, None)?)
     }
 
     fn restore(&mut self, saved: &[u8], saved_by: SavedBy) -> Result<(), HookError> {
-        restore(saved, saved_by, &mut self.single, &mut self.double)
+        if saved.is_empty() {
+            return Ok(());
+        }
+        for (name, view) in SafeTensors::deserialize(saved)?.iter() {
+            match view.dtype() {
+                Dtype::F64 => take(&mut self.double, saved_by, name, &view),
+                _ => take(&mut self.single, saved_by, name, &view),
+            }
+        }
+        Ok(())
     }
 }
 
 /// The state of the parameters of one type, and memory to work in. Names are the paper's: a gradient M is approximated
 /// by the product of its factors P and Qᵀ.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct PowerSgdState<T> {
-    /// The state of each parameter, by path.
     tensors: BTreeMap<String, Tensor<T>>,
     /// The values of the first all-reduce: those that are sent exactly, and each P.
     exact_and_p: Vec<T>,
@@ -215,10 +214,19 @@ struct Tensor<T> {
     columns: usize,
 }
 
+impl<T> Tensor<T> {
+    fn empty(columns: usize) -> Self {
+        Self {
+            q: Vec::new(),
+            error: Vec::new(),
+            columns,
+        }
+    }
+}
+
 /// The part of a bucket that is summed already.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum PendingFactors {
-    /// It holds the sum of all ranks.
     Everything,
     /// It still needs an exact sum of its values.
     Nothing,
@@ -232,18 +240,6 @@ struct Matrix<'a> {
     rows: usize,
     columns: usize,
     rank: usize,
-}
-
-// Not derived, which would ask for `T: Default`.
-impl<T> Default for PowerSgdState<T> {
-    fn default() -> Self {
-        Self {
-            tensors: BTreeMap::new(),
-            exact_and_p: Vec::new(),
-            q: Vec::new(),
-            own_q: Vec::new(),
-        }
-    }
 }
 
 impl<T: MatrixFloat> PowerSgdState<T> {
@@ -278,7 +274,7 @@ impl<T: MatrixFloat> PowerSgdState<T> {
             for (value, &error) in m.iter_mut().zip(&tensor.error) {
                 *value += error;
             }
-            if settings.start == IterationStart::Cold {
+            if !settings.starts_warm {
                 tensor.q.fill(T::default());
             }
             let mut draws = StepRng::new(settings.seed, matrix.path, step);
@@ -318,7 +314,7 @@ impl<T: MatrixFloat> PowerSgdState<T> {
             let own_q = cut(&mut own_qs, matrix.columns * matrix.rank);
             let tensor = tensor_of(&mut self.tensors, matrix, settings);
             let m = &mut values[matrix.range.clone()];
-            if settings.error_feedback == ErrorFeedback::On {
+            if settings.feeds_errors_back {
                 tensor.error.copy_from_slice(m);
                 matrix::subtract(p, own_q, matrix.columns, &mut tensor.error);
             }
@@ -372,17 +368,12 @@ fn tensor_of<'a, T: MatrixFloat>(
     settings: &PowerSgdSettings,
 ) -> &'a mut Tensor<T> {
     let q_len = matrix.columns * matrix.rank;
-    let error_len = match settings.error_feedback {
-        ErrorFeedback::Off => 0,
-        ErrorFeedback::On => matrix.rows * matrix.columns,
+    let error_len = match settings.feeds_errors_back {
+        true => matrix.rows * matrix.columns,
+        false => 0,
     };
     if !tensors.contains_key(matrix.path) {
-        let blank = Tensor {
-            q: Vec::new(),
-            error: Vec::new(),
-            columns: matrix.columns,
-        };
-        tensors.insert(matrix.path.to_owned(), blank);
+        tensors.insert(matrix.path.to_owned(), Tensor::empty(matrix.columns));
     }
     // There since the line above at the latest; `entry` would copy the path in each step.
     #[expect(clippy::expect_used, reason = "it was inserted where it was missing")]
@@ -411,72 +402,10 @@ fn cut<'a, T>(left: &mut &'a [T], count: usize) -> &'a [T] {
     mine
 }
 
-fn save(single: &PowerSgdState<f32>, double: &PowerSgdState<f64>) -> Result<Vec<u8>, HookError> {
-    let mut saved = fields(single);
-    saved.extend(fields(double));
-    if saved.is_empty() {
-        return Ok(Vec::new());
-    }
-    let views = saved.iter().map(|(name, dtype, shape, bytes)| {
-        TensorView::new(*dtype, shape.to_vec(), bytes).map(|view| (name, view))
-    });
-    Ok(serialize(views.collect::<Result<Vec<_>, _>>()?, None)?)
-}
-
-fn restore(
-    saved: &[u8],
-    saved_by: SavedBy,
-    single: &mut PowerSgdState<f32>,
-    double: &mut PowerSgdState<f64>,
-) -> Result<(), HookError> {
-    if saved.is_empty() {
-        return Ok(());
-    }
-    for (name, view) in SafeTensors::deserialize(saved)?.iter() {
-        match view.dtype() {
-            Dtype::F64 => take(double, saved_by, name, &view),
-            _ => take(single, saved_by, name, &view),
-        }
-    }
-    Ok(())
-}
-
-/// A type that has a name in files.
-trait StoredFloat: MatrixFloat {
-    const DTYPE: Dtype;
-
-    fn append_to(self, bytes: &mut Vec<u8>);
-
-    /// Reads a value from as many bytes as it has.
-    fn of_bytes(bytes: &[u8]) -> Self;
-}
-
-macro_rules! stored {
-    ($($type:ident $dtype:ident),+) => {
-        $(
-            impl StoredFloat for $type {
-                const DTYPE: Dtype = Dtype::$dtype;
-
-                fn append_to(self, bytes: &mut Vec<u8>) {
-                    bytes.extend_from_slice(&self.to_le_bytes());
-                }
-
-                fn of_bytes(bytes: &[u8]) -> Self {
-                    let mut own = [0; size_of::<Self>()];
-                    own.copy_from_slice(bytes);
-                    Self::from_le_bytes(own)
-                }
-            }
-        )+
-    };
-}
-
-stored!(f32 F32, f64 F64);
-
 /// A name, with type, shape and bytes.
 type Field = (String, Dtype, [usize; 2], Vec<u8>);
 
-fn fields<T: StoredFloat>(state: &PowerSgdState<T>) -> Vec<Field> {
+fn fields<T: MatrixFloat>(state: &PowerSgdState<T>) -> Vec<Field> {
     let fields = state.tensors.iter().flat_map(|(path, tensor)| {
         // Nothing that was read may be divided by zero.
         let columns = tensor.columns.max(1);
@@ -484,12 +413,7 @@ fn fields<T: StoredFloat>(state: &PowerSgdState<T>) -> Vec<Field> {
             let mut bytes = Vec::with_capacity(size_of_val(values));
             values.iter().for_each(|value| value.append_to(&mut bytes));
             let shape = [values.len() / columns, columns];
-            (
-                format!("{kind}{path}"),
-                <T as StoredFloat>::DTYPE,
-                shape,
-                bytes,
-            )
+            (format!("{kind}{path}"), T::STORED, shape, bytes)
         };
         let error = (!tensor.error.is_empty()).then(|| field(ERROR, &tensor.error));
         core::iter::once(field(Q, &tensor.q)).chain(error)
@@ -498,7 +422,7 @@ fn fields<T: StoredFloat>(state: &PowerSgdState<T>) -> Vec<Field> {
 }
 
 /// Restores a field. What does not fit the program's parameters is replaced when it is used.
-fn take<T: StoredFloat>(
+fn take<T: MatrixFloat>(
     state: &mut PowerSgdState<T>,
     saved_by: SavedBy,
     name: &str,
@@ -508,20 +432,15 @@ fn take<T: StoredFloat>(
         let bytes = view.data().chunks_exact(size_of::<T>());
         bytes.map(T::of_bytes).collect::<Vec<_>>()
     };
-    let blank = |columns| Tensor {
-        q: Vec::new(),
-        error: Vec::new(),
-        columns,
-    };
     let columns = view.shape().last().copied().unwrap_or(0);
     if let Some(path) = name.strip_prefix(Q) {
         let tensor = state.tensors.entry(path.to_owned());
-        tensor.or_insert_with(|| blank(columns)).q = values();
+        tensor.or_insert_with(|| Tensor::empty(columns)).q = values();
     } else if let Some(path) = name.strip_prefix(ERROR)
         && saved_by == SavedBy::ThisRank
     {
         let tensor = state.tensors.entry(path.to_owned());
-        tensor.or_insert_with(|| blank(columns)).error = values();
+        tensor.or_insert_with(|| Tensor::empty(columns)).error = values();
     }
 }
 

@@ -2,7 +2,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use accelerator_collective::launcher::GroupExt;
-use accelerator_collective::{Buffer, DType, GroupOptions, ProcessGroup};
+use accelerator_collective::{Buffer, DType, ProcessGroup};
 use burn::module::ParamId;
 use proptest::prelude::*;
 
@@ -10,6 +10,7 @@ use super::matrix::{MatrixFloat, StepRng};
 use super::*;
 use crate::model::{Float, Trainable};
 use crate::reduce::hook::BucketParameter;
+use crate::reduce::on_ranks;
 
 /// A hook with a bucket of its own.
 struct Bench {
@@ -57,19 +58,6 @@ impl Bench {
         self.step += 1;
         buffer.as_slice().unwrap().to_vec()
     }
-}
-
-fn on_ranks<T: Send>(count: usize, body: impl Fn(ProcessGroup) -> T + Sync) -> Vec<T> {
-    let groups = ProcessGroup::threads(count, &GroupOptions::new()).unwrap();
-    std::thread::scope(|scope| {
-        let body = &body;
-        let threads: Vec<_> = groups
-            .into_iter()
-            .map(|group| scope.spawn(move || body(group)))
-            .collect();
-        let outcomes = threads.into_iter().map(|thread| thread.join().unwrap());
-        outcomes.collect()
-    })
 }
 
 /// Returns the values of a rank in a step.
@@ -323,16 +311,12 @@ fn a_hook_goes_on_from_what_was_saved() {
         let one = vec![state(0, step), state(0, step)];
         let resumed = run(step as u64, one.clone(), SavedBy::OneForAll);
         assert_ne!(resumed[0].0, whole[0].0);
-        let (mut single, mut double) = (PowerSgdState::default(), PowerSgdState::default());
+        let mut hook = PowerSgd::new(2);
         let saved = one[0].as_deref().unwrap();
-        restore(saved, SavedBy::OneForAll, &mut single, &mut double).unwrap();
-        assert!(
-            double
-                .tensors
-                .values()
-                .all(|tensor| tensor.error.is_empty())
-        );
-        assert!(double.tensors.values().any(|tensor| tensor.q[0] != 0.0));
+        hook.restore(saved, SavedBy::OneForAll).unwrap();
+        let tensors = || hook.double.tensors.values();
+        assert!(tensors().all(|tensor| tensor.error.is_empty()));
+        assert!(tensors().any(|tensor| tensor.q[0] != 0.0));
     }
     let mut hook = PowerSgd::new(2);
     assert!(hook.restore(b"no such file", SavedBy::ThisRank).is_err());
