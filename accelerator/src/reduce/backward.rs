@@ -20,13 +20,8 @@ use crate::core::error::{self, Error, Result};
 use crate::data::batch::Weight;
 use crate::model::Trainable;
 use crate::precision::{Finiteness, Precision, SkipNotice};
-use crate::timeline::{EventSubject, Phase};
+use crate::timeline::{EventSubject, Phase, Timeline};
 
-/// The source of the gradients of a micro-step.
-#[allow(
-    clippy::large_enum_variant,
-    reason = "there is one at a time, for a moment"
-)]
 pub(crate) enum MicroStep {
     /// The backward pass of this loss, which is the mean over the batch.
     Loss(Tensor<1>),
@@ -35,8 +30,14 @@ pub(crate) enum MicroStep {
 }
 
 impl MicroStep {
-    /// The gradients, and the loss where it is known.
-    fn run<M: Module>(self, model: &M, scale: Option<f64>) -> (GradientsParams, Option<Tensor<1>>) {
+    /// Returns the gradients, and the loss where it is known.
+    fn run<M: Module>(
+        self,
+        model: &M,
+        scale: Option<f64>,
+        timeline: &Timeline,
+    ) -> (GradientsParams, Option<Tensor<1>>) {
+        let _backward = timeline.span(Phase::Backward);
         match self {
             Self::Loss(loss) => {
                 let gradients = scaled(loss.clone(), scale).backward();
@@ -129,10 +130,7 @@ fn run_backward<M: Module>(
         drop(copy);
         warn_precision_unused(context, &model_state.warnings);
         timeline.backward_begins();
-        let (gradients, loss) = {
-            let _backward = timeline.span(Phase::Backward);
-            step.run(model, scale)
-        };
+        let (gradients, loss) = step.run(model, scale, timeline);
         let known = |parameter: &&Trainable| element_values::peek(&gradients, parameter).is_some();
         let unknown = gradients.len() - model_state.parameters().iter().filter(known).count();
         check_all_known(unknown)?;
@@ -173,10 +171,7 @@ fn run_backward<M: Module>(
         if !ends(window.micro_steps()) {
             drop(copy);
             timeline.backward_begins();
-            let (gradients, loss) = {
-                let _backward = timeline.span(Phase::Backward);
-                step.run(model, scale)
-            };
+            let (gradients, loss) = step.run(model, scale, timeline);
             let _copy = timeline.span(Phase::Copy(EventSubject::Whole));
             // Nothing is sent here, but a collective may have run during the backward pass.
             let crossed = context.forward_collectives.check();
@@ -355,10 +350,7 @@ fn sum_locally<M: Module>(
     let (group, timeline) = (context.group(), &context.timeline);
     let scale = window.loss_scale();
     let reducer = Reducer::alone(model_state, group, window, weight.count, timeline);
-    let (gradients, loss) = {
-        let _backward = timeline.span(Phase::Backward);
-        step.run(model, scale)
-    };
+    let (gradients, loss) = step.run(model, scale, timeline);
     let loss = model_state.micro_loss(loss);
     reducer.finish(model_state, gradients, loss, weight.ticket.clone())
 }

@@ -50,7 +50,6 @@ pub(super) struct Failed {
     pub(super) last: String,
 }
 
-/// A call of `backward` that all ranks make.
 #[derive(Clone, Debug)]
 pub(super) struct BackwardCall {
     calls: Arc<FailedCalls>,
@@ -87,7 +86,6 @@ impl BackwardCall {
         self.calls.0.lock().calls
     }
 
-    /// Returns those calls, with the error of the last of them.
     pub(super) fn failed(&self) -> Failed {
         self.calls.0.lock().clone()
     }

@@ -17,7 +17,6 @@ pub(crate) enum Placement {
     /// Host memory, where the CPU and other processes reduce them.
     #[default]
     Host,
-    /// The device of the gradients.
     Device(Device),
 }
 
@@ -30,12 +29,7 @@ impl fmt::Display for Placement {
     }
 }
 
-/// The sums of a bucket.
 #[derive(Debug)]
-#[allow(
-    clippy::large_enum_variant,
-    reason = "there is one a bucket; tensors of some devices are large"
-)]
 pub(super) enum BucketStorage {
     Host(Buffer),
     Device(DeviceBucket),
@@ -87,7 +81,6 @@ impl BucketStorage {
         }
     }
 
-    /// Zeroes a range that was not written.
     pub(super) fn clear(&mut self, range: &Range<usize>) {
         match self {
             Self::Host(buffer) => clear(buffer, range),
@@ -136,17 +129,14 @@ impl BucketStorage {
 
 /// A copy of a buffer on a device.
 pub(super) fn uploaded(buffer: &Buffer, device: &Device) -> Tensor<1> {
-    fn data<E: Element + burn::tensor::Element>(buffer: &Buffer) -> Option<TensorData> {
-        let values = buffer.as_slice::<E>().ok()?.to_vec();
-        Some(TensorData::new(values, [buffer.len()]))
+    fn data<E: Element + burn::tensor::Element>(buffer: &Buffer) -> TensorData {
+        TensorData::new(slice::<E>(buffer).to_vec(), [buffer.len()])
     }
     let data = match buffer.dtype() {
         DType::F64 => data::<f64>(buffer),
         DType::BF16 => data::<half::bf16>(buffer),
         _ => data::<f32>(buffer),
     };
-    #[expect(clippy::expect_used, reason = "gradients travel in these types alone")]
-    let data = data.expect("a buffer of floats");
     let dtype = data.dtype();
     Tensor::from_data(data, (device, dtype))
 }
@@ -170,8 +160,20 @@ pub(super) fn write(
 ) {
     let single = weight as f32;
     match gradient {
-        ElementValues::F64(from) => put(f64s_mut(buffer, range), from, weight, entry, |v| v),
-        ElementValues::F32(from) => put(f32s_mut(buffer, range), from, single, entry, |v| v),
+        ElementValues::F64(from) => put(
+            &mut slice_mut::<f64>(buffer)[range.clone()],
+            from,
+            weight,
+            entry,
+            |v| v,
+        ),
+        ElementValues::F32(from) => put(
+            &mut slice_mut::<f32>(buffer)[range.clone()],
+            from,
+            single,
+            entry,
+            |v| v,
+        ),
         ElementValues::F16(from) => put_half(buffer, range, from, weight, entry, half::f16::to_f32),
         ElementValues::Bf16(from) => {
             put_half(buffer, range, from, weight, entry, half::bf16::to_f32)
@@ -182,8 +184,8 @@ pub(super) fn write(
 /// Zeroes a place that no micro-step wrote to.
 pub(super) fn clear(buffer: &mut Buffer, range: &Range<usize>) {
     match buffer.dtype() {
-        DType::F64 => f64s_mut(buffer, range).fill(0.0),
-        _ => f32s_mut(buffer, range).fill(0.0),
+        DType::F64 => slice_mut::<f64>(buffer)[range.clone()].fill(0.0),
+        _ => slice_mut::<f32>(buffer)[range.clone()].fill(0.0),
     }
 }
 
@@ -198,10 +200,10 @@ pub(super) fn read(
 ) -> TensorData {
     let shape = shape.to_vec();
     if float == Float::F64 {
-        let values = f64s(buffer, range);
+        let values = &slice::<f64>(buffer)[range.clone()];
         return TensorData::new(scaled(values, total, factor, |v| v), shape);
     }
-    let (values, total) = (f32s(buffer, range), total as f32);
+    let (values, total) = (&slice::<f32>(buffer)[range.clone()], total as f32);
     let factor = factor.map(|factor| factor as f32);
     match float {
         Float::Bf16 => TensorData::new(scaled(values, total, factor, half::bf16::from_f32), shape),
@@ -227,12 +229,12 @@ pub(super) fn powers(
     match buffer.dtype() {
         DType::F64 => {
             let divisor = if order == 2.0 { 1.0 } else { divisor };
-            let blocks = f64s(buffer, range).chunks(BLOCK);
+            let blocks = slice::<f64>(buffer)[range.clone()].chunks(BLOCK);
             blocks.for_each(|block| give(sum_of_powers(block, |v| v / divisor, order)));
         }
         _ => {
             let divisor = if order == 2.0 { 1.0 } else { divisor as f32 };
-            let blocks = f32s(buffer, range).chunks(BLOCK);
+            let blocks = slice::<f32>(buffer)[range.clone()].chunks(BLOCK);
             blocks.for_each(|block| give(sum_of_powers(block, |v| f64::from(v / divisor), order)));
         }
     }
@@ -259,13 +261,12 @@ pub(super) fn power_of(gradient: ElementValues<'_>, order: f64) -> f64 {
     }
 }
 
-/// Replaces every value of a place.
 pub(super) fn change(buffer: &mut Buffer, range: &Range<usize>, new: impl Fn(f64) -> f64) {
     match buffer.dtype() {
-        DType::F64 => f64s_mut(buffer, range)
+        DType::F64 => slice_mut::<f64>(buffer)[range.clone()]
             .iter_mut()
             .for_each(|value| *value = new(*value)),
-        _ => f32s_mut(buffer, range)
+        _ => slice_mut::<f32>(buffer)[range.clone()]
             .iter_mut()
             .for_each(|value| *value = new(f64::from(*value)) as f32),
     }
@@ -307,10 +308,20 @@ fn put_half<S: Copy>(
     widen: impl Fn(S) -> f32,
 ) {
     match buffer.dtype() {
-        DType::F64 => put(f64s_mut(buffer, range), from, weight, entry, |v| {
-            f64::from(widen(v))
-        }),
-        _ => put(f32s_mut(buffer, range), from, weight as f32, entry, widen),
+        DType::F64 => put(
+            &mut slice_mut::<f64>(buffer)[range.clone()],
+            from,
+            weight,
+            entry,
+            |v| f64::from(widen(v)),
+        ),
+        _ => put(
+            &mut slice_mut::<f32>(buffer)[range.clone()],
+            from,
+            weight as f32,
+            entry,
+            widen,
+        ),
     }
 }
 
@@ -368,24 +379,17 @@ fn sum_of_squares<T: Copy>(values: &[T], widen: impl Fn(T) -> f64) -> f64 {
     lanes.iter().sum()
 }
 
-// The `expect`s hold: a place is only read as the type that its bucket was allocated with, which
-// the callers match on.
-macro_rules! views {
-    ($shared:ident, $unique:ident, $type:ty) => {
-        fn $shared<'a>(buffer: &'a Buffer, range: &Range<usize>) -> &'a [$type] {
-            &buffer.as_slice::<$type>().expect("a bucket of that type")[range.clone()]
-        }
-
-        fn $unique<'a>(buffer: &'a mut Buffer, range: &Range<usize>) -> &'a mut [$type] {
-            &mut buffer
-                .as_mut_slice::<$type>()
-                .expect("a bucket of that type")[range.clone()]
-        }
-    };
+/// Returns the elements of a buffer, which the callers know to be of that type.
+#[expect(clippy::expect_used, reason = "the callers match on the buffer's type")]
+pub(super) fn slice<T: Element>(buffer: &Buffer) -> &[T] {
+    buffer.as_slice().expect("a buffer of that type")
 }
 
-views!(f32s, f32s_mut, f32);
-views!(f64s, f64s_mut, f64);
+/// Returns the elements to be changed, as [`slice`] does.
+#[expect(clippy::expect_used, reason = "the callers match on the buffer's type")]
+pub(super) fn slice_mut<T: Element>(buffer: &mut Buffer) -> &mut [T] {
+    buffer.as_mut_slice().expect("a buffer of that type")
+}
 
 #[cfg(test)]
 mod tests {

@@ -24,7 +24,6 @@ pub(super) struct BucketLayout {
 #[derive(Clone, Debug, PartialEq)]
 struct BucketShape {
     dtype: DType,
-    /// The number of elements.
     length: usize,
     /// The parameters whose gradients lie there, one after the other.
     members: Vec<usize>,
@@ -143,7 +142,6 @@ impl BucketLayout {
         self.cuts.as_ref()
     }
 
-    /// Returns `true` if everything lies in the same places.
     pub(super) fn is_placed_as(&self, other: &Self) -> bool {
         self.buckets == other.buckets && self.places == other.places
     }
@@ -167,12 +165,10 @@ impl BucketLayout {
         length * width(dtype)
     }
 
-    /// Returns the bytes of an element of a bucket.
     pub(super) fn width(&self, bucket: usize) -> usize {
         width(self.buckets[bucket].dtype)
     }
 
-    /// Returns the type and the number of the elements of a bucket.
     pub(super) fn shape(&self, bucket: usize) -> (DType, usize) {
         (self.buckets[bucket].dtype, self.buckets[bucket].length)
     }
@@ -235,7 +231,6 @@ pub(super) struct BucketShards {
 /// The sums of a window that a rank has.
 #[derive(Clone, Debug)]
 pub(super) enum SumScope {
-    /// All of them.
     Whole,
     /// Its own part. The others are in the group.
     Own {
@@ -249,7 +244,6 @@ impl SumScope {
         matches!(self, Self::Whole)
     }
 
-    /// Returns the bounds that the parts are cut at.
     pub(super) fn bounds(&self) -> Option<&Arc<ShardMap>> {
         match self {
             Self::Whole => None,

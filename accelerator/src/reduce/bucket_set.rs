@@ -16,7 +16,6 @@ use crate::precision::Cast;
 /// allocate nothing and pages stay warm.
 #[derive(Debug)]
 pub(super) struct BucketSet {
-    /// The place of the sums.
     pub(super) placement: Placement,
     pub(super) layout: Arc<BucketLayout>,
     pub(super) buckets: Vec<Bucket>,
@@ -30,7 +29,6 @@ pub(super) struct BucketSet {
 /// A bucket of gradients: its sums, from the first micro-step of a window to the sums of all ranks.
 #[derive(Debug)]
 pub(super) struct Bucket {
-    /// The sums, and their progress.
     pub(super) state: BucketState,
     /// The sums before the last micro-step, so that it can be filled again.
     pub(super) undo: Option<BucketStorage>,
@@ -72,32 +70,22 @@ pub(super) enum BucketState {
     /// The reduction of its rounded sums is in flight; the buffer holds this rank's exact ones.
     SentRounded(Buffer, Pending),
     /// The buffer holds this rank's exact sums, and [`Bucket::wire`] the rounded sums of all ranks.
-    Rounded(Buffer, RangeCheck),
+    Rounded {
+        exact: Buffer,
+        /// Set if the rounded sums of this rank's part are finite.
+        fits: bool,
+    },
     /// It holds the sums of all ranks.
     Summed(BucketStorage),
-    /// Its operation failed.
     Lost,
-}
-
-/// The range of rounded sums, compared to that of the type in which they were sent.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) enum RangeCheck {
-    Within,
-    /// They are not all finite.
-    Beyond,
 }
 
 /// The gradient of a parameter whose bucket was filled before backward ended.
 #[derive(Debug, Default)]
-#[allow(
-    clippy::large_enum_variant,
-    reason = "there is one a parameter, in memory that is kept; tensors of some devices are large"
-)]
 pub(super) enum FlushedGradient {
     /// Its bucket was not filled early.
     #[default]
     None,
-    /// It had no gradient.
     Absent,
     /// It had this one, which is kept in memory for comparison.
     Seen(DispatchTensor),
@@ -138,12 +126,10 @@ impl Bucket {
         }
     }
 
-    /// Returns `true` if gradients may still be added.
     pub(super) fn is_open(&self) -> bool {
         matches!(self.state, BucketState::Open(_))
     }
 
-    /// Returns `true` if it is ready to be sent.
     pub(super) fn is_complete(&self) -> bool {
         matches!(self.state, BucketState::Complete(_))
     }
@@ -168,7 +154,7 @@ impl Bucket {
     pub(super) fn reopen_summed(&mut self) {
         self.state = match self.state.take() {
             BucketState::Summed(store) => BucketState::Open(store),
-            BucketState::Rounded(buffer, _) => BucketState::Open(BucketStorage::Host(buffer)),
+            BucketState::Rounded { exact, .. } => BucketState::Open(BucketStorage::Host(exact)),
             other => other,
         };
     }
@@ -211,7 +197,6 @@ impl Bucket {
         }
     }
 
-    /// The same, mutable.
     pub(super) fn sums_mut(&mut self) -> Option<&mut BucketStorage> {
         match &mut self.state {
             BucketState::Summed(store) => Some(store),
@@ -249,7 +234,7 @@ impl Bucket {
             | BucketState::Sent(_)
             | BucketState::SentOnDevice(_)
             | BucketState::SentRounded(..)
-            | BucketState::Rounded(..)
+            | BucketState::Rounded { .. }
             | BucketState::Lost => return false,
         };
         true
@@ -280,7 +265,6 @@ impl BucketSet {
         }
     }
 
-    /// Returns `true` if the sums lie on a device.
     pub(super) fn is_on_device(&self) -> bool {
         matches!(self.placement, Placement::Device(_))
     }
@@ -323,7 +307,6 @@ impl BucketSet {
         self.placement = placement.clone();
     }
 
-    /// Returns `true` if the sums lie in this placement.
     pub(super) fn is_at(&self, placement: &Placement) -> bool {
         matches!(
             (&self.placement, placement),
@@ -331,7 +314,6 @@ impl BucketSet {
         )
     }
 
-    /// Frees the gradients that were kept for comparison.
     pub(super) fn release_flushed(&mut self) {
         for record in &mut self.parameters {
             record.flushed = FlushedGradient::None;
@@ -434,7 +416,6 @@ impl BucketSet {
         }
     }
 
-    /// Moves the reduced sums to host memory.
     pub(super) fn move_to_host(&mut self, group: &ProcessGroup) {
         for bucket in &mut self.buckets {
             bucket.state = match bucket.state.take() {
@@ -459,7 +440,6 @@ impl BucketSet {
         buckets.filter_map(|(number, bucket)| Some((number, bucket.device_sums_mut()?)))
     }
 
-    /// Returns `true` if an earlier micro-step has added to a bucket.
     fn is_written(&self, bucket: usize) -> bool {
         let members = self.layout.members(bucket);
         members

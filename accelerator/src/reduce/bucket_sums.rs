@@ -28,7 +28,6 @@ pub(super) struct BucketSums {
     pub(super) divisor: f64,
     /// Σ weight · loss.
     pub(super) loss: LossSum,
-    /// The number of ranks in the group of their window.
     pub(super) ranks: usize,
     pub(super) model_state: Arc<ModelState>,
     /// The part of them that this rank has.
@@ -71,14 +70,12 @@ impl BucketSums {
         !self.sum_scope.is_whole()
     }
 
-    /// Returns `true` if they lie on a device.
     pub(super) fn is_on_device(&self) -> bool {
         self.bucket_set
             .as_ref()
             .is_some_and(|bucket_set| bucket_set.is_on_device())
     }
 
-    /// Brings them to memory, if they lie on a device.
     pub(super) fn move_to_host(&mut self, group: &ProcessGroup) {
         if let Some(bucket_set) = &mut self.bucket_set {
             bucket_set.move_to_host(group);
@@ -222,7 +219,6 @@ impl BucketSums {
             .then_some((sums, &place.range))
     }
 
-    /// The same, to be changed.
     pub(super) fn place_mut(&mut self, index: usize) -> Option<(&mut BucketStorage, Range<usize>)> {
         let bucket_set = self.bucket_set.as_mut()?;
         if !bucket_set.parameters[index].present {
@@ -272,7 +268,6 @@ impl BucketSums {
         found
     }
 
-    /// Multiplies what is chosen, on its device.
     pub(super) fn scale_on_device(&mut self, by: &Tensor<1>, chosen: &[bool]) {
         let Some(bucket_set) = &mut self.bucket_set else {
             return;
@@ -372,8 +367,10 @@ impl BucketSums {
 #[derive(Clone, Copy, Debug)]
 pub(super) enum MeanChange<'a> {
     /// Clamps the chosen ones to `-max..=max`.
-    Clamp { max: f64, chosen: &'a [bool] },
-    /// Multiplies each parameter by its factor.
+    Clamp {
+        max: f64,
+        chosen: &'a [bool],
+    },
     Multiply(&'a [f64]),
 }
 

@@ -2,10 +2,11 @@ use core::fmt;
 use core::ops::Range;
 use core::str::FromStr;
 
-use accelerator_collective::{Buffer, DType, Element};
+use accelerator_collective::{Buffer, DType};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
+use super::bucket::{slice, slice_mut};
 use crate::core::error::{Error, Result, named};
 
 /// The type in which gradients travel between ranks: a half-precision one needs half the bytes,
@@ -176,16 +177,6 @@ where
         }
         wire.convert_from_f32_slice(block);
     }
-}
-
-#[expect(clippy::expect_used, reason = "the callers match on the buffer's type")]
-fn slice<T: Element>(buffer: &Buffer) -> &[T] {
-    buffer.as_slice().expect("a buffer of that type")
-}
-
-#[expect(clippy::expect_used, reason = "the callers match on the buffer's type")]
-fn slice_mut<T: Element>(buffer: &mut Buffer) -> &mut [T] {
-    buffer.as_mut_slice().expect("a buffer of that type")
 }
 
 #[cfg(test)]

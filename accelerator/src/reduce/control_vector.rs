@@ -10,7 +10,6 @@ pub(super) fn length(parameters: usize, buckets: usize) -> usize {
     HEADER + parameters + buckets + 1
 }
 
-/// The length of the header.
 pub(super) const HEADER: usize = size_of::<ControlHeader>() / size_of::<f64>();
 
 /// The numbers before the flags: of one rank, or summed over all ranks.
@@ -92,7 +91,6 @@ fn bounded_hash(ranks: usize, numbers: &[u64]) -> u64 {
     mix(numbers) % ((1 << f64::MANTISSA_DIGITS) / ranks as u64)
 }
 
-/// A control vector, summed over all ranks.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ControlSums<'a> {
     pub(super) header: ControlHeader,

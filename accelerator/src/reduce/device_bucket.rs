@@ -12,7 +12,6 @@ use burn::tensor::{DType as TensorDType, Device, Tensor, TensorData, Transaction
 pub(super) struct DeviceBucket {
     device: Device,
     dtype: TensorDType,
-    /// The number of elements.
     length: usize,
     /// `None` if all of it is 0.
     sums: Option<Tensor<1>>,
@@ -60,12 +59,10 @@ impl DeviceBucket {
         }
     }
 
-    /// The sums, taken out.
     pub(super) fn take(&mut self) -> Tensor<1> {
         self.sums.take().unwrap_or_else(|| self.zeros(self.length))
     }
 
-    /// The sums.
     pub(super) fn tensor(&self) -> Tensor<1> {
         let sums = self.sums.clone();
         sums.unwrap_or_else(|| self.zeros(self.length))

@@ -57,6 +57,20 @@ impl<'a> ElementValues<'a> {
             other => not_a_float(other),
         }
     }
+
+    pub(super) fn is_finite(self) -> bool {
+        // Without an early end, so that it is done in vectors.
+        fn all<T: Copy>(values: &[T], is_finite: impl Fn(T) -> bool) -> bool {
+            let finite = values.iter().map(|&value| is_finite(value));
+            finite.fold(true, |all, is_finite| all & is_finite)
+        }
+        match self {
+            Self::Bf16(values) => all(values, half::bf16::is_finite),
+            Self::F16(values) => all(values, half::f16::is_finite),
+            Self::F32(values) => all(values, f32::is_finite),
+            Self::F64(values) => all(values, f64::is_finite),
+        }
+    }
 }
 
 /// Lets `read` see the elements of each of `gradients`, with its number: where they lie, if the

@@ -23,11 +23,6 @@ pub(crate) struct GradientMeans {
     pub(super) sums: BucketSums,
 }
 
-/// The gradients that an optimizer steps with.
-#[allow(
-    clippy::large_enum_variant,
-    reason = "there is one at a time, for a moment"
-)]
 pub(crate) enum GradientMean {
     Sums(GradientMeans),
     /// The gradients as Burn made them, of one rank without accumulation.
@@ -83,7 +78,6 @@ impl GradientMeans {
         Ok(())
     }
 
-    /// Returns the number of ranks in the group of their window.
     pub(crate) fn ranks(&self) -> usize {
         self.sums.ranks
     }
@@ -220,15 +214,12 @@ impl GradientMeans {
         self.sums.params(&self.device, &self.factors, asked)
     }
 
-    /// The plain device of the gradients.
     pub(crate) fn device(&self) -> &Device {
         &self.device
     }
 }
 
-/// A type of sums.
 pub(crate) trait GradientFloat: Copy + Div<Output = Self> + Mul<Output = Self> {
-    /// The nearest number.
     fn near(value: f64) -> Self;
 
     /// Returns one over it, if it is a power of two and neither is subnormal.

@@ -45,7 +45,6 @@ pub struct AveragedGradients(pub(super) WindowResult);
 pub(super) enum WindowResult {
     Accumulating,
     Reduced(Box<ReducedGradients>),
-    /// This rank had no sample in a step of its own.
     Idle {
         epoch: Option<u64>,
     },

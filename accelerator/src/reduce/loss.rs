@@ -5,12 +5,7 @@ use burn::tensor::Tensor;
 use super::device_bucket;
 use crate::core::error::{Error, Kind};
 
-/// The loss of a micro-step.
 #[derive(Debug)]
-#[allow(
-    clippy::large_enum_variant,
-    reason = "it is added to the sum at once; tensors of some devices are large"
-)]
 pub(super) enum MicroLoss {
     Read(f64),
     /// One element, which lies on the device: reading it waits.
@@ -49,7 +44,6 @@ impl LossSum {
         self.unread.iter().map(weighed).fold(zero, Tensor::add)
     }
 
-    /// Reads what lies on the device.
     pub(super) fn read_all(&mut self) {
         self.read = self.value();
         self.unread.clear();

@@ -54,9 +54,7 @@ pub(crate) struct ModelState {
     pub(super) warnings: ModelWarnings,
     /// Set once its replicas were compared before something becomes of them.
     was_compared: AtomicBool,
-    /// Set once `backward` was called for it.
     was_trained: AtomicBool,
-    /// Set once the norm of gradients was asked for.
     wants_norm: AtomicBool,
     window: Mutex<Window>,
     working: Mutex<WorkingCopy>,
@@ -67,7 +65,6 @@ pub(super) struct ModelSettings {
     /// The size in bytes.
     pub(super) bucket_size: usize,
     pub(super) device_reducer: Arc<DeviceReducer>,
-    /// The program's hook, if one reduces the gradients.
     pub(super) hook: Option<HookInstance>,
     /// The ids of all that the model holds, frozen parameters and buffers included, in order.
     pub(super) ids: Vec<u64>,
@@ -87,7 +84,6 @@ pub(super) struct ModelSettings {
 /// The copy of the parameters for the next forward.
 #[derive(Debug, Default)]
 pub(super) enum WorkingCopy {
-    /// The parameters themselves are used.
     #[default]
     None,
     /// The part that the forward uses in place of each parameter, if that is another tensor.
@@ -204,7 +200,6 @@ impl ModelState {
             && autodiff::leaf_number(&param.val().into_dispatch()) == self.leaf_before_prepare
     }
 
-    /// Returns the ids of all that the model holds, frozen parameters and buffers included, in order.
     pub(crate) fn ids(&self) -> &[u64] {
         &self.ids
     }
@@ -261,7 +256,6 @@ impl ModelState {
         self.scaler.lock().as_ref().and_then(Scaler::skip_notice)
     }
 
-    /// Its replicas are compared before something becomes of them.
     pub(crate) fn note_compared(&self) {
         self.was_compared.store(true, Ordering::Relaxed);
     }
@@ -270,7 +264,6 @@ impl ModelState {
         self.was_compared.load(Ordering::Relaxed)
     }
 
-    /// `backward` is called for it.
     pub(super) fn note_trained(&self) {
         self.was_trained.store(true, Ordering::Relaxed);
     }
@@ -302,7 +295,6 @@ impl ModelState {
         }
     }
 
-    /// A copy was made for the next forward.
     pub(super) fn note_working(&self, parts: Vec<Option<WorkingPart>>) {
         let mut working = self.working.lock();
         *working = match *working {
@@ -321,7 +313,6 @@ impl ModelState {
         &self.parameters
     }
 
-    /// The number of a parameter.
     pub(crate) fn number(&self, id: ParamId) -> Option<usize> {
         self.numbers.get(&id).copied()
     }
@@ -336,7 +327,6 @@ impl ModelState {
         self.steps.load(Ordering::Relaxed)
     }
 
-    /// An optimizer has stepped with a window.
     pub(super) fn count_step(&self) {
         self.steps.fetch_add(1, Ordering::Relaxed);
     }
@@ -350,7 +340,6 @@ impl ModelState {
         self.window().micro_steps()
     }
 
-    /// Returns the local steps of this rank since replicas were the same.
     pub(crate) fn round(&self) -> MutexGuard<'_, LocalRound> {
         self.round.lock()
     }
@@ -369,7 +358,6 @@ impl ModelState {
         *self.overlap_report.lock()
     }
 
-    /// A window was sent so.
     pub(super) fn note_overlap(&self, report: OverlapReport) {
         *self.overlap_report.lock() = report;
     }
@@ -462,7 +450,6 @@ impl ModelState {
         }
     }
 
-    /// Lays out the same places in another way.
     fn replace(&self, pool: &mut BucketPool, layout: BucketLayout) {
         let placement = self.placement_of(&layout);
         pool.layout = Arc::new(layout);
@@ -472,7 +459,6 @@ impl ModelState {
         }
     }
 
-    /// Returns the bounds that the buckets are cut at.
     pub(super) fn bounds(&self) -> Option<Arc<ShardMap>> {
         let pool = self.pool.lock();
         pool.layout.cuts().map(|cuts| cuts.bounds.clone())

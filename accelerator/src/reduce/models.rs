@@ -142,7 +142,6 @@ impl Models {
             .collect()
     }
 
-    /// Frees the buckets of all models that are not in use.
     pub(crate) fn release_spares(&self) {
         self.models()
             .for_each(|model_state| model_state.release_spare());
@@ -154,7 +153,6 @@ impl Models {
             .for_each(|model_state| drop(model_state.take_working()));
     }
 
-    /// Returns each model once.
     fn models(&self) -> impl Iterator<Item = Arc<ModelState>> {
         let known = self.by_id.lock();
         let firsts = known
@@ -225,7 +223,6 @@ impl Models {
         }
     }
 
-    /// Removes the model with exactly these parameters, if there is one.
     pub(super) fn forget(&self, layout: &Layout) {
         if let Some(before) = self.with_parameters(layout) {
             self.by_id
@@ -259,7 +256,6 @@ fn unprepared_error<M: Module>(
     })
 }
 
-/// Looks the parameters of a model up.
 struct IdSearch<'a> {
     known: &'a HashMap<ParamId, Arc<ModelState>>,
     /// The models of its trainable parameters.
@@ -268,7 +264,6 @@ struct IdSearch<'a> {
     frozen: FoundIds,
     /// The trainable parameters that belong to no known model.
     unprepared: Vec<ParamId>,
-    /// Set if any parameter is trainable.
     trains: bool,
     /// Set if a trainable parameter is one that was given to `prepare`, not one that `prepare` returned.
     is_clone_from_before: bool,

@@ -61,7 +61,7 @@ pub(crate) fn mean_over_ranks(
             let range = &layout.place(at).range;
             let data = bucket::read(&sums, range, known.float, &known.shape, share.total, None);
             // All ranks see the same sums.
-            if spoilt.is_none() && !is_finite(ElementValues::of(&data)) {
+            if spoilt.is_none() && !ElementValues::of(&data).is_finite() {
                 spoilt = Some(&*known.path);
             }
             means[at] = from_data(data, device);
@@ -86,7 +86,7 @@ fn whose_is_it(
     let mut first = None;
     if share.weight > 0.0 {
         with_values(values.iter().enumerate(), |at, values| {
-            if !is_finite(values) {
+            if !values.is_finite() {
                 first = Some(first.map_or(at, |first: usize| first.min(at)));
             }
         });
@@ -111,19 +111,4 @@ fn whose_is_it(
         "{what}; models are as they were: clip gradients or lower the learning rate, and go on from a checkpoint"
     );
     Ok(Error::new(Kind::NotFinite, message))
-}
-
-fn is_finite(values: ElementValues<'_>) -> bool {
-    // Without an early end, so that many are looked at at once.
-    fn all<T: Copy>(values: &[T], is_finite: impl Fn(T) -> bool) -> bool {
-        values
-            .iter()
-            .fold(true, |all, &value| all & is_finite(value))
-    }
-    match values {
-        ElementValues::Bf16(values) => all(values, half::bf16::is_finite),
-        ElementValues::F16(values) => all(values, half::f16::is_finite),
-        ElementValues::F32(values) => all(values, f32::is_finite),
-        ElementValues::F64(values) => all(values, f64::is_finite),
-    }
 }

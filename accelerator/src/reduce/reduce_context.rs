@@ -12,7 +12,7 @@ use super::models::Models;
 use super::overlap::{Overlap, OverlapSwitch};
 use super::trigger::Trigger;
 use crate::context::Context;
-use crate::precision::{LossScale, Precision, Scaler};
+use crate::precision::{LossScale, Precision};
 
 /// A rank that reduces gradients: its [`Context`], with the models that were prepared.
 #[derive(Debug)]
@@ -110,11 +110,6 @@ impl ReduceContext {
     /// The hook of one more model.
     pub(crate) fn communication_hook(&self) -> Option<HookInstance> {
         self.settings.hook.as_ref().map(HookFactory::make)
-    }
-
-    /// The scale of the losses of one more model, where losses are scaled.
-    pub(super) fn scaler(&self) -> Option<Scaler> {
-        (self.settings.precision == Precision::F16).then(|| Scaler::new(self.settings.loss_scale))
     }
 }
 

@@ -145,7 +145,6 @@ pub(super) struct KnownNorm<T> {
     pub(super) by: NormAsked,
 }
 
-#[allow(clippy::large_enum_variant, reason = "it lies in a box already")]
 pub(super) enum GradientStorage {
     /// Sums over all ranks.
     Sums(BucketSums),
@@ -220,7 +219,6 @@ impl ReducedGradients {
         }
     }
 
-    /// Returns `true` if each rank has only a part of them.
     pub(super) fn is_sharded(&self) -> bool {
         self.sums().is_some_and(BucketSums::is_sharded)
     }
@@ -599,7 +597,6 @@ fn is_in_memory(tensor: &DispatchTensorKind) -> bool {
 /// The state that advances once an optimizer has stepped with a window's gradients: until then, a checkpoint holds
 /// neither the step nor its samples. If the gradients are dropped without a step, nothing advances.
 pub(crate) struct StepCommit {
-    /// The clips of the gradients.
     pub(super) clips: Clips,
     pub(super) tickets: Vec<ConsumeTicket>,
     /// The finiteness of this window for the scale of losses, if losses are scaled.

@@ -10,7 +10,7 @@ use super::reduce_context::ReduceContext;
 use crate::core::agreement::Failure;
 use crate::core::error::{Error, Result};
 use crate::model::{self, Layout, ModelFile, TiedParameters, restore_values};
-use crate::precision::ScalerState;
+use crate::precision::{Precision, Scaler, ScalerState};
 
 /// Gives every rank rank 0's values and ids, and makes the model known by them.
 #[track_caller]
@@ -71,7 +71,6 @@ pub(crate) fn prepare<M: Module>(context: &ReduceContext, model: M) -> Result<M>
     make_known(context, model, &layout, known.as_deref())
 }
 
-/// The message between ranks about a model that they prepare.
 #[derive(Deserialize, Serialize)]
 struct PrepareReport {
     /// Fails if the model is not on a device that records gradients.
@@ -163,7 +162,6 @@ pub(crate) fn resume<M: Module>(
 struct PriorState {
     /// See [`ModelState::is_clone_from_before`].
     leaf_before_prepare: Option<u64>,
-    /// The scale of its losses.
     scaler: Option<ScalerState>,
     steps: u64,
 }
@@ -176,9 +174,12 @@ fn insert(
     prior: PriorState,
     hook: Option<HookInstance>,
 ) {
-    let scaler = context.scaler().map(|fresh| match prior.scaler {
-        Some(state) => fresh.with_state(state),
-        None => fresh,
+    let scaler = (context.settings.precision == Precision::F16).then(|| {
+        let fresh = Scaler::new(context.settings.loss_scale);
+        match prior.scaler {
+            Some(state) => fresh.with_state(state),
+            None => fresh,
+        }
     });
     let model_state = ModelState::new(ModelSettings {
         bucket_size: context.settings.bucket_size,

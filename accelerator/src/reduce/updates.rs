@@ -1,8 +1,8 @@
 //! The updates of replicas, which must be the same on every rank, and the rounds of local training, in which they differ.
 
 use core::fmt;
-use std::sync::atomic::{AtomicU64, Ordering};
 
+use accelerator_host::sync::Mutex;
 use accelerator_plan::mix;
 use serde::{Deserialize, Serialize};
 
@@ -25,46 +25,30 @@ impl Clips {
 
 /// The updates of a replica since its model was prepared: the same on all ranks.
 #[derive(Debug, Default)]
-pub(crate) struct Updates {
-    count: AtomicU64,
-    /// The digest of all updates.
-    digest: AtomicU64,
-    /// The bits of the last rate and the last clip.
-    rate: AtomicU64,
-    clip: AtomicU64,
-}
+pub(crate) struct Updates(Mutex<SeenUpdates>);
 
 impl Updates {
     pub(super) fn note(&self, rate: Option<f64>, clips: Clips) {
-        let (rate, clip) = (rate.unwrap_or(f64::NAN), clips.last.unwrap_or(f64::NAN));
+        let mut seen = self.0.lock();
         // The last bits of a schedule's `cos` are each machine's own, and too small to count in `f32`.
         let digest = [
-            self.seen().digest,
-            u64::from((rate as f32).to_bits()),
+            seen.digest,
+            u64::from((rate.unwrap_or(f64::NAN) as f32).to_bits()),
             clips.digest,
         ];
-        self.digest.store(mix(&digest), Ordering::Relaxed);
-        self.rate.store(rate.to_bits(), Ordering::Relaxed);
-        self.clip.store(clip.to_bits(), Ordering::Relaxed);
-        self.count.fetch_add(1, Ordering::Relaxed);
+        seen.digest = mix(&digest);
+        seen.rate = rate.filter(|rate| !rate.is_nan());
+        seen.clip = clips.last.filter(|clip| !clip.is_nan());
+        seen.count += 1;
     }
 
     pub(crate) fn seen(&self) -> SeenUpdates {
-        let value = |bits: &AtomicU64| {
-            let value = f64::from_bits(bits.load(Ordering::Relaxed));
-            (!value.is_nan()).then_some(value)
-        };
-        SeenUpdates {
-            count: self.count.load(Ordering::Relaxed),
-            digest: self.digest.load(Ordering::Relaxed),
-            rate: value(&self.rate),
-            clip: value(&self.clip),
-        }
+        *self.0.lock()
     }
 }
 
 /// The updates of a replica up to now, as ranks tell each other.
-#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Serialize)]
 pub(crate) struct SeenUpdates {
     count: u64,
     pub(super) digest: u64,
@@ -142,7 +126,6 @@ impl LocalRound {
         self.samples
     }
 
-    /// Returns `true` if replicas differ, so that there is nothing to save.
     pub(crate) fn is_apart(&self) -> bool {
         self.apart
     }

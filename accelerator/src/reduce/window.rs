@@ -63,7 +63,6 @@ pub(super) fn check_all_known(unknown: usize) -> Result<()> {
     )))
 }
 
-/// Notes where a batch ends.
 pub(super) fn note(tickets: &mut Vec<ConsumeTicket>, ticket: Option<ConsumeTicket>) {
     if let Some(ticket) = ticket {
         tickets.retain(|earlier| !ticket.follows(earlier));

@@ -54,7 +54,6 @@ struct Caster<'a, K> {
     parts: Vec<Option<WorkingPart>>,
     path: ModulePath,
     model_state: Option<&'a ModelState>,
-    /// Set if there is a parameter that takes a gradient.
     trains: bool,
 }
 

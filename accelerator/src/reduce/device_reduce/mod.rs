@@ -78,7 +78,6 @@ pub(crate) struct DeviceReducer {
     way: OnceLock<ReducePath>,
 }
 
-/// The way that all ranks take.
 #[derive(Debug)]
 enum ReducePath {
     Nccl(Nccl),
@@ -164,7 +163,6 @@ impl DeviceReducer {
         }
     }
 
-    /// Returns NCCL among all ranks, if that is the path.
     pub(super) fn nccl(&self) -> Option<&Nccl> {
         match self.way.get()? {
             ReducePath::Nccl(nccl) => Some(nccl),
@@ -286,14 +284,12 @@ struct ReadRequest {
 
 type Answer = core::result::Result<TensorData, String>;
 
-/// A read from a device that is in progress.
 pub(in crate::reduce) struct PendingRead {
     answer: Receiver<Answer>,
     received: Option<Answer>,
 }
 
 impl DeviceReader {
-    /// Starts the thread.
     pub(in crate::reduce) fn start() -> Result<Self> {
         let (requests, asked) = channel::<ReadRequest>();
         let read = move || {
@@ -338,7 +334,6 @@ impl PendingRead {
         self.received.is_some()
     }
 
-    /// The values, when they were received.
     pub(in crate::reduce) fn wait(mut self) -> Result<TensorData> {
         let answer = match self.received.take() {
             Some(answer) => answer,

@@ -37,7 +37,6 @@ pub(super) struct Reducer {
     /// The first field: it is dropped before operations in flight, so that the other ranks receive the failure first.
     collective: PendingCollective,
 
-    /// The model that these gradients are of.
     model: ModelName,
     /// The updates of the model on this rank before this window.
     updates: SeenUpdates,
@@ -45,7 +44,6 @@ pub(super) struct Reducer {
     /// The totals of the window, with the last micro-step.
     totals: Totals,
     tickets: Vec<ConsumeTicket>,
-    /// The weight of the last micro-step.
     weight: f64,
     /// The factor of the loss before backward.
     loss_scale: f64,
@@ -62,11 +60,9 @@ pub(super) struct Reducer {
     sum_scope: SumScope,
     compression: Compression,
     repair: Repair,
-    /// The path of sums on a device to other ranks.
     device_reducer: Arc<DeviceReducer>,
     /// The flag that travels along.
     trigger: Option<Arc<Trigger>>,
-    /// Set if this rank wants to know the norm.
     wants_norm: bool,
 
     /// The bucket that is sent next.
@@ -98,11 +94,9 @@ pub(super) enum Repair {
 pub(super) struct ReducedWindow {
     /// The sums Σ weight · gradient, and which parameters had a gradient somewhere.
     pub(super) sums: BucketSums,
-    /// The ends of its batches.
     pub(super) tickets: Vec<ConsumeTicket>,
     /// Set if all ranks have the same loss, to the bit.
     pub(super) same_losses: bool,
-    /// Set if some rank wants to know the norm.
     pub(super) wants_norm: bool,
     /// The number of buckets that this rank sent before its backward ended.
     pub(super) early: usize,
@@ -110,7 +104,6 @@ pub(super) struct ReducedWindow {
     pub(super) repaired: usize,
 }
 
-/// The choice to wait for a pending read, or not.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum ReadWait {
     Yes,
@@ -243,7 +236,6 @@ impl Reducer {
         self.weight <= 0.0
     }
 
-    /// The parameters of a bucket, by number.
     pub(super) fn members(&self, bucket: usize) -> &[usize] {
         self.bucket_set.layout.members(bucket)
     }
@@ -496,12 +488,10 @@ impl PendingCollective {
         }
     }
 
-    /// Notes that the group has accepted an operation.
     fn mark_started(&mut self) {
         self.state = PendingState::Started;
     }
 
-    /// Notes that all operations were issued.
     fn mark_complete(&mut self) {
         self.state = PendingState::Ended;
     }

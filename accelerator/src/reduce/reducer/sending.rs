@@ -6,8 +6,8 @@ use burn::optim::GradientsParams;
 
 use super::{ReadWait, Reducer, Repair, SendMode, waited};
 use crate::core::error::{Error, Result};
-use crate::reduce::bucket::{BucketStorage, Placement, uploaded};
-use crate::reduce::bucket_set::{Bucket, BucketSet, BucketState, RangeCheck};
+use crate::reduce::bucket::{BucketStorage, Placement, slice, slice_mut, uploaded};
+use crate::reduce::bucket_set::{Bucket, BucketSet, BucketState};
 use crate::reduce::compression::{self, Compression, CompressionScale};
 use crate::reduce::control_vector::ControlSums;
 use crate::reduce::device_bucket::DeviceBucket;
@@ -99,7 +99,6 @@ impl Reducer {
         Ok(())
     }
 
-    /// Sends sums that lie on a device.
     fn send_flat(&mut self, number: usize) -> Result<()> {
         let bucket = &mut self.bucket_set.buckets[number];
         if self.send_mode == SendMode::Nowhere {
@@ -210,17 +209,14 @@ impl Reducer {
                     bucket.state = BucketState::Complete(BucketStorage::Host(sums));
                     arrive(bucket_set, number, timeline);
                 }
-                BucketState::SentRounded(sums, pending) => {
-                    let bytes = sums.bytes().len() / 2;
+                BucketState::SentRounded(exact, pending) => {
+                    let bytes = exact.bytes().len() / 2;
                     let wire = waited(timeline, EventSubject::bucket(number), bytes, pending)?;
                     let _copy = timeline.span(Phase::Copy(EventSubject::bucket(number)));
                     let mut own = self.sum_scope.of_bucket(number, wire.len());
-                    let fit = match own.all(|range| compression::is_finite(&wire, range)) {
-                        true => RangeCheck::Within,
-                        false => RangeCheck::Beyond,
-                    };
+                    let fits = own.all(|range| compression::is_finite(&wire, range));
                     bucket.wire = Some(wire);
-                    bucket.state = BucketState::Rounded(sums, fit);
+                    bucket.state = BucketState::Rounded { exact, fits };
                 }
                 other => bucket.state = other,
             }
@@ -302,8 +298,8 @@ impl Reducer {
     /// parameter gets must not depend on the bucket in which it lies.
     pub(super) fn settle(&mut self, model_state: &ModelState) -> Result<()> {
         let mut buckets = self.bucket_set.buckets.iter();
-        let mut fits = !buckets
-            .any(|bucket| matches!(bucket.state, BucketState::Rounded(_, RangeCheck::Beyond)));
+        let mut fits =
+            !buckets.any(|bucket| matches!(bucket.state, BucketState::Rounded { fits: false, .. }));
         if self.compression != Compression::None && !self.sum_scope.is_whole() {
             fits = self.all_agree(fits)?;
         }
@@ -315,7 +311,7 @@ impl Reducer {
         for number in 0..self.bucket_set.buckets.len() {
             let bucket = &mut self.bucket_set.buckets[number];
             let mut sums = match bucket.state.take() {
-                BucketState::Rounded(sums, _) => sums,
+                BucketState::Rounded { exact, .. } => exact,
                 other => {
                     bucket.state = other;
                     continue;
@@ -354,7 +350,7 @@ impl Reducer {
         self.send_mode = SendMode::Blocking;
         for bucket in &mut self.bucket_set.buckets {
             bucket.needs_retry = match bucket.own_mut() {
-                Some(BucketStorage::Host(buffer)) => !is_finite(buffer)?,
+                Some(BucketStorage::Host(buffer)) => !is_finite(buffer),
                 _ => false,
             };
         }
@@ -388,7 +384,7 @@ impl Reducer {
             let Some(BucketStorage::Host(buffer)) = buckets[number].own_mut() else {
                 continue;
             };
-            divide(buffer, total * self.loss_scale)?;
+            divide(buffer, total * self.loss_scale);
             let parameters = layout.members(number).iter().map(|&index| {
                 let parameter = &model_state.parameters()[index];
                 let range = layout.place(index).range.clone();
@@ -451,30 +447,21 @@ fn filled(
     }
 }
 
-fn is_finite(buffer: &Buffer) -> Result<bool> {
-    // Without an early end, so that it is done in vectors.
-    Ok(match buffer.dtype() {
-        DType::F64 => {
-            let values = buffer.as_slice::<f64>()?.iter();
-            values.fold(true, |finite, value| finite & value.is_finite())
-        }
-        _ => {
-            let values = buffer.as_slice::<f32>()?.iter();
-            values.fold(true, |finite, value| finite & value.is_finite())
-        }
-    })
+fn is_finite(buffer: &Buffer) -> bool {
+    let values = match buffer.dtype() {
+        DType::F64 => ElementValues::F64(slice(buffer)),
+        _ => ElementValues::F32(slice(buffer)),
+    };
+    values.is_finite()
 }
 
-fn divide(buffer: &mut Buffer, divisor: f64) -> Result<()> {
+fn divide(buffer: &mut Buffer, divisor: f64) {
     match buffer.dtype() {
-        DType::F64 => {
-            let values = buffer.as_mut_slice::<f64>()?;
-            values.iter_mut().for_each(|value| *value /= divisor);
-        }
-        _ => {
-            let (values, divisor) = (buffer.as_mut_slice::<f32>()?, divisor as f32);
-            values.iter_mut().for_each(|value| *value /= divisor);
-        }
+        DType::F64 => slice_mut::<f64>(buffer)
+            .iter_mut()
+            .for_each(|value| *value /= divisor),
+        _ => slice_mut::<f32>(buffer)
+            .iter_mut()
+            .for_each(|value| *value /= divisor as f32),
     }
-    Ok(())
 }
