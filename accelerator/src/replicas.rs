@@ -3,30 +3,25 @@
 use core::num::NonZeroU64;
 use std::collections::HashSet;
 
-use burn::module::{Module, ModuleVisitor, Param, ParamId};
-use burn::tensor::Tensor;
+use burn::module::{Module, ParamId};
 
 use crate::core::agreement::short;
 use crate::core::error::{Error, Kind, Result};
-use crate::core::module::ModulePath;
+use crate::core::module::visit_floats;
+use crate::core::tensor::any_rank;
 use crate::model::{running_states, sync_buffers};
 use crate::reduce::{ModelState, ReduceContext};
 use crate::tracking::Tracking;
 
-/// The purpose of a comparison that the program asks for, in errors.
 const CHECK: &str = "check_replicas";
-/// The largest number of paths of differing parameters in a message.
 const SHOWN: usize = 3;
 
-/// The parameters that are compared.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum ComparedParameters {
-    /// All parameters, frozen ones too.
     All,
     Trainable,
 }
 
-/// Compares all parameters of a prepared model, frozen ones too.
 #[track_caller]
 pub(crate) fn check_all<M: Module>(
     context: &ReduceContext,
@@ -93,7 +88,6 @@ pub(crate) fn check_and_sync<M: Module>(
     sync_buffers(context, model)
 }
 
-/// Tells if a model is checked after that many steps.
 fn is_due(every: Option<NonZeroU64>, steps: u64) -> bool {
     every.is_some_and(|every| steps > 0 && steps % every == 0)
 }
@@ -121,7 +115,6 @@ fn check<M: Module>(
     Ok(())
 }
 
-/// Compares what every rank has.
 #[track_caller]
 fn compare(context: &ReduceContext, action: &str, mine: &ReplicaDigest) -> Result<()> {
     let checking = context.group().for_purpose(action);
@@ -139,9 +132,7 @@ fn compare(context: &ReduceContext, action: &str, mine: &ReplicaDigest) -> Resul
     ))
 }
 
-/// The digest of a rank's parameters.
 struct ReplicaDigest {
-    /// The digest of all of them.
     digest: blake3::Hash,
     /// Eight bytes of the digest of each.
     parameters: Vec<u64>,
@@ -150,86 +141,43 @@ struct ReplicaDigest {
 
 impl ReplicaDigest {
     fn of<M: Module>(model: &M, model_state: &ModelState, compared: ComparedParameters) -> Self {
-        let mut reader = ReplicaReader {
-            chosen: match compared {
-                ComparedParameters::All => ReplicaSelection::AllBut(running_states(model)),
-                ComparedParameters::Trainable => ReplicaSelection::Ids(
-                    model_state
-                        .parameters()
-                        .iter()
-                        .map(|known| known.id)
-                        .collect(),
-                ),
-            },
-            place: 0,
-            path: ModulePath::default(),
-            all: blake3::Hasher::new(),
-            parameters: Vec::new(),
-            paths: Vec::new(),
+        let known = model_state.parameters().iter().map(|known| known.id);
+        let known: HashSet<ParamId> = known.collect();
+        let running = match compared {
+            ComparedParameters::All => running_states(model),
+            ComparedParameters::Trainable => HashSet::new(),
         };
-        model.visit(&mut reader);
+        let mut all = blake3::Hasher::new();
+        let (mut parameters, mut paths) = (Vec::new(), Vec::new());
+        visit_floats(model, |float| {
+            let is_compared = match compared {
+                ComparedParameters::All => !running.contains(&float.place),
+                ComparedParameters::Trainable => known.contains(&float.id),
+            };
+            if is_compared {
+                let hash = blake3::hash(any_rank(&float.value).into_data().bytes());
+                all.update(hash.as_bytes());
+                parameters.push(short(&hash));
+                paths.push(float.path.to_owned());
+            }
+        });
         Self {
-            digest: reader.all.finalize(),
-            parameters: reader.parameters,
-            paths: reader.paths,
+            digest: all.finalize(),
+            parameters,
+            paths,
         }
     }
 }
 
-/// The parameters that a [`ReplicaReader`] reads.
-enum ReplicaSelection {
-    /// All but the floats at these places of the model.
-    AllBut(HashSet<usize>),
-    Ids(HashSet<ParamId>),
-}
-
-struct ReplicaReader {
-    chosen: ReplicaSelection,
-    /// The current place among the floats of the model.
-    place: usize,
-    path: ModulePath,
-    all: blake3::Hasher,
-    parameters: Vec<u64>,
-    paths: Vec<String>,
-}
-
-impl ModuleVisitor for ReplicaReader {
-    fn enter_module(&mut self, name: &str, _container_type: &str) {
-        self.path.enter(name);
-    }
-
-    fn exit_module(&mut self, _name: &str, _container_type: &str) {
-        self.path.exit();
-    }
-
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        let place = self.place;
-        self.place += 1;
-        let is_chosen = match &self.chosen {
-            ReplicaSelection::AllBut(running) => !running.contains(&place),
-            ReplicaSelection::Ids(ids) => ids.contains(&param.id),
-        };
-        if is_chosen {
-            let hash = blake3::hash(param.val().into_data().bytes());
-            self.all.update(hash.as_bytes());
-            self.parameters.push(short(&hash));
-            self.paths.push(self.path.as_str().to_owned());
-        }
-    }
-}
-
-/// The ranks and the parameters that differ.
 #[derive(Debug, Eq, PartialEq)]
 struct Drift {
     ranks: usize,
     /// The ranks that differ from the majority; all if there is none.
     deviating: Vec<usize>,
-    /// The parameters that are not the same on every rank.
     parameters: Vec<usize>,
 }
 
 impl Drift {
-    /// Compares the hashes of every rank.
     fn of(ranks: &[Vec<u64>]) -> Self {
         let votes = |hashes: &Vec<u64>| ranks.iter().filter(|other| *other == hashes).count();
         let majority = ranks.iter().find(|hashes| votes(hashes) * 2 > ranks.len());

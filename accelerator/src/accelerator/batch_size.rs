@@ -3,13 +3,14 @@ use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::thread;
 
-use burn::module::{Module, ModuleVisitor, Param};
-use burn::tensor::Tensor;
+use burn::module::Module;
 use serde::{Deserialize, Serialize};
 
 use crate::accelerator::Accelerator;
 use crate::core::agreement::Failure;
 use crate::core::error::{self, Error, Kind, Result, panic_text};
+use crate::core::module::visit_floats;
+use crate::core::tensor::any_rank;
 
 /// Batches that fit.
 impl Accelerator {
@@ -137,7 +138,6 @@ impl Accelerator {
     }
 }
 
-/// The outcome of an attempt, for the other ranks.
 #[derive(Deserialize, Serialize)]
 enum AttemptReport {
     Done,
@@ -181,26 +181,16 @@ fn first_full(all: Vec<AttemptReport>, size: usize) -> Result<Option<(usize, Str
 /// Lets Burn forget forward passes of a model that no backward pass follows. It keeps what they recorded until
 /// another backward runs in the same graph, as every one does that comes to one of the same parameters.
 fn forget_graphs<M: Module>(model: &M) {
-    let mut sums = ParamSumBackwards(Vec::new());
-    model.visit(&mut sums);
-    // The first to be in the graph frees it, before there is a gradient of a large one.
-    sums.0.sort_by_key(|(elements, _)| *elements);
-    for (_, backward) in sums.0 {
-        backward();
-    }
-}
-
-/// The backward pass of the sum of each trainable parameter, with its number of elements.
-struct ParamSumBackwards(Vec<(usize, Box<dyn FnOnce()>)>);
-
-impl ModuleVisitor for ParamSumBackwards {
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        let value = param.val();
-        if value.is_require_grad() {
-            let elements = value.shape().num_elements();
-            self.0
-                .push((elements, Box::new(move || drop(value.sum().backward()))));
+    let mut trained = Vec::new();
+    visit_floats(model, |float| {
+        if float.is_trained {
+            trained.push(any_rank(&float.value));
         }
+    });
+    // The first to be in the graph frees it, before there is a gradient of a large one.
+    trained.sort_by_key(|value| value.shape().num_elements());
+    for value in trained {
+        drop(value.sum().backward());
     }
 }
 

@@ -1,6 +1,10 @@
 //! The markers by which one trait covers every Burn module and other types, too: of
 //! [`Prepare`](crate::Prepare), [`Save`](crate::checkpoint::Save) and [`Resume`](crate::checkpoint::Resume).
-//! Programs never name them; the compiler infers which one applies.
+//! Programs never name them; the compiler infers which one applies. And the visits of a model by path.
+
+use burn::backend::DispatchTensor;
+use burn::module::{Module, ModuleVisitor, Param, ParamId};
+use burn::tensor::Tensor;
 
 /// A Burn module.
 #[derive(Debug)]
@@ -40,6 +44,53 @@ impl ModulePath {
 
     pub(crate) fn as_str(&self) -> &str {
         &self.joined
+    }
+}
+
+/// A float of a model, trained or not.
+pub(crate) struct FloatParam<'a> {
+    pub(crate) id: ParamId,
+    pub(crate) is_trained: bool,
+    pub(crate) path: &'a str,
+    /// Its number among the floats of the model.
+    pub(crate) place: usize,
+    pub(crate) value: DispatchTensor,
+}
+
+/// Calls `take` with each float of a model, in the order in which Burn visits them.
+pub(crate) fn visit_floats<M: Module>(model: &M, take: impl FnMut(FloatParam<'_>)) {
+    model.visit(&mut FloatVisitor {
+        path: ModulePath::default(),
+        place: 0,
+        take,
+    });
+}
+
+struct FloatVisitor<F> {
+    path: ModulePath,
+    place: usize,
+    take: F,
+}
+
+impl<F: FnMut(FloatParam<'_>)> ModuleVisitor for FloatVisitor<F> {
+    fn enter_module(&mut self, name: &str, _container_type: &str) {
+        self.path.enter(name);
+    }
+
+    fn exit_module(&mut self, _name: &str, _container_type: &str) {
+        self.path.exit();
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let value = param.val();
+        (self.take)(FloatParam {
+            id: param.id,
+            is_trained: value.is_require_grad(),
+            path: self.path.as_str(),
+            place: self.place,
+            value: value.into_dispatch(),
+        });
+        self.place += 1;
     }
 }
 

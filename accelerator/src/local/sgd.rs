@@ -170,13 +170,11 @@ impl DiLoCoConfig {
         let outer = model.valid();
         sync_rounds::of(&outer, &model_state)?;
         Ok(DiLoCo {
-            rule: OuterRule {
-                momentum: self.momentum,
-                rate: self.rate,
-                rounds,
-            },
-            velocity: sync_rounds::zeros(model),
+            momentum: self.momentum,
             outer,
+            rate: self.rate,
+            rounds,
+            velocity: sync_rounds::zeros(model),
         })
     }
 }
@@ -219,26 +217,21 @@ impl DiLoCoConfig {
 /// # Ok::<(), Error>(())
 /// ```
 pub struct DiLoCo<M> {
+    momentum: f64,
     /// The outer parameters, on the plain device.
     outer: M,
-    rule: OuterRule,
-    /// The momentum of each of them, as a model, so that it is saved as one.
-    velocity: M,
-}
-
-/// The settings and counters that are not saved as models.
-pub(crate) struct OuterRule {
-    momentum: f64,
     rate: f64,
     rounds: SyncRounds,
+    /// The momentum of each outer parameter, as a model, so that it is saved as one.
+    velocity: M,
 }
 
 impl<M: Module> LocalTraining<M> for DiLoCo<M> {
     #[track_caller]
     fn average(&mut self, model: &mut M) -> Result<()> {
-        let accelerator = &self.rule.rounds.accelerator;
-        let model_state = self.rule.rounds.model_state(model)?;
-        let Some(share) = self.rule.rounds.share(&model_state)? else {
+        let accelerator = &self.rounds.accelerator;
+        let model_state = self.rounds.model_state(model)?;
+        let Some(share) = self.rounds.share(&model_state)? else {
             return Ok(());
         };
         let mut outer = sync_rounds::of(&self.outer, &model_state)?;
@@ -252,9 +245,9 @@ impl<M: Module> LocalTraining<M> for DiLoCo<M> {
         accelerator.sync_buffers(model)?;
         for at in 0..model_state.parameters().len() {
             let gradient = any_rank(&gradients[at]);
-            let moved = any_rank(&velocity[at]).mul_scalar(self.rule.momentum) + gradient.clone();
-            let step = gradient + moved.clone().mul_scalar(self.rule.momentum);
-            outer[at] = (any_rank(&outer[at]) - step.mul_scalar(self.rule.rate)).into_dispatch();
+            let moved = any_rank(&velocity[at]).mul_scalar(self.momentum) + gradient.clone();
+            let step = gradient + moved.clone().mul_scalar(self.momentum);
+            outer[at] = (any_rank(&outer[at]) - step.mul_scalar(self.rate)).into_dispatch();
             velocity[at] = moved.into_dispatch();
         }
         self.outer = sync_rounds::replace(&self.outer, &model_state, GradientForm::Plain, &outer);
@@ -266,39 +259,17 @@ impl<M: Module> LocalTraining<M> for DiLoCo<M> {
     }
 }
 
-impl<M: Module> DiLoCo<M> {
-    /// Returns the models that a checkpoint keeps.
-    pub(crate) fn states(&self) -> [&M; 2] {
-        [&self.outer, &self.velocity]
-    }
-
-    /// Returns the models that a checkpoint keeps, in the order of [`states`](Self::states), and the rest.
-    pub(crate) fn into_parts(self) -> (OuterRule, [M; 2]) {
-        (self.rule, [self.outer, self.velocity])
-    }
-
-    /// Goes on from what a checkpoint keeps.
-    pub(crate) fn from_parts(rule: OuterRule, states: [M; 2]) -> Self {
-        let [outer, velocity] = states.map(|state| state.valid());
-        Self {
-            outer,
-            rule,
-            velocity,
-        }
-    }
-}
-
 impl<M> InRounds for DiLoCo<M> {
     fn rounds(&self) -> &SyncRounds {
-        &self.rule.rounds
+        &self.rounds
     }
 }
 
 impl<M> fmt::Debug for DiLoCo<M> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("DiLoCo")
-            .field("rate", &self.rule.rate)
-            .field("momentum", &self.rule.momentum)
+            .field("rate", &self.rate)
+            .field("momentum", &self.momentum)
             .finish_non_exhaustive()
     }
 }
@@ -325,17 +296,13 @@ impl Resume<module::Part> for LocalSgd {
 // To a checkpoint it is two more models: the outer parameters, and their momentum.
 impl<M: Module + fmt::Display> Save<module::Part> for &DiLoCo<M> {
     fn collect(&self, snapshot: &mut Snapshot<'_>) -> Result<()> {
-        self.states()
-            .into_iter()
-            .try_for_each(|state| snapshot.add_companion("`DiLoCo`", state))
+        snapshot.add_companion("`DiLoCo`", &self.outer)?;
+        snapshot.add_companion("`DiLoCo`", &self.velocity)
     }
 
     fn settle(&self, settling: &mut SnapshotExchange<'_>) -> Result<()> {
-        // A closure would be the caller that errors name.
-        for state in self.states() {
-            settling.model(state)?;
-        }
-        Ok(())
+        settling.model(&self.outer)?;
+        settling.model(&self.velocity)
     }
 }
 
@@ -345,9 +312,10 @@ impl<M: Module + fmt::Display> Resume<module::Part> for DiLoCo<M> {
     }
 
     fn restore(self, restorer: &mut Restorer<'_>) -> Result<Self> {
-        let (rule, [outer, velocity]) = self.into_parts();
-        let outer = restorer.companion(outer)?;
-        let velocity = restorer.companion(velocity)?;
-        Ok(Self::from_parts(rule, [outer, velocity]))
+        Ok(Self {
+            outer: restorer.companion(self.outer)?.valid(),
+            velocity: restorer.companion(self.velocity)?.valid(),
+            ..self
+        })
     }
 }

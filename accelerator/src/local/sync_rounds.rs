@@ -2,13 +2,15 @@ use core::num::NonZeroU64;
 use std::sync::Arc;
 
 use burn::backend::DispatchTensor;
-use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
+use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::Tensor;
 
 use super::Weighting;
 use crate::accelerator::Accelerator;
 use crate::core::agreement;
 use crate::core::error::{Error, Result};
+use crate::core::module::visit_floats;
+use crate::core::tensor::any_rank;
 use crate::data::batch::Weight;
 use crate::reduce::{
     AveragedGradients, LocalRound, MeanWeight, MicroStep, ModelState, OpenRoundConcern,
@@ -17,7 +19,7 @@ use crate::reduce::{
 
 /// The schedule of averages, and the weight of each rank in them: the part that both kinds of local training share.
 #[derive(Debug)]
-pub struct SyncRounds {
+pub(crate) struct SyncRounds {
     pub(super) accelerator: Accelerator,
     concern: OpenRoundConcern,
     /// Gradients that were handed out and not used hold it too.
@@ -27,8 +29,7 @@ pub struct SyncRounds {
 }
 
 /// A local training, which runs in rounds.
-pub trait InRounds {
-    #[doc(hidden)]
+pub(crate) trait InRounds {
     fn rounds(&self) -> &SyncRounds;
 }
 
@@ -94,7 +95,6 @@ impl SyncRounds {
         Ok(gradients.held_by(&self.handed))
     }
 
-    /// Tells if it is time to average.
     pub(super) fn is_due<M: Module>(&self, model: &M) -> Result<bool> {
         let model_state = self.model_state(model)?;
         let mut round = model_state.round();
@@ -216,12 +216,17 @@ impl Weighting {
 
 /// The values by the numbers of their parameters, on the plain device.
 pub(super) fn of<M: Module>(model: &M, model_state: &ModelState) -> Result<Vec<DispatchTensor>> {
-    let mut reader = LocalReader {
-        model_state,
-        values: vec![None; model_state.parameters().len()],
-    };
-    model.visit(&mut reader);
-    let values = reader.values.into_iter().zip(model_state.parameters());
+    let mut values = vec![None; model_state.parameters().len()];
+    visit_floats(model, |float| {
+        // A frozen clone may come behind the parameter.
+        if let Some(number) = model_state.number(float.id)
+            && values[number].is_none()
+        {
+            let value = any_rank(&float.value).without_autodiff();
+            values[number] = Some(value.into_dispatch());
+        }
+    });
+    let values = values.into_iter().zip(model_state.parameters());
     let values = values.map(|(value, known)| {
         value.ok_or_else(|| {
             Error::misuse(format!(
@@ -259,23 +264,6 @@ pub(super) fn replace<M: Module>(
         values: values.iter().cloned().map(Some).collect(),
     };
     model_state.tied().retie(model.clone().map(&mut writer))
-}
-
-struct LocalReader<'a> {
-    model_state: &'a ModelState,
-    values: Vec<Option<DispatchTensor>>,
-}
-
-impl ModuleVisitor for LocalReader<'_> {
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        // A frozen clone may come behind the parameter.
-        if let Some(number) = self.model_state.number(param.id)
-            && self.values[number].is_none()
-        {
-            let value = param.val().without_autodiff();
-            self.values[number] = Some(value.into_dispatch());
-        }
-    }
 }
 
 struct ZeroParameters;

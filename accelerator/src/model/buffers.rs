@@ -10,7 +10,8 @@ use burn::tensor::{DType, Tensor, TensorData};
 use crate::context::Context;
 use crate::core::agreement::short;
 use crate::core::error::{Error, Result};
-use crate::core::module::ModulePath;
+use crate::core::module::{ModulePath, visit_floats};
+use crate::core::tensor::any_rank;
 
 /// The statistics that Burn's batch norm keeps, by the names of its fields.
 const MEAN: &str = "running_mean";
@@ -24,15 +25,20 @@ pub(crate) fn sync_buffers<M: Module>(context: &Context, model: &M) -> Result<()
         return Ok(());
     }
     context.check_forward()?;
-    let mut reader = BufferReader {
-        running: running_states(model),
-        ..BufferReader::default()
-    };
-    if reader.running.is_empty() {
+    let running = running_states(model);
+    if running.is_empty() {
         return Ok(());
     }
-    model.visit(&mut reader);
-    let buffers = reader.buffers;
+    let mut buffers = Vec::new();
+    visit_floats(model, |float| {
+        if running.contains(&float.place) {
+            buffers.push(Buffer {
+                data: any_rank(&float.value).into_data(),
+                path: float.path.to_owned(),
+                place: float.place,
+            });
+        }
+    });
     let mine: Vec<u64> = buffers.iter().map(Buffer::digest).collect();
     let all = group.all_gather(&mine)?;
     let same = |at: usize| {
@@ -100,11 +106,11 @@ pub(crate) fn settle_statistics<M: Module>(model: &M) {
 pub(crate) fn running_states<M: Module>(model: &M) -> HashSet<usize> {
     // Its running states are its own, unlike a clone's.
     let model = model.valid();
-    let mut before = Ids::default();
-    model.visit(&mut before);
-    let mut after = Ids::default();
-    model.map(&mut Renamer).visit(&mut after);
-    let ids = before.0.into_iter().zip(after.0).enumerate();
+    let mut before = Vec::new();
+    visit_floats(&model, |float| before.push(float.id));
+    let mut after = Vec::new();
+    visit_floats(&model.map(&mut Renamer), |float| after.push(float.id));
+    let ids = before.into_iter().zip(after).enumerate();
     ids.filter(|(_, (before, after))| before == after)
         .map(|(place, _)| place)
         .collect()
@@ -141,11 +147,9 @@ fn moments(buffer: &Buffer, mean: Option<&Buffer>) -> Result<Vec<f64>> {
     Ok(values)
 }
 
-/// A running state.
 struct Buffer {
     data: TensorData,
     path: String,
-    /// The place among the floats of the model.
     place: usize,
 }
 
@@ -174,16 +178,6 @@ impl Buffer {
     }
 }
 
-/// The ids of all floats.
-#[derive(Default)]
-struct Ids(Vec<ParamId>);
-
-impl ModuleVisitor for Ids {
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        self.0.push(param.id);
-    }
-}
-
 /// Gives every float another id. Parameters take it; a running state takes values only, and keeps its own.
 struct Renamer;
 
@@ -194,37 +188,7 @@ impl ModuleMapper for Renamer {
     }
 }
 
-#[derive(Default)]
-struct BufferReader {
-    buffers: Vec<Buffer>,
-    path: ModulePath,
-    place: usize,
-    /// The places to read.
-    running: HashSet<usize>,
-}
-
-impl ModuleVisitor for BufferReader {
-    fn enter_module(&mut self, name: &str, _container_type: &str) {
-        self.path.enter(name);
-    }
-
-    fn exit_module(&mut self, _name: &str, _container_type: &str) {
-        self.path.exit();
-    }
-
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        if self.running.contains(&self.place) {
-            self.buffers.push(Buffer {
-                data: param.val().into_data(),
-                path: self.path.as_str().to_owned(),
-                place: self.place,
-            });
-        }
-        self.place += 1;
-    }
-}
-
-/// Maps in the order in which [`BufferReader`] visits.
+/// Maps in the order in which floats are visited.
 struct BufferWriter {
     place: usize,
     values: HashMap<usize, TensorData>,
@@ -247,9 +211,7 @@ impl ModuleMapper for BufferWriter {
 #[derive(Default)]
 struct PlainDeviceFinder {
     path: ModulePath,
-    /// The current place among the floats of the model.
     place: usize,
-    /// The parameters on a plain device, by place.
     plain: Vec<(usize, String)>,
 }
 

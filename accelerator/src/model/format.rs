@@ -31,7 +31,6 @@ pub enum FileLayout {
 }
 
 impl FileLayout {
-    /// Returns its name in files.
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::Burn => "burn",
@@ -74,7 +73,6 @@ impl FilePath {
         self.containers.pop();
     }
 
-    /// Returns the name of the parameter at this place.
     pub(super) fn name(&self, layout: FileLayout) -> String {
         match layout {
             FileLayout::Burn => self.names.join("."),
@@ -82,7 +80,6 @@ impl FilePath {
         }
     }
 
-    /// Returns `true` if PyTorch transposes the parameter at this place.
     pub(super) fn is_linear_weight(&self) -> bool {
         self.owner() == Some("Struct:Linear") && self.names.last().is_some_and(|n| n == "weight")
     }
@@ -107,7 +104,6 @@ impl FilePath {
         names.join(".")
     }
 
-    /// Returns the module that the parameter is a field of.
     fn owner(&self) -> Option<&str> {
         let mut containers = self.containers.iter().rev();
         containers
@@ -170,7 +166,6 @@ pub(super) fn burn_dtype(dtype: Dtype) -> Option<DType> {
 /// The file names of a model.
 #[derive(Clone, Debug)]
 pub(crate) struct FileNames {
-    /// The name if there is one file.
     pub(super) single: String,
     stem: String,
 }
@@ -196,12 +191,10 @@ impl FileNames {
         format!("{}-{number:05}-of-{count:05}.safetensors", self.stem)
     }
 
-    /// Returns `true` if a file has one of the names.
     pub(super) fn has(&self, name: &str) -> bool {
         name == self.single || name == self.index() || self.is_shard(name)
     }
 
-    /// Returns `true` if a file has the name of a shard of this model.
     pub(super) fn is_shard(&self, name: &str) -> bool {
         let numbers = name
             .strip_prefix(&self.stem)
@@ -273,7 +266,6 @@ pub struct LoadOptions {
     renames: Vec<Rename>,
 }
 
-/// The treatment of a file that does not fit the model.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub(super) enum MismatchMode {
     #[default]
@@ -355,7 +347,6 @@ impl LoadOptions {
         self
     }
 
-    /// Returns the name in the model of `name` in the file.
     pub(super) fn renamed(&self, name: &str) -> String {
         let mut name = name.to_owned();
         for rename in &self.renames {

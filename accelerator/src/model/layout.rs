@@ -11,7 +11,8 @@ use burn::tensor::{Bool, DType, Int, Tensor, TensorData};
 use serde::{Deserialize, Serialize};
 
 use crate::core::error::{Error, Kind, Result};
-use crate::core::module::ModulePath;
+use crate::core::module::{ModulePath, visit_floats};
+use crate::core::tensor::any_rank;
 
 /// The advice, in errors about a replaced parameter, on how to give a parameter another value.
 pub(crate) const KEEP_THE_ID: &str = "`Param::from_tensor` makes a parameter with another id, for which an optimizer \
@@ -43,7 +44,6 @@ pub(crate) enum Float {
 }
 
 impl Float {
-    /// Returns the type of Burn.
     pub(crate) fn dtype(self) -> DType {
         match self {
             Self::Bf16 => DType::BF16,
@@ -53,13 +53,11 @@ impl Float {
         }
     }
 
-    /// The bytes of an element.
     pub(crate) fn width(self) -> usize {
         self.dtype().size()
     }
 }
 
-/// A parameter that takes a gradient.
 #[derive(Clone, Debug)]
 pub(crate) struct Trainable {
     pub(crate) id: ParamId,
@@ -82,13 +80,11 @@ impl Layout {
         self.0.iter().map(|entry| entry.id).collect()
     }
 
-    /// Returns the path of the parameter or buffer with this id.
     pub(crate) fn path_of(&self, id: u64) -> Option<&str> {
         let mut entries = self.0.iter();
         Some(&entries.find(|entry| entry.id == id)?.path)
     }
 
-    /// Returns the parameters for the manifest of a checkpoint.
     pub(crate) fn parameters(&self) -> impl Iterator<Item = Parameter> {
         self.0.iter().map(|entry| Parameter {
             path: entry.path.clone(),
@@ -315,7 +311,6 @@ impl ModuleVisitor for LayoutReader {
     }
 }
 
-/// The number of bytes of parameters per broadcast.
 const CHUNK: usize = 64 << 20;
 
 /// Gives every rank rank 0's values and parameter ids. The layouts were compared before.
@@ -341,14 +336,15 @@ pub(crate) fn from_rank_zero<M: Module>(
     }))
 }
 
-/// Returns the values of all parameters that are floats, by their paths.
 pub(crate) fn float_values<M: Module>(model: &M) -> Vec<(String, Vec<f32>)> {
-    let mut reader = ValueReader {
-        path: ModulePath::default(),
-        values: Vec::new(),
-    };
-    model.visit(&mut reader);
-    reader.values
+    let mut values = Vec::new();
+    visit_floats(model, |float| {
+        let data = any_rank(&float.value).into_data();
+        // It is of that type now.
+        let data = data.convert_dtype(DType::F32).try_to_vec();
+        values.push((float.path.to_owned(), data.unwrap_or_default()));
+    });
+    values
 }
 
 /// Replaces `values` by rank 0's, several in one broadcast.
@@ -428,28 +424,6 @@ impl ModuleMapper for ReplicaWriter {
         param: Param<Tensor<D, Bool>>,
     ) -> Param<Tensor<D, Bool>> {
         self.map(param)
-    }
-}
-
-struct ValueReader {
-    path: ModulePath,
-    values: Vec<(String, Vec<f32>)>,
-}
-
-impl ModuleVisitor for ValueReader {
-    fn enter_module(&mut self, name: &str, _container_type: &str) {
-        self.path.enter(name);
-    }
-
-    fn exit_module(&mut self, _name: &str, _container_type: &str) {
-        self.path.exit();
-    }
-
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        let data = param.val().into_data().convert_dtype(DType::F32);
-        // It is of that type now.
-        let values = data.try_to_vec().unwrap_or_default();
-        self.values.push((self.path.as_str().to_owned(), values));
     }
 }
 

@@ -194,7 +194,6 @@ struct Matcher<'a> {
     layout: FileLayout,
     casts: Casts,
     originals: BTreeMap<String, String>,
-    /// Names of the file.
     used: BTreeSet<String>,
     report: LoadReport,
 }
@@ -321,7 +320,6 @@ impl<I: Iterator<Item = u64>> ModuleMapper for FileWriter<'_, I> {
     }
 }
 
-/// The largest number of names of a kind that are shown.
 const SHOWN: usize = 10;
 
 /// The parts of a model that were in a file, and those that were not. Its `Display` form lists the first ten of
@@ -393,12 +391,10 @@ impl LoadReport {
             && self.mistyped.is_empty()
     }
 
-    /// Returns the number of parameters and buffers of the model.
     fn parameters(&self) -> usize {
         self.loaded.len() + self.missing.len() + self.misshapen.len() + self.mistyped.len()
     }
 
-    /// Returns a hint at wrong options, if the names give one.
     pub(super) fn hint(&self) -> Option<String> {
         self.prefix_hint().or_else(|| self.layout_hint())
     }

@@ -16,7 +16,6 @@ use crate::core::error::{Error, Kind, Result};
 /// The most that a header may take, as in the format's own reader.
 const MAX_HEADER: u64 = 100_000_000;
 
-/// The bytes of a tensor that are read at a time.
 const BLOCK: usize = 1 << 24;
 
 /// A model in one file or in several with an index, on disk or in memory. Opening it reads and checks the headers;
@@ -30,7 +29,6 @@ pub(crate) struct ModelFile {
     metadata: HashMap<String, String>,
 }
 
-/// A tensor in a file.
 #[derive(Clone, Debug)]
 pub(super) struct StoredTensor {
     pub(super) dtype: Dtype,
@@ -40,7 +38,6 @@ pub(super) struct StoredTensor {
     bytes: usize,
 }
 
-/// The storage of a file's bytes.
 #[derive(Debug)]
 enum FileBytes {
     Disk(File),
@@ -137,7 +134,6 @@ impl ModelFile {
         found.map(|(name, stored)| (name.as_str(), stored))
     }
 
-    /// Returns the layout that the file names.
     pub(super) fn layout(&self) -> Option<FileLayout> {
         FileLayout::from_name(self.metadata.get("layout")?)
     }

@@ -69,9 +69,7 @@ struct Staged {
     folder: PathBuf,
     names: FileNames,
     hidden: StagedFolder,
-    /// The files that are still staged.
     files: Vec<String>,
-    /// The activity clock, which notes each piece that is written.
     activity: Activity,
 }
 
@@ -179,10 +177,8 @@ impl Write for ProgressFile<'_> {
     }
 }
 
-/// The bytes that are written at a time.
 const BLOCK: usize = 1 << 20;
 
-/// The bytes that are flushed to the disk at a time.
 const FLUSHED: usize = 1 << 30;
 
 /// Waits until this writer may put its files in their places. Only one may at a time: shards of two saves must not be

@@ -36,7 +36,6 @@ pub(super) struct SnapshotEntry {
     /// The shape that Burn saves, which is that of the module except for column-major linear layers.
     shape: Vec<usize>,
     pytorch_shape: Vec<usize>,
-    /// `true` if PyTorch transposes it.
     is_linear_weight: bool,
     value: Box<dyn Fn(FileLayout) -> TensorData + Send>,
 }
@@ -49,7 +48,6 @@ impl ModelSnapshot {
         Self { entries }
     }
 
-    /// Returns the ids of parameters and buffers, in order.
     #[cfg(test)]
     pub(crate) fn ids(&self) -> Vec<u64> {
         self.entries.iter().map(|entry| entry.id).collect()
@@ -103,7 +101,6 @@ impl ModelSnapshot {
         Ok(written)
     }
 
-    /// Returns the records to write, and the names that are aliases of others.
     fn records(&self, layout: FileLayout) -> Result<(Vec<Record<'_>>, BTreeMap<&str, &str>)> {
         let mut records: Vec<Record<'_>> = Vec::new();
         let mut aliases = BTreeMap::new();
@@ -243,7 +240,6 @@ impl ModuleVisitor for EntryVisitor<'_> {
     }
 }
 
-/// A tensor of a file.
 struct Record<'a> {
     entry: &'a SnapshotEntry,
     name: &'a str,

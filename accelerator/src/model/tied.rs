@@ -4,12 +4,12 @@
 use std::collections::HashMap;
 
 use burn::backend::DispatchTensor;
-use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
+use burn::module::{Module, ModuleMapper, Param, ParamId};
 use burn::tensor::Tensor;
 
 use crate::core::autodiff;
 use crate::core::error::{Error, Kind, Result};
-use crate::core::module::ModulePath;
+use crate::core::module::{FloatParam, visit_floats};
 use crate::core::tensor::any_rank;
 
 /// Makes all places of a tied parameter one tensor again: that of the first place.
@@ -163,11 +163,9 @@ impl TiedParameters {
     }
 }
 
-/// A place that was visited first.
 struct TiedPlace {
     path: String,
     place: usize,
-    shape: Vec<usize>,
     trained: bool,
     value: DispatchTensor,
 }
@@ -175,17 +173,13 @@ struct TiedPlace {
 /// Two places of one parameter that are two tensors.
 struct Apart {
     paths: [String; 2],
-    shapes: [Vec<usize>; 2],
     values: [DispatchTensor; 2],
 }
 
 impl Apart {
     fn is_equal(&self) -> bool {
-        let [first, other] = &self.shapes;
-        first == other && {
-            let [first, other] = &self.values;
-            any_rank(first).into_data() == any_rank(other).into_data()
-        }
+        let [first, other] = self.values.each_ref().map(any_rank);
+        first.shape() == other.shape() && first.into_data() == other.into_data()
     }
 }
 
@@ -195,41 +189,27 @@ struct TieFinder {
     first: HashMap<ParamId, TiedPlace>,
     /// A frozen place, and a trained one behind it.
     half_frozen: Option<[String; 2]>,
-    path: ModulePath,
     tied: TiedParameters,
-    /// Set for each place that takes a gradient.
     trained: Vec<bool>,
 }
 
 impl TieFinder {
     fn search<M: Module>(model: &M) -> Self {
         let mut finder = Self::default();
-        model.visit(&mut finder);
+        visit_floats(model, |float| finder.visit(float));
         finder
     }
-}
 
-impl ModuleVisitor for TieFinder {
-    fn enter_module(&mut self, name: &str, _container_type: &str) {
-        self.path.enter(name);
-    }
-
-    fn exit_module(&mut self, _name: &str, _container_type: &str) {
-        self.path.exit();
-    }
-
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        let value = param.val();
+    fn visit(&mut self, float: FloatParam<'_>) {
         let here = TiedPlace {
-            path: self.path.as_str().to_owned(),
-            place: self.trained.len(),
-            shape: value.dims().to_vec(),
-            trained: value.is_require_grad(),
-            value: value.into_dispatch(),
+            path: float.path.to_owned(),
+            place: float.place,
+            trained: float.is_trained,
+            value: float.value,
         };
         self.trained.push(here.trained);
-        let Some(first) = self.first.get(&param.id) else {
-            self.first.insert(param.id, here);
+        let Some(first) = self.first.get(&float.id) else {
+            self.first.insert(float.id, here);
             return;
         };
         // A frozen clone, such as a teacher, keeps its values.
@@ -246,7 +226,6 @@ impl ModuleVisitor for TieFinder {
         if !autodiff::is_same_leaf(&first.value, &here.value) {
             self.apart.push(Apart {
                 paths,
-                shapes: [first.shape.clone(), here.shape],
                 values: [first.value.clone(), here.value],
             });
         }
@@ -254,7 +233,6 @@ impl ModuleVisitor for TieFinder {
 }
 
 struct Retier<'a> {
-    /// The first tensors, by place.
     first: HashMap<usize, DispatchTensor>,
     place: usize,
     tied: &'a TiedParameters,
