@@ -48,8 +48,8 @@ use crate::model::settle_statistics;
 /// ```
 #[derive(Clone)]
 pub struct Ema<M> {
-    average: M,
-    decay: f64,
+    pub(crate) average: M,
+    pub(crate) decay: f64,
 }
 
 impl<M: Module> Ema<M> {
@@ -83,17 +83,6 @@ impl<M: Module> Ema<M> {
     /// The model with averaged weights, to evaluate or to save: it records no gradients.
     pub fn model(&self) -> &M {
         &self.average
-    }
-
-    /// The averaged model, and the decay.
-    pub(crate) fn into_parts(self) -> (M, f64) {
-        (self.average, self.decay)
-    }
-
-    /// Goes on from an averaged model.
-    pub(crate) fn from_parts(average: &M, decay: f64) -> Self {
-        let average = average.valid();
-        Self { average, decay }
     }
 }
 

@@ -128,8 +128,8 @@ impl<M: Module + fmt::Display> Resume<module::Part> for Ema<M> {
     }
 
     fn restore(self, restorer: &mut Restorer<'_>) -> Result<Self> {
-        let (average, decay) = self.into_parts();
-        Ok(Self::from_parts(&restorer.companion(average)?, decay))
+        let average = restorer.companion(self.average)?.valid();
+        Ok(Self { average, ..self })
     }
 }
 

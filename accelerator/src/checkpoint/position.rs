@@ -31,12 +31,10 @@ pub struct Position {
     pub(super) factor: f64,
     pub(super) passed_over: Vec<String>,
     pub(super) step: u64,
-    /// The steps of each optimizer.
     pub(super) steps: Vec<u64>,
     pub(super) world_size_before: usize,
 }
 
-/// The state from which training continues.
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Serialize)]
 pub(super) enum Origin {
     Start,
@@ -133,21 +131,12 @@ impl fmt::Display for Position {
 ///
 /// The rule of [`Checkpoints::with_rescale`](super::Checkpoints::with_rescale) answers it with a [`Rescale`].
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct WorldChange {
-    pub(super) before: usize,
-    pub(super) now: usize,
-}
-
-impl WorldChange {
-    /// Returns the number of ranks that saved the checkpoint.
-    pub fn before(&self) -> usize {
-        self.before
-    }
-
-    /// Returns the current number of ranks.
-    pub fn now(&self) -> usize {
-        self.now
-    }
+    /// The number of ranks that saved the checkpoint.
+    pub before: usize,
+    /// The current number of ranks.
+    pub now: usize,
 }
 
 /// The rule for batch size and learning rate at another number of ranks.
@@ -211,7 +200,6 @@ impl Rescale {
         }
     }
 
-    /// Tells if a step uses as many samples as before.
     pub(super) fn keeps_samples_of_step(self) -> bool {
         match self.batch {
             BatchChange::Global | BatchChange::ByMicroSteps => true,

@@ -29,7 +29,6 @@ pub struct Restorer<'a> {
     at: usize,
     factor: f64,
     found: &'a FoundCheckpoint,
-    /// The ids of every parameter that was saved.
     ids: HashSet<u64>,
     /// `true` if the loaders that training reads continue with the batches that the rule makes of those before; `None`
     /// if there are none.
@@ -39,7 +38,6 @@ pub struct Restorer<'a> {
     names: Names,
     /// The messages about schedules that give the last step another rate than it had.
     other_rates: Vec<String>,
-    /// The source, on rank 0.
     source: Option<&'a Source>,
 }
 
@@ -282,7 +280,6 @@ impl<'a> Restorer<'a> {
         decode(&name, &self.read(&file)?)
     }
 
-    /// Returns this rank's value, if it saved one.
     #[track_caller]
     pub(super) fn per_rank<T: DeserializeOwned>(&mut self) -> Result<Option<T>> {
         let (name, _) = self.next()?;
@@ -406,7 +403,6 @@ impl FoundCheckpoint {
         loader.resume_from(name, saved, &how)
     }
 
-    /// Returns the factor on the learning rates of the job from here on.
     pub(super) fn factor(&self) -> f64 {
         self.state.factor * self.rescale.factor()
     }
@@ -424,7 +420,6 @@ impl FoundCheckpoint {
     }
 }
 
-/// The hint for a schedule whose steps were counted with another batch.
 const RESUME_LOADER_HINT: &str =
     "pass the loader to `Accelerator::resume_loader` before `plan` or `steps`";
 

@@ -26,7 +26,7 @@ pub(crate) fn resume<K, P: Resume<K>>(
 ) -> Result<(P, Position)> {
     let mut kinds = Vec::new();
     P::kinds(&mut kinds);
-    context.ongoing.resumes(settings.path());
+    context.resumes(settings.path());
     let misfit = |found: &Candidate, _: &Folder| Ok(found.state.misfit(&kinds));
     let Some((found, source)) = find(context, settings, "resume", list(&kinds), &misfit)? else {
         if context.is_main_process() {
@@ -50,7 +50,7 @@ pub(crate) fn resume<K, P: Resume<K>>(
     let mut restorer = Restorer::new(context, &found, source.as_ref());
     let parts = parts.restore(&mut restorer)?;
     restorer.check_rates()?;
-    context.ongoing.set_factor(factor);
+    context.set_factor(factor);
     let is_checkpoint = matches!(found.origin, Origin::Checkpoint(_));
     let run = from_main(context, "resume", || {
         let Origin::Checkpoint(number) = found.origin else {
@@ -130,7 +130,7 @@ fn find(
     passed: String,
     misfit: &Misfit<'_>,
 ) -> Result<Option<(FoundCheckpoint, Option<Source>)>> {
-    context.ongoing.settle(context)?;
+    context.settle()?;
     let folder = settings.path().display();
     let terms = [
         Term::new(format!("what is passed to `{call}`"), passed),
@@ -172,7 +172,6 @@ fn find(
     Ok(found.map(|found| (found, source)))
 }
 
-/// A checkpoint from which to resume, and the state in it.
 struct Candidate {
     source: Source,
     state: StateFile,
@@ -300,6 +299,5 @@ fn named(checkpoint: Checkpoint) -> Result<Candidate> {
     Candidate::read(Source::Folder(Box::new(checkpoint)))
 }
 
-/// The hint for a checkpoint that the program has named and that cannot be resumed.
 const NAMED_HINT: &str = "pass the folder that holds the checkpoints to go on from the newest one, or see \
                           `accel-launch checkpoint list` for their names";

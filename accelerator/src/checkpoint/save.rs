@@ -7,7 +7,7 @@ use accelerator_manifest::Draft;
 use serde::{Deserialize, Serialize};
 
 use super::parts::Save;
-use super::saving::{BackgroundSave, CheckpointContext, Saved, Saving, from_main};
+use super::saving::{BackgroundSave, CheckpointContext, Saved, Saving, from_main, none_begun};
 use super::settings::Checkpoints;
 use super::snapshot::{
     Snapshot, SnapshotExchange, SnapshotMode, SnapshotReport, TakenSnapshot, WriterRole,
@@ -28,7 +28,7 @@ pub(crate) fn save<K>(
     let job = job(context, SnapshotMode::Regular);
     from_main(context, "save the checkpoint", || match draft {
         Some(draft) => write::write(draft, &taken, settings, job),
-        None => Err(not_begun()),
+        None => Err(none_begun()),
     })
 }
 
@@ -47,7 +47,7 @@ pub(crate) fn save_async<K>(
     };
     let watched: Weak<BackgroundSave> = Arc::downgrade(&work);
     context.trigger.watch(watched);
-    context.ongoing.begin(work.clone());
+    context.begin(work.clone());
     Ok(Saving::new(context.clone(), work))
 }
 
@@ -81,7 +81,7 @@ pub(crate) fn save_emergency<K>(
         return Err(Error::new(Kind::Collective, message).with_source(loss));
     }
     let mut lost = context.group().lost();
-    context.ongoing.join();
+    context.join();
     let writer = loop {
         let writer = (0..context.world_size()).find(|rank| !lost.contains(rank));
         let Some(other) = writer.filter(|rank| *rank != context.rank()) else {
@@ -131,7 +131,7 @@ fn prepare<K, T>(
     parts: impl Save<K>,
     begin: impl FnOnce() -> Result<T>,
 ) -> Result<(Option<T>, TakenSnapshot)> {
-    context.ongoing.settle(context)?;
+    context.settle()?;
     let (rank, is_main) = (context.rank(), context.is_main_process());
     let writer = if is_main {
         WriterRole::This
@@ -202,15 +202,11 @@ fn loss(context: &CheckpointContext) -> Result<accelerator_collective::Error> {
 fn job(context: &CheckpointContext, mode: SnapshotMode) -> JobInfo {
     JobInfo {
         activity: context.group().activity(),
-        factor: context.ongoing.factor(),
+        factor: context.factor(),
         mode,
         run: context.tracking.mark(),
         seed: context.seed,
         tracking: context.tracking.clone(),
         world_size: NonZeroUsize::new(context.world_size()).unwrap_or(NonZeroUsize::MIN),
     }
-}
-
-fn not_begun() -> Error {
-    Error::misuse("rank 0 writes checkpoints, and has begun none")
 }

@@ -60,7 +60,7 @@ impl Saving {
     #[track_caller]
     pub fn wait(self) -> Result<Saved> {
         let outcome = self.work.settle(&self.context);
-        self.context.ongoing.forget(&self.work);
+        self.context.forget(&self.work);
         outcome
     }
 
@@ -140,24 +140,33 @@ impl Saved {
 /// A rank that saves checkpoints: its [`ReduceContext`], with what it keeps between saves.
 #[derive(Debug)]
 pub(crate) struct CheckpointContext {
+    /// The factor on learning rates since the number of ranks changed.
+    factor: Mutex<f64>,
     /// The state that rank 0 has taken along from the group before, until the program resumes.
     live: Mutex<Option<Arc<LiveState>>>,
-    pub(super) ongoing: Ongoing,
-    pub(super) reduction: Arc<ReduceContext>,
+    /// The number of the last checkpoint that this rank has begun, by folder.
+    numbers: Mutex<HashMap<PathBuf, u64>>,
+    reduction: Arc<ReduceContext>,
+    /// The folders that this rank was told to resume from.
+    resumed: Mutex<HashSet<PathBuf>>,
     pub(super) tracking: Arc<Tracking>,
+    /// The save whose outcome was not told yet.
+    work: Mutex<Option<Arc<BackgroundSave>>>,
 }
 
 impl CheckpointContext {
     pub(crate) fn new(reduction: Arc<ReduceContext>, tracking: Arc<Tracking>) -> Self {
         Self {
+            factor: Mutex::new(1.0),
             live: Mutex::default(),
-            ongoing: Ongoing::default(),
+            numbers: Mutex::default(),
             reduction,
+            resumed: Mutex::default(),
             tracking,
+            work: Mutex::default(),
         }
     }
 
-    /// Goes on from that state, in place of a checkpoint.
     pub(crate) fn go_on_from(&self, live: Option<Arc<LiveState>>) {
         *self.live.lock() = live;
     }
@@ -166,51 +175,6 @@ impl CheckpointContext {
         self.live.lock().clone()
     }
 
-    /// Waits, on this rank alone, for a save that it has begun.
-    pub(crate) fn complete(&self) {
-        self.ongoing.complete();
-    }
-
-    /// Waits for a save that was begun, and tells every rank how it went.
-    #[track_caller]
-    pub(crate) fn settle(&self) -> Result<()> {
-        self.ongoing.settle(self)
-    }
-}
-
-impl Deref for CheckpointContext {
-    type Target = ReduceContext;
-
-    fn deref(&self) -> &ReduceContext {
-        &self.reduction
-    }
-}
-
-/// The state of saves that an accelerator keeps between them.
-#[derive(Debug)]
-pub(crate) struct Ongoing {
-    factor: Mutex<f64>,
-    /// The number of the last checkpoint that this rank has begun, by folder.
-    numbers: Mutex<HashMap<PathBuf, u64>>,
-    /// The folders that this rank was told to resume from.
-    resumed: Mutex<HashSet<PathBuf>>,
-    /// The save whose outcome was not told yet.
-    work: Mutex<Option<Arc<BackgroundSave>>>,
-}
-
-impl Default for Ongoing {
-    fn default() -> Self {
-        Self {
-            factor: Mutex::new(1.0),
-            numbers: Mutex::default(),
-            resumed: Mutex::default(),
-            work: Mutex::new(None),
-        }
-    }
-}
-
-impl Ongoing {
-    /// Returns the factor on learning rates since the number of ranks changed.
     pub(super) fn factor(&self) -> f64 {
         *self.factor.lock()
     }
@@ -258,11 +222,13 @@ impl Ongoing {
         *self.work.lock() = Some(work);
     }
 
-    /// Waits for an earlier save, and tells every rank how it went.
+    /// Waits for a save that was begun, and tells every rank how it went.
     #[track_caller]
-    pub(crate) fn settle(&self, context: &Context) -> Result<()> {
-        let work = self.work.lock().take();
-        work.map_or(Ok(()), |work| work.settle(context).map(|_| ()))
+    pub(crate) fn settle(&self) -> Result<()> {
+        match self.work.lock().take() {
+            Some(work) => work.settle(self).map(drop),
+            None => Ok(()),
+        }
     }
 
     /// Waits, on this rank alone, for a save that it has begun.
@@ -275,7 +241,7 @@ impl Ongoing {
     }
 
     /// The same, where how it went is told when the save is dropped.
-    pub(super) fn complete(&self) {
+    pub(crate) fn complete(&self) {
         if let Some(work) = &*self.work.lock() {
             let _ = work.join();
         }
@@ -289,11 +255,18 @@ impl Ongoing {
     }
 }
 
+impl Deref for CheckpointContext {
+    type Target = ReduceContext;
+
+    fn deref(&self) -> &ReduceContext {
+        &self.reduction
+    }
+}
+
 /// A thread that writes a checkpoint, on rank 0; on the others, the knowledge that there is one.
 #[derive(Debug, Default)]
 pub(crate) struct BackgroundSave {
     thread: Mutex<Option<JoinHandle<Result<Saved>>>>,
-    /// The outcome of the thread.
     ended: OnceLock<Result<Saved>>,
     /// The outcome that rank 0 has sent to all ranks.
     told: OnceLock<Result<Saved>>,
@@ -332,12 +305,7 @@ impl BackgroundSave {
             return told.clone();
         }
         let outcome = from_main(context, "save the checkpoint", || {
-            let none = || {
-                Err(Error::misuse(
-                    "rank 0 writes checkpoints, and has begun none",
-                ))
-            };
-            self.join().unwrap_or_else(none)
+            self.join().unwrap_or_else(|| Err(none_begun()))
         });
         self.told.get_or_init(|| outcome).clone()
     }
@@ -362,7 +330,6 @@ impl WatchedSave for BackgroundSave {
         self.ended.get().is_some() || thread.as_ref().is_some_and(JoinHandle::is_finished)
     }
 
-    /// Records the progress, unless the save is known to be done.
     fn hear(&self, progress: SaveProgress) {
         let mut known = self.progress.lock();
         if *known != SaveProgress::Done {
@@ -385,7 +352,10 @@ fn absolute(folder: &Path) -> PathBuf {
     folder.canonicalize().unwrap_or_else(|_| folder.to_owned())
 }
 
-/// The number of bytes per broadcast.
+pub(super) fn none_begun() -> Error {
+    Error::misuse("rank 0 writes checkpoints, and has begun none")
+}
+
 const CHUNK: usize = 64 << 20;
 
 /// Runs `work` on rank 0 and returns its result on every rank; if it fails, every rank gets the error. Work that

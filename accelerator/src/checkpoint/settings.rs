@@ -28,7 +28,6 @@ type RescaleRule = dyn Fn(&WorldChange) -> Rescale + Send + Sync;
 
 type Callback = dyn Fn(&Saved) -> Result<(), CallbackError> + Send + Sync;
 
-/// The error of a callback.
 type CallbackError = Box<dyn std::error::Error + Send + Sync>;
 
 impl Checkpoints {
@@ -174,10 +173,10 @@ impl Checkpoints {
     /// launch(3, |accelerator| {
     ///     let checkpoints = Checkpoints::new(folder).with_rescale(|change| {
     ///         // The same steps if the job shrank, larger ones if it grew.
-    ///         match change.now() < change.before() {
+    ///         match change.now < change.before {
     ///             true => Rescale::keep_global_batch(),
     ///             false => Rescale::keep_batch_per_rank()
-    ///                 .with_learning_rate_factor(change.now() as f64 / change.before() as f64),
+    ///                 .with_learning_rate_factor(change.now as f64 / change.before as f64),
     ///         }
     ///     });
     ///     let (_, position) = accelerator.resume(checkpoints, Object(0))?;
@@ -194,7 +193,6 @@ impl Checkpoints {
         self
     }
 
-    /// Applies the rule to `change`.
     pub(super) fn rescale(&self, change: &WorldChange) -> Rescale {
         self.rescale
             .as_ref()
@@ -263,7 +261,6 @@ impl Checkpoints {
         hooks.try_for_each(|hook| hook(resumed).map_err(failed))
     }
 
-    /// Warns that hooks do not run because there is no checkpoint whose files they would read.
     pub(super) fn pass_over_after_resume(&self) {
         if !self.after_resume.is_empty() {
             error::warn(

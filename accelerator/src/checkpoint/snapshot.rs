@@ -1,5 +1,4 @@
 use core::fmt;
-use std::collections::HashSet;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -28,7 +27,6 @@ pub struct Snapshot<'a> {
     pub(super) taken: TakenSnapshot,
 }
 
-/// The treatment of an open window.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum SnapshotMode {
     /// Drops the gradients of an open window; its batches do not count as used.
@@ -67,10 +65,8 @@ pub(super) enum SnapshotPart {
     PerRank(Vec<Option<Vec<u8>>>),
 }
 
-/// The report of a rank on its snapshot before any is written.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub(super) struct SnapshotReport {
-    /// The folder that it was told to save into.
     folder: String,
     parts: Vec<PartReport>,
 }
@@ -137,7 +133,6 @@ impl<'a> Snapshot<'a> {
         self.push_model(companion, state, Vec::new())
     }
 
-    /// The model state of a model, if it is at a place where it can be saved.
     fn ready<M: Module>(&mut self, model: &M) -> Result<Arc<ModelState>> {
         let model_state = self.context.models.find(model)?;
         let open = model_state.open_micro_steps();
@@ -316,7 +311,6 @@ impl TakenSnapshot {
         }
     }
 
-    /// Takes every rank's own values in.
     pub(super) fn complete(&mut self, reports: &[SnapshotReport]) {
         for (at, part) in self.parts.iter_mut().enumerate() {
             let SnapshotPart::PerRank(values) = part else {
@@ -338,7 +332,7 @@ impl TakenSnapshot {
                 SnapshotPart::Model { state, hooks, .. } => {
                     gather_hooks(group, hooks)?;
                     if let Some(hook) = &mut state.hook {
-                        hook.note(hooks);
+                        *hook = HookState::new(&hook.name, hooks);
                     }
                 }
                 SnapshotPart::Optimizer(optimizer) => optimizer.gather(group)?,
@@ -376,15 +370,6 @@ impl TakenSnapshot {
             run,
         }
     }
-
-    /// The ids of every parameter that is saved.
-    pub(super) fn ids(&self) -> HashSet<u64> {
-        let layouts = self.parts.iter().filter_map(|part| match part {
-            SnapshotPart::Model { state, .. } => Some(state.layout.ids()),
-            _ => None,
-        });
-        layouts.flatten().collect()
-    }
 }
 
 impl SnapshotPart {
@@ -410,7 +395,6 @@ impl SnapshotReport {
         )))
     }
 
-    /// Compares rank 0's report with that of `rank`.
     pub(super) fn compare(&self, other: &Self, rank: usize) -> Result<()> {
         let (mine, theirs) = (&self.parts, &other.parts);
         let count = mine.len().max(theirs.len());
@@ -430,7 +414,6 @@ impl SnapshotReport {
     }
 }
 
-/// Brings what each rank's hook keeps to rank 0, which writes.
 #[track_caller]
 fn gather_hooks(group: &ProcessGroup, hooks: &mut [Option<Vec<u8>>]) -> Result<()> {
     if hooks.is_empty() {

@@ -22,7 +22,6 @@ use crate::precision::ScalerState;
 /// they may want to know of it.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub(super) struct StateFile {
-    /// The factor on the learning rates of the job.
     pub(super) factor: f64,
     pub(super) parts: Vec<PartState>,
     /// The place of its run, in a training that is tracked.
@@ -68,15 +67,12 @@ pub(super) struct SavedModel {
     pub(super) steps: u64,
 }
 
-/// The saved state of a communication hook, and the ranks that have a file of it.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub(super) struct HookState {
     pub(super) name: String,
-    /// The outcome of each rank.
     pub(super) saved: Vec<SavedHook>,
 }
 
-/// The outcome of saving the communication hook of a rank.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub(super) enum SavedHook {
     /// Nobody asked it: the rank was lost, or another one wrote alone.
@@ -93,11 +89,6 @@ impl HookState {
             name: name.to_owned(),
             saved: states.iter().map(SavedHook::of).collect(),
         }
-    }
-
-    /// Notes what has come in.
-    pub(super) fn note(&mut self, states: &[Option<Vec<u8>>]) {
-        self.saved = states.iter().map(SavedHook::of).collect();
     }
 
     /// The file of a rank, beside those of a model that has a folder, or none.
@@ -119,7 +110,6 @@ impl SavedHook {
 }
 
 impl StateFile {
-    /// The name of the file with the state.
     pub(super) const FILE: &str = "state.cbor";
 
     /// The place of the loop.
@@ -127,7 +117,6 @@ impl StateFile {
         self.read_on().map(|(_, spot)| spot)
     }
 
-    /// Tells if the loader at that place among the parts is the one that the loop reads.
     pub(super) fn leads(&self, at: usize) -> bool {
         self.read_on().is_some_and(|(read_on, _)| read_on == at)
     }
@@ -174,7 +163,6 @@ impl StateFile {
         self.parts.iter().any(trains) && self.parts.iter().all(is_new)
     }
 
-    /// Returns the number of steps of each optimizer.
     pub(super) fn optimizer_steps(&self) -> Vec<u64> {
         let steps = self.parts.iter().filter_map(|part| match part {
             PartState::Optimizer(optimizer) => Some(optimizer.steps),
@@ -207,7 +195,6 @@ impl StateFile {
         })
     }
 
-    /// Returns how these parts differ from those that were saved, if they do.
     pub(super) fn misfit(&self, kinds: &[PartKind]) -> Option<String> {
         let saved: Vec<_> = self.parts.iter().map(PartState::kind).collect();
         let count = saved.len().max(kinds.len());
@@ -334,7 +321,6 @@ pub(crate) struct LiveState {
     pub(super) since: Instant,
 }
 
-/// The source from which rank 0 reads the saved state.
 pub(super) enum Source {
     Folder(Box<Checkpoint>),
     Memory(Arc<LiveState>),
@@ -448,7 +434,6 @@ pub(super) fn is_called_checkpoint(path: &Path) -> bool {
     !number.is_empty() && number.bytes().all(|digit| digit.is_ascii_digit())
 }
 
-/// The checkpoint in that folder, if its manifest can be read.
 fn checkpoint_at(folder: &Path) -> accelerator_manifest::Result<Option<Checkpoint>> {
     let is_here = folder.as_os_str().is_empty();
     let found = Checkpoint::find(if is_here { Path::new(".") } else { folder })?;

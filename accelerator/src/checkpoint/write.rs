@@ -21,14 +21,11 @@ use crate::model::{FileNames, Layout, SaveOptions};
 use crate::optim::check_known;
 use crate::tracking::Tracking;
 
-/// The state of the job at the time of a save.
 #[derive(Clone, Debug)]
 pub(super) struct JobInfo {
-    /// The activity of the rank that writes.
     pub(super) activity: Activity,
     pub(super) factor: f64,
     pub(super) mode: SnapshotMode,
-    /// The place of its run.
     pub(super) run: Option<RunMark>,
     pub(super) seed: u64,
     pub(super) tracking: Arc<Tracking>,
@@ -64,8 +61,7 @@ pub(super) fn begin(
     let activity = context.group().activity();
     let folder = Folder::create(settings.path())?.with_progress(move || activity.keep_alive());
     let draft = folder.begin(context.rank())?;
-    let ongoing = &context.ongoing;
-    ongoing.comes_next(settings.path(), draft.number())?;
+    context.comes_next(settings.path(), draft.number())?;
     Ok(draft)
 }
 
@@ -144,7 +140,7 @@ fn write_files(
     options: &SaveOptions,
     sink: &mut FileSink<'_>,
 ) -> Result<()> {
-    let ids = taken.ids();
+    let ids = state.ids();
     let mut names = Names::default();
     for (at, part) in taken.parts.iter().enumerate() {
         match part {

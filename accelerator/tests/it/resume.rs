@@ -767,7 +767,7 @@ fn the_program_may_rescale_instead() {
             let scheduler = burn::lr_scheduler::constant::ConstantLr::new(0.1);
             let optimizer = (SgdConfig::new().init(), scheduler);
             let checkpoints = Checkpoints::new(folder.path()).with_rescale(move |change| {
-                assert_eq!(change.now(), ranks);
+                assert_eq!(change.now, ranks);
                 factor.map_or_else(Rescale::keep_global_batch, |factor| {
                     Rescale::keep_batch_per_rank().with_learning_rate_factor(factor)
                 })
