@@ -1,16 +1,16 @@
 //! The state of a rank that every part of the library needs.
 
 use core::num::NonZeroUsize;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
 use accelerator_collective::ProcessGroup;
 use accelerator_collective::launcher::GroupExt;
+use accelerator_host::sync::Mutex;
 use burn::tensor::Device;
 
 use crate::core::agreement;
 use crate::core::device::BackendKind;
-use crate::core::error::Result;
-use crate::core::forward_collectives::ForwardCollectives;
+use crate::core::error::{Error, Result};
 use crate::timeline::Timeline;
 
 /// A rank: its group, its device, its place in the training. The layers below the facade take it in the place of an
@@ -32,7 +32,6 @@ pub(crate) struct Context {
 /// The size of an accumulation window: as much as an optimizer step takes.
 #[derive(Debug)]
 pub(crate) struct Accumulation {
-    /// The number of micro-steps.
     steps: AtomicUsize,
     pub(crate) window: WindowSize,
 }
@@ -40,14 +39,11 @@ pub(crate) struct Accumulation {
 /// The unit in which the program sets the size of a window.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum WindowSize {
-    /// A number of samples over all ranks.
     Samples,
-    /// A number of micro-steps.
     Steps,
 }
 
 impl Context {
-    /// The device with gradients.
     pub(crate) fn autodiff_device(&self) -> Device {
         self.device.clone().autodiff()
     }
@@ -98,7 +94,6 @@ impl Context {
         self.forward_collectives.check_in(&self.group)
     }
 
-    /// The number of a loader that is prepared now.
     pub(crate) fn next_loader(&self) -> u64 {
         self.loaders.fetch_add(1, Ordering::Relaxed)
     }
@@ -116,5 +111,54 @@ impl Accumulation {
 
     pub(crate) fn steps(&self) -> usize {
         self.steps.load(Ordering::Relaxed)
+    }
+}
+
+/// A note that there are layers that communicate. Their collectives run in the order of the graph during backward, so
+/// no bucket of gradients may be sent then.
+#[derive(Debug, Default)]
+pub(crate) struct ForwardCollectives {
+    /// The error of such a layer, which cannot return one and gave useless values instead.
+    failure: Mutex<Option<Error>>,
+    noted: AtomicBool,
+}
+
+impl ForwardCollectives {
+    pub(crate) fn note(&self) {
+        self.noted.store(true, Ordering::Relaxed);
+    }
+
+    pub(crate) fn is_noted(&self) -> bool {
+        self.noted.load(Ordering::Relaxed)
+    }
+
+    /// Keeps why the ranks could not compute a layer together.
+    pub(crate) fn failed(&self, error: Error) {
+        self.failure.lock().get_or_insert(error);
+    }
+
+    /// Fails where a layer did, before what came of it is used: once for one that was called where it must
+    /// not be, which leaves the group as it was, and always for a group that has failed.
+    pub(crate) fn check(&self) -> Result<()> {
+        if !self.is_noted() {
+            return Ok(());
+        }
+        let mut failure = self.failure.lock();
+        let lasts = failure.as_ref().is_some_and(|error| !error.is_misuse());
+        let error = match lasts {
+            true => failure.clone(),
+            false => failure.take(),
+        };
+        error.map_or(Ok(()), Err)
+    }
+
+    /// The same in a call that the other ranks make, too: they do not know of a misuse on this one, and would wait for
+    /// it, so the group ends with it.
+    pub(crate) fn check_in(&self, group: &ProcessGroup) -> Result<()> {
+        self.check().inspect_err(|error| {
+            if group.check_allowed("this call").is_ok() {
+                group.abort(error.to_string());
+            }
+        })
     }
 }

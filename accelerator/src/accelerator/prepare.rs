@@ -10,8 +10,8 @@ use crate::core::error::{Error, Result};
 use crate::core::module;
 use crate::data::{AssumeDeterministic, Loader, PreparedLoader};
 use crate::optim::{
-    Manual, PerEpoch, PerProcess, PreparedOptimizer, RateScaling, Scheduled, Scheduler, Sharded,
-    Shards, TrainingPlan, check_types,
+    Manual, PerEpoch, PerProcess, PreparedOptimizer, RateScaling, ScheduleUnit, Scheduled,
+    Scheduler, Sharded, Shards, TrainingPlan, check_types,
 };
 use crate::reduce;
 
@@ -69,7 +69,6 @@ pub trait Prepare<K> {
     }
 }
 
-/// Checks that all ranks prepare the same kinds of things, in the same order.
 #[track_caller]
 pub(crate) fn check_kinds<K, P: Prepare<K>>(accelerator: &Accelerator) -> Result<()> {
     if accelerator.world_size() == 1 {
@@ -122,7 +121,7 @@ macro_rules! optimizers {
                 type Prepared = PreparedOptimizer<Manual>;
 
                 fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {
-                    manual(accelerator, self)
+                    optimizer(accelerator, self, Manual::new(accelerator.is_main_process()))
                 }
 
                 fn kinds(kinds: &mut Vec<String>) {
@@ -131,11 +130,11 @@ macro_rules! optimizers {
             }
 
             scheduled!($optimizer, S, concat!($name, " with a scheduler by step"),
-                |scheduler, _world_size| Scheduler::by_step(scheduler.into()));
+                |scheduler, _world_size| Scheduler::new(scheduler, ScheduleUnit::Step));
             scheduled!($optimizer, PerEpoch<S>, concat!($name, " with a scheduler by epoch"),
-                |scheduler, _world_size| Scheduler::by_epoch(scheduler.0.into()));
+                |scheduler, _world_size| Scheduler::new(scheduler.0, ScheduleUnit::EPOCH));
             scheduled!($optimizer, PerProcess<S>, concat!($name, " with a scheduler by process"),
-                |scheduler, world_size| Scheduler::by_process(scheduler.0.into(), world_size));
+                |scheduler, world_size| Scheduler::new(scheduler.0, ScheduleUnit::Process { world_size }));
         )+
     };
 }
@@ -146,9 +145,9 @@ macro_rules! scheduled {
             type Prepared = PreparedOptimizer<Scheduled>;
 
             fn prepare(self, accelerator: &Accelerator) -> Result<Self::Prepared> {
-                let (optimizer, $scheduler) = self;
+                let (steps, $scheduler) = self;
                 let $world_size = accelerator.world_size();
-                scheduled(accelerator, optimizer, $made)
+                optimizer(accelerator, steps, Scheduled($made))
             }
 
             fn kinds(kinds: &mut Vec<String>) {
@@ -252,28 +251,14 @@ fn check_state(accelerator: &Accelerator, optimizer: &ModuleOptimizer) -> Result
 }
 
 #[track_caller]
-fn manual(accelerator: &Accelerator, optimizer: impl Steps) -> Result<PreparedOptimizer<Manual>> {
-    let optimizer = optimizer.shared_out(accelerator)?;
-    Ok(PreparedOptimizer::manual(
-        optimizer,
-        &accelerator.shared.context,
-        &accelerator.shared.optimizers,
-    ))
-}
-
-#[track_caller]
-fn scheduled(
+fn optimizer<S>(
     accelerator: &Accelerator,
     optimizer: impl Steps,
-    scheduler: Scheduler,
-) -> Result<PreparedOptimizer<Scheduled>> {
+    schedule: S,
+) -> Result<PreparedOptimizer<S>> {
     let optimizer = optimizer.shared_out(accelerator)?;
-    Ok(PreparedOptimizer::scheduled(
-        optimizer,
-        scheduler,
-        &accelerator.shared.context,
-        &accelerator.shared.optimizers,
-    ))
+    let (context, count) = (&accelerator.shared.context, &accelerator.shared.optimizers);
+    Ok(PreparedOptimizer::new(optimizer, schedule, context, count))
 }
 
 /// The plan of a training.

@@ -6,32 +6,13 @@ use core::str::FromStr;
 use std::path::{Path, PathBuf};
 
 use accelerator_host::{
-    self as env, ACCUMULATION_STEPS, COMPRESSION, DEVICE, OVERLAP, OVERSUBSCRIBE_GPUS, PRECISION,
-    REDUCTION, SET_BY_LAUNCHER, TRACE, TRACE_SCHEDULE, Variable, variable,
+    self as env, ACCUMULATION_STEPS, OVERSUBSCRIBE_GPUS, SET_BY_LAUNCHER, TRACE, Variable, variable,
 };
 
-use crate::core::device::{BackendKind, Oversubscription};
+use crate::core::device::Oversubscription;
 use crate::core::error::{Error, Result};
-use crate::precision::Precision;
-use crate::reduce::{Compression, GradientReduction, Overlap};
-use crate::timeline::ProfilerSchedule;
 
-/// The device of the program and of the environment, which must not contradict each other.
-pub(super) fn device(asked: Option<BackendKind>) -> Result<BackendKind> {
-    Ok(agreed("device", asked, DEVICE)?.unwrap_or_else(BackendKind::preferred))
-}
-
-/// The compression of the program and of the environment, in the same way.
-pub(super) fn compression(asked: Option<Compression>) -> Result<Compression> {
-    Ok(agreed("compression", asked, COMPRESSION)?.unwrap_or_default())
-}
-
-/// The reduction of the program and of the environment, in the same way.
-pub(super) fn reduction(asked: Option<GradientReduction>) -> Result<GradientReduction> {
-    Ok(agreed("reduction", asked, REDUCTION)?.unwrap_or_default())
-}
-
-/// The file of the trace, in the same way.
+/// The file of the trace, by the rule of [`agreed`].
 pub(super) fn trace(asked: Option<&Path>) -> Result<Option<PathBuf>> {
     match (asked, variable(TRACE.name).map(PathBuf::from)) {
         (Some(asked), Some(named)) if asked != named => Err(Error::config(format!(
@@ -45,17 +26,7 @@ pub(super) fn trace(asked: Option<&Path>) -> Result<Option<PathBuf>> {
     }
 }
 
-/// Returns the schedule of the trace, in the same way.
-pub(super) fn trace_schedule(asked: Option<ProfilerSchedule>) -> Result<Option<ProfilerSchedule>> {
-    agreed("the schedule", asked, TRACE_SCHEDULE)
-}
-
-/// The overlap of the program and of the environment, in the same way.
-pub(super) fn overlap(asked: Option<Overlap>) -> Result<Overlap> {
-    Ok(agreed("overlap", asked, OVERLAP)?.unwrap_or_default())
-}
-
-/// Returns the setting for ranks that share GPUs, in the same way.
+/// Returns the setting for ranks that share GPUs, by the same rule.
 pub(super) fn oversubscription(asked: Option<Oversubscription>) -> Result<Oversubscription> {
     let agreed = agreed(
         "oversubscription",
@@ -65,12 +36,7 @@ pub(super) fn oversubscription(asked: Option<Oversubscription>) -> Result<Oversu
     Ok(agreed.map_or_else(Oversubscription::default, |switch| switch.0))
 }
 
-/// The precision of the program and of the environment, in the same way.
-pub(super) fn precision(asked: Option<Precision>) -> Result<Precision> {
-    Ok(agreed("precision", asked, PRECISION)?.unwrap_or_default())
-}
-
-/// The number of accumulation steps of the program and of the environment, in the same way.
+/// The number of accumulation steps, by the same rule.
 pub(super) fn accumulation_steps(asked: Option<NonZeroUsize>) -> Result<NonZeroUsize> {
     let asked = asked.map(Count);
     let agreed = agreed(
@@ -126,8 +92,8 @@ impl FromStr for BoolVariable {
     }
 }
 
-/// Returns the value of `what` that the program or the variable sets.
-fn agreed<T>(what: &str, asked: Option<T>, by: Variable) -> Result<Option<T>>
+/// Returns the value of `what` that the program or the variable sets; they must not contradict each other.
+pub(super) fn agreed<T>(what: &str, asked: Option<T>, by: Variable) -> Result<Option<T>>
 where
     T: Display + FromStr<Err: Display> + PartialEq,
 {
@@ -168,7 +134,13 @@ fn check_names(names: impl Iterator<Item = String>, set_by_launcher: &str) -> Re
 
 #[cfg(test)]
 mod tests {
+    use accelerator_host::{COMPRESSION, DEVICE, OVERLAP, PRECISION, REDUCTION, TRACE_SCHEDULE};
+
     use super::*;
+    use crate::core::device::BackendKind;
+    use crate::precision::Precision;
+    use crate::reduce::{Compression, GradientReduction, Overlap};
+    use crate::timeline::ProfilerSchedule;
 
     #[test]
     fn a_switch_is_read_as_the_launcher_reads_it() {

@@ -14,7 +14,6 @@ pub(crate) fn check(group: &ProcessGroup, what: &str, mine: &str) -> Result<()> 
     check_all(group, &[Term::new(what, mine)])
 }
 
-/// One thing that must be the same.
 pub(crate) struct Term {
     what: String,
     value: String,
@@ -189,7 +188,6 @@ pub(crate) fn exchange(group: &ProcessGroup, mine: Option<&Error>, action: &str)
     }
 }
 
-/// The purpose of this exchange between ranks.
 const PURPOSE: &str = "how the work of a rank went";
 
 /// The part of an error that can be sent to other ranks.
@@ -209,7 +207,6 @@ impl Failure {
         }
     }
 
-    /// Returns the error that `rank` failed to do `action`.
     pub(crate) fn into_error(self, rank: usize, action: &str) -> Error {
         let message = format!("rank {rank} failed to {action}: {}", self.message);
         match self.misuse {

@@ -58,7 +58,6 @@ pub(crate) fn serves(tensor: &Tensor<1>) -> bool {
     }
 }
 
-/// Returns `true` if two tracked tensors are one node, which gets one gradient.
 pub(crate) fn is_same_leaf(left: &DispatchTensor, right: &DispatchTensor) -> bool {
     let left = leaf_number(left);
     left.is_some() && left == leaf_number(right)

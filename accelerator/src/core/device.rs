@@ -7,7 +7,7 @@ use accelerator_collective::Topology;
 use accelerator_host::sync::{Mutex, MutexGuard};
 use burn::tensor::{Device, FloatDType};
 
-use super::error::{self, named, panic_text};
+use super::error::{self, counted, named, panic_text};
 use crate::core::error::{Error, Kind, Result};
 
 /// A kind of device that a program can run on.
@@ -51,7 +51,6 @@ impl BackendKind {
         }
     }
 
-    /// The fastest kind that is compiled in.
     pub(crate) fn preferred() -> Self {
         Self::ALL
             .into_iter()
@@ -59,7 +58,6 @@ impl BackendKind {
             .unwrap_or(Self::Flex)
     }
 
-    /// Opens the device of this kind for the rank at this place of its host.
     pub(crate) fn open(
         self,
         place: &Topology,
@@ -193,7 +191,6 @@ pub(crate) fn configure(device: &mut Device, dtype: FloatDType) -> Result<()> {
     }
 }
 
-/// The graphics device of the rank at this place of its host.
 #[cfg(feature = "wgpu")]
 fn graphics(
     place: &Topology,
@@ -201,7 +198,6 @@ fn graphics(
 ) -> Result<burn::tensor::BackendKind> {
     use burn::tensor::BackendKind::{DefaultDevice, DiscreteGpu};
 
-    /// The variable that names the default device.
     const NAMED: &str = "CUBECL_WGPU_DEFAULT_DEVICE";
 
     if place.local_world_size() == 1 || std::env::var_os(NAMED).is_some() {
@@ -288,7 +284,6 @@ fn take(
     Ok(index)
 }
 
-/// Returns the remark that ranks share devices, if they do.
 fn remark(ranks: usize, kind: BackendKind, devices: usize) -> Option<String> {
     (ranks > devices).then(|| {
         format!(
@@ -299,7 +294,6 @@ fn remark(ranks: usize, kind: BackendKind, devices: usize) -> Option<String> {
     })
 }
 
-/// Returns the name of the devices that are counted.
 fn noun(kind: BackendKind) -> &'static str {
     match kind {
         BackendKind::Cuda => "`cuda` device",
@@ -308,21 +302,12 @@ fn noun(kind: BackendKind) -> &'static str {
     }
 }
 
-/// Returns a hint where to look, for the end of an error.
 fn advice(kind: BackendKind) -> &'static str {
     match kind {
         BackendKind::Cuda => {
             "; `accel-launch env` lists the GPUs, and those that CUDA_VISIBLE_DEVICES hides"
         }
         BackendKind::Flex | BackendKind::NdArray | BackendKind::Wgpu => "",
-    }
-}
-
-/// Returns a count with its noun.
-fn counted(count: usize, noun: &str) -> String {
-    match count {
-        1 => format!("1 {noun}"),
-        _ => format!("{count} {noun}s"),
     }
 }
 

@@ -173,7 +173,6 @@ impl fmt::Debug for Error {
     }
 }
 
-/// The further fields of an [`Error`].
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Details {
     /// Set if another rank's error was a misuse by its own account.
@@ -240,7 +239,6 @@ impl From<accelerator_plan::Error> for Error {
     }
 }
 
-/// Returns the message of a panic.
 pub(crate) fn panic_text(panic: &(dyn Any + Send)) -> String {
     panic
         .downcast_ref::<&str>()
@@ -257,18 +255,15 @@ pub(crate) fn caught<T>(what: &str, work: impl FnOnce() -> Result<T>) -> Result<
     })
 }
 
-/// Lets something be said once.
 #[derive(Debug, Default)]
 pub(crate) struct Once(AtomicBool);
 
 impl Once {
-    /// Returns `true` on the first call only.
     pub(crate) fn first(&self) -> bool {
         !self.0.swap(true, Ordering::Relaxed)
     }
 }
 
-/// Warns that something is wrong.
 pub(crate) fn warn(text: &str) {
     tracing::warn!("{text}");
     stderr_fallback(text);
@@ -278,6 +273,13 @@ pub(crate) fn warn(text: &str) {
 pub(crate) fn tell(text: &str) {
     tracing::info!("{text}");
     stderr_fallback(text);
+}
+
+pub(crate) fn counted(count: usize, noun: &str) -> String {
+    match count {
+        1 => format!("1 {noun}"),
+        _ => format!("{count} {noun}s"),
+    }
 }
 
 /// The one of `all` that is shown as `name`. An error lists them.

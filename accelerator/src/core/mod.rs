@@ -2,7 +2,6 @@ pub(crate) mod agreement;
 pub(crate) mod autodiff;
 pub(crate) mod device;
 pub(crate) mod error;
-pub(crate) mod forward_collectives;
 pub(crate) mod module;
 pub(crate) mod preemption;
 pub(crate) mod tensor;

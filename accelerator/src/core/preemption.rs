@@ -130,7 +130,6 @@ impl PreemptionNotice {
         Ok(())
     }
 
-    /// Returns `true` if this rank is to leave.
     pub(crate) fn is_given(&mut self, rank: usize) -> bool {
         if self.told {
             return true;
@@ -237,7 +236,6 @@ impl Drop for SignalListener {
     }
 }
 
-/// The listeners of one signal.
 struct Listeners {
     count: usize,
     /// Read by the handler, which does what the system would do.

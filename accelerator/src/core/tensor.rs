@@ -60,7 +60,6 @@ pub(crate) fn from_data(data: TensorData, device: &Device) -> DispatchTensor {
     with_rank!(data.rank(), D => Tensor::<D>::from_data(data, (device, dtype)).into_dispatch())
 }
 
-/// Registers the gradient of a parameter.
 pub(crate) fn register(gradients: &mut GradientsParams, id: ParamId, gradient: DispatchTensor) {
     with_rank!(any_rank(&gradient).shape().num_dims(), D => {
         gradients.register(id, Tensor::<D>::from_dispatch(gradient));
@@ -86,7 +85,6 @@ impl Scalar {
         }))
     }
 
-    /// Returns the tensor that holds it, if it is on a device.
     pub(crate) fn tensor(&self) -> Option<&Tensor<1>> {
         self.0.tensor.as_ref()
     }

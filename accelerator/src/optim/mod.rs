@@ -183,9 +183,8 @@ pub(crate) use self::optimizer_state::{OptimizerSnapshot, OptimizerState, Schedu
 pub(crate) use self::prepared::OptimizerCount;
 pub use self::prepared::{PreparedOptimizer, StepOutcome};
 pub(crate) use self::record_io::{check_known, check_types, other_state};
-pub use self::schedule::IntoLearningRate;
-pub(crate) use self::schedule::Scheduler;
-pub use self::schedule::{Manual, PerEpoch, PerProcess, Scheduled};
+pub use self::schedule::{IntoLearningRate, Manual, PerEpoch, PerProcess, Scheduled};
+pub(crate) use self::schedule::{ScheduleUnit, Scheduler};
 pub use self::sharded::Sharded;
 pub(crate) use self::sharded::Shards;
 pub use self::training_plan::{RateScaling, TrainingPlan};

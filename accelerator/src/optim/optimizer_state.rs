@@ -59,7 +59,6 @@ impl OptimizerState {
 }
 
 impl OptimizerSnapshot {
-    /// Returns Burn's record, as the bytes of a file.
     pub(crate) fn bytes(&self) -> Result<Bytes> {
         match &self.full_state {
             Some(full_state) => full_state.bytes(),
@@ -76,7 +75,6 @@ impl OptimizerSnapshot {
         }
     }
 
-    /// Returns `true` if other ranks have parts of the state.
     pub(crate) fn is_sharded(&self) -> bool {
         self.full_state.is_some()
     }
@@ -161,7 +159,6 @@ impl<S> PreparedOptimizer<S> {
 
 /// The state that a schedule, or the lack of one, keeps in a checkpoint.
 pub(crate) trait ScheduleKind {
-    /// Returns the rate that the schedule gave for the last step.
     fn rate(&self) -> Option<f64>;
 
     fn state(&self) -> Result<Option<ScheduleState>>;

@@ -9,7 +9,7 @@ use burn::optim::ModuleOptimizer;
 use burn::tensor::Device;
 
 use super::record_io::{check_types, size_of};
-use super::schedule::{self, IntoLearningRate, Manual, ManualRates, Scheduled, Scheduler};
+use super::schedule::{self, IntoLearningRate, Manual, Scheduled};
 use super::sharded::Shards;
 use super::unsharded::FusedSupport;
 use crate::context::Context;
@@ -72,7 +72,6 @@ pub struct PreparedOptimizer<S> {
     /// The parameters that a checkpoint had state for, until the first step after it.
     pub(super) resumed: HashSet<u64>,
     pub(super) schedule: S,
-    /// The shards, if the state is sharded over several ranks.
     pub(super) shards: Option<Shards>,
     pub(super) steps: u64,
     timeline: Timeline,
@@ -81,7 +80,7 @@ pub struct PreparedOptimizer<S> {
 }
 
 impl<S> PreparedOptimizer<S> {
-    fn new(
+    pub(crate) fn new(
         (optimizer, shards): (ModuleOptimizer, Option<Shards>),
         schedule: S,
         context: &Context,
@@ -295,15 +294,6 @@ impl<S> PreparedOptimizer<S> {
 }
 
 impl PreparedOptimizer<Manual> {
-    pub(crate) fn manual(
-        optimizer: (ModuleOptimizer, Option<Shards>),
-        context: &Context,
-        prepared: &OptimizerCount,
-    ) -> Self {
-        let rates = ManualRates::new(context.is_main_process());
-        Self::new(optimizer, Manual(rates), context, prepared)
-    }
-
     /// Updates the model with that learning rate, if the accumulation window is full; gives it
     /// back as it was otherwise.
     ///
@@ -334,15 +324,6 @@ impl PreparedOptimizer<Manual> {
 }
 
 impl PreparedOptimizer<Scheduled> {
-    pub(crate) fn scheduled(
-        optimizer: (ModuleOptimizer, Option<Shards>),
-        scheduler: Scheduler,
-        context: &Context,
-        prepared: &OptimizerCount,
-    ) -> Self {
-        Self::new(optimizer, Scheduled(scheduler), context, prepared)
-    }
-
     /// Updates the model with the schedule's next learning rate, if the accumulation window is
     /// full; gives it back as it was, and leaves the schedule where it is, otherwise.
     ///
@@ -428,7 +409,6 @@ fn warn_of_other_state(resumed: &HashSet<u64>, layout: &Layout) {
 pub(crate) struct OptimizerCount {
     sharded: Arc<()>,
     whole: Arc<()>,
-    /// Set if the last step of any of them was skipped.
     skipped: Arc<AtomicBool>,
 }
 
@@ -440,23 +420,18 @@ pub(crate) struct CountedOptimizer {
 }
 
 impl CountedOptimizer {
-    /// Notes that it has taken a step.
     pub(super) fn note_stepped(&self) {
         self.skipped.store(false, Ordering::Relaxed);
     }
 
-    /// Notes that it has skipped a step, whose gradients were not finite.
     pub(super) fn note_skipped(&self) {
         self.skipped.store(true, Ordering::Relaxed);
     }
 }
 
-/// The place of an optimizer's state.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum StateOf {
-    /// Each rank has a part.
     Shards,
-    /// Each rank has all of it.
     Whole,
 }
 
@@ -476,7 +451,6 @@ impl OptimizerCount {
         self.skipped.load(Ordering::Relaxed)
     }
 
-    /// Returns `true` if there are optimizers and all of them are sharded.
     pub(crate) fn has_only_shards(&self) -> bool {
         // One handle is the count's own.
         Arc::strong_count(&self.sharded) > 1 && Arc::strong_count(&self.whole) == 1

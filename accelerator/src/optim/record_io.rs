@@ -21,7 +21,6 @@ const HINT: &str = "build the optimizer with `init_fused()`, which loads the sta
                     in which it was saved, or give the default device the type of the parameters before the first \
                     tensor: `Device::default().configure(…)`";
 
-/// The bytes of the tensors of an optimizer's state.
 pub(super) fn size_of(optimizer: &ModuleOptimizer) -> Result<usize> {
     let tensors = reader(bytes_of(optimizer)?)?
         .into_tensors()
@@ -70,7 +69,6 @@ pub(super) fn load(name: &str, blank: ModuleOptimizer, record: Bytes) -> Result<
     }
 }
 
-/// The parameters that a record has state for.
 pub(super) fn ids_in(record: &Bytes) -> Result<HashSet<u64>> {
     let fields = RecordFields::of(record)?;
     Ok(fields.ids().collect())
@@ -162,9 +160,7 @@ pub(crate) fn check_known(name: &str, record: &Bytes, ids: &HashSet<u64>) -> Res
     )))
 }
 
-/// Everything that is in a record.
 struct RecordFields {
-    /// The paths of parameters, by id.
     paths: BTreeMap<String, String>,
     /// The types of entries, by name; `None` for numbers that are not tensors.
     types: BTreeMap<String, Option<DType>>,
@@ -184,7 +180,6 @@ impl RecordFields {
         })
     }
 
-    /// Returns the ids of the parameters for which it has state.
     fn ids(&self) -> impl Iterator<Item = u64> {
         self.types.keys().filter_map(|name| id_of(name))
     }
@@ -193,12 +188,10 @@ impl RecordFields {
         self.types.keys().collect()
     }
 
-    /// Lists what is kept of each parameter, for errors.
     fn kept(&self) -> String {
         Self::listed(self.types.keys())
     }
 
-    /// Lists what is kept of one parameter, for errors.
     fn kept_of(&self, id: u64) -> String {
         Self::listed(self.types.keys().filter(|name| id_of(name) == Some(id)))
     }
@@ -214,7 +207,6 @@ impl RecordFields {
         }
     }
 
-    /// Returns the name of an entry in errors.
     fn shown(&self, field: &str) -> String {
         let (id, field) = field.split_once('.').unwrap_or(("", field));
         let path = self.paths.get(id).map_or(id, String::as_str);
@@ -227,7 +219,6 @@ fn id_of(field: &str) -> Option<u64> {
     field.split_once('.')?.0.parse().ok()
 }
 
-/// A type, as messages show it.
 struct ShownType(DType);
 
 impl fmt::Display for ShownType {

@@ -2,11 +2,10 @@ use core::fmt;
 
 use burn::lr_scheduler::LrSchedulerRecord;
 use burn::lr_scheduler::module_lr_scheduler::{ModuleLearningRate, ModuleLrScheduler};
-use burn::module::{Module, ModuleVisitor, Param, ParamGroup, ParamId};
-use burn::tensor::Tensor;
+use burn::module::{Module, ParamGroup};
 
 use crate::core::error;
-use crate::core::module::ModulePath;
+use crate::core::module::visit_floats;
 
 /// A scheduler that is to advance once an epoch, not with each optimizer step: prepare
 /// `(optimizer, PerEpoch(scheduler))`.
@@ -85,11 +84,21 @@ pub struct PerProcess<S>(pub S);
 #[derive(Clone, Debug)]
 pub struct Manual(pub(super) ManualRates);
 
+impl Manual {
+    pub(crate) fn new(is_main_process: bool) -> Self {
+        Self(ManualRates {
+            first: None,
+            before_resume: None,
+            dropped: None,
+            warns: is_main_process,
+        })
+    }
+}
+
 /// The optimizer has a schedule, which advances with it.
 #[derive(Clone, Debug)]
-pub struct Scheduled(pub(super) Scheduler);
+pub struct Scheduled(pub(crate) Scheduler);
 
-/// A Burn scheduler and when it advances.
 #[derive(Clone)]
 pub(crate) struct Scheduler {
     pub(super) scheduler: ModuleLrScheduler,
@@ -99,8 +108,9 @@ pub(crate) struct Scheduler {
     pub(super) before: Option<LrSchedulerRecord>,
 }
 
+/// The unit of training with which a schedule advances.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum ScheduleUnit {
+pub(crate) enum ScheduleUnit {
     Step,
     Epoch {
         last: Option<u64>,
@@ -112,7 +122,8 @@ pub(super) enum ScheduleUnit {
 }
 
 impl ScheduleUnit {
-    /// Returns the unit that a schedule advances with, in words.
+    pub(crate) const EPOCH: Self = Self::Epoch { last: None };
+
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::Step => "step",
@@ -123,28 +134,10 @@ impl ScheduleUnit {
 }
 
 impl Scheduler {
-    pub(crate) fn by_step(scheduler: ModuleLrScheduler) -> Self {
+    pub(crate) fn new(scheduler: impl Into<ModuleLrScheduler>, unit: ScheduleUnit) -> Self {
         Self {
-            scheduler,
-            unit: ScheduleUnit::Step,
-            current: None,
-            before: None,
-        }
-    }
-
-    pub(crate) fn by_epoch(scheduler: ModuleLrScheduler) -> Self {
-        Self {
-            scheduler,
-            unit: ScheduleUnit::Epoch { last: None },
-            current: None,
-            before: None,
-        }
-    }
-
-    pub(crate) fn by_process(scheduler: ModuleLrScheduler, world_size: usize) -> Self {
-        Self {
-            scheduler,
-            unit: ScheduleUnit::Process { world_size },
+            scheduler: scheduler.into(),
+            unit,
             current: None,
             before: None,
         }
@@ -244,16 +237,6 @@ pub(super) struct ManualRates {
 }
 
 impl ManualRates {
-    pub(super) fn new(is_main_process: bool) -> Self {
-        Self {
-            first: None,
-            before_resume: None,
-            dropped: None,
-            warns: is_main_process,
-        }
-    }
-
-    /// Returns the rate of the first step.
     pub(super) fn first(&self) -> Option<f64> {
         self.first
     }
@@ -294,7 +277,7 @@ impl ManualRates {
         if core::mem::take(&mut self.warns) {
             error::warn(&format!(
                 "{found}; prepare `(optimizer, scheduler)`, which advances once a step and is saved with the optimizer \
-                 (said once an optimizer)"
+                 (reported once per optimizer)"
             ));
         }
     }
@@ -312,69 +295,38 @@ pub(super) fn scaled<M: Module>(
     if factor == 1.0 {
         return rate;
     }
-    let mut reader = FactorReader {
-        path: ModulePath::default(),
-        rate: &rate,
-        others: Vec::new(),
-        trained: Vec::new(),
-    };
-    model.visit(&mut reader);
-    if reader.others.is_empty() {
+    let mut others = Vec::new();
+    visit_floats(model, |float| {
+        let own = rate.lr_from_param(float.id, Some(float.path));
+        if own != rate.base() {
+            others.push((float.id, own));
+        }
+    });
+    if others.is_empty() {
         return ModuleLearningRate::from(rate.base() * factor);
     }
     let scheduler = ModuleLrScheduler::new(rate.base() * factor);
-    let others = reader.others.into_iter();
     others
+        .into_iter()
         .fold(scheduler, |scheduler, (id, rate)| {
             scheduler.with_group(ParamGroup::from_ids(vec![id]), rate * factor)
         })
         .step()
 }
 
-/// Returns the rate of each trained parameter, times a factor, with the parameter's path.
 pub(super) fn by_path<M: Module>(
     rate: &ModuleLearningRate,
     factor: f64,
     model: &M,
 ) -> Vec<(String, f64)> {
-    let mut reader = FactorReader {
-        path: ModulePath::default(),
-        rate,
-        others: Vec::new(),
-        trained: Vec::new(),
-    };
-    model.visit(&mut reader);
-    let trained = reader.trained.into_iter();
-    trained.map(|(path, rate)| (path, rate * factor)).collect()
-}
-
-/// Collects rates, and the parameters that have another one than the base.
-struct FactorReader<'a> {
-    path: ModulePath,
-    rate: &'a ModuleLearningRate,
-    others: Vec<(ParamId, f64)>,
-    trained: Vec<(String, f64)>,
-}
-
-impl ModuleVisitor for FactorReader<'_> {
-    fn enter_module(&mut self, name: &str, _container_type: &str) {
-        self.path.enter(name);
-    }
-
-    fn exit_module(&mut self, _name: &str, _container_type: &str) {
-        self.path.exit();
-    }
-
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        let path = self.path.as_str();
-        let rate = self.rate.lr_from_param(param.id, Some(path));
-        if rate != self.rate.base() {
-            self.others.push((param.id, rate));
+    let mut rates = Vec::new();
+    visit_floats(model, |float| {
+        if float.is_trained {
+            let own = rate.lr_from_param(float.id, Some(float.path));
+            rates.push((float.path.to_owned(), own * factor));
         }
-        if param.is_require_grad() {
-            self.trained.push((path.to_owned(), rate));
-        }
-    }
+    });
+    rates
 }
 
 #[cfg(test)]
@@ -395,7 +347,7 @@ mod tests {
 
     #[test]
     fn by_step_advances_each_time() {
-        let mut scheduler = Scheduler::by_step(halving());
+        let mut scheduler = Scheduler::new(halving(), ScheduleUnit::Step);
         let rates: Vec<_> = (0..3).map(|_| scheduler.next(Some(0)).base()).collect();
         assert_eq!(rates, [1.0, 0.5, 0.25]);
     }
@@ -407,7 +359,7 @@ mod tests {
             let linear = LinearLrSchedulerConfig::new(1.0, 0.0001, 10)
                 .init()
                 .unwrap();
-            let mut scheduler = Scheduler::by_process(linear, world_size);
+            let mut scheduler = Scheduler::new(linear, ScheduleUnit::Process { world_size });
             let rates: Vec<_> = (0..3)
                 .map(|_| (scheduler.next(Some(0)).base() * 10.0).round() / 10.0)
                 .collect();
@@ -417,7 +369,7 @@ mod tests {
 
     #[test]
     fn by_epoch_advances_with_the_epoch_only() {
-        let mut scheduler = Scheduler::by_epoch(halving());
+        let mut scheduler = Scheduler::new(halving(), ScheduleUnit::EPOCH);
         let epochs = [Some(0), Some(0), Some(1), None, Some(1), Some(2)];
         let rates: Vec<_> = epochs.map(|epoch| scheduler.next(epoch).base()).to_vec();
         assert_eq!(rates, [1.0, 1.0, 0.5, 0.5, 0.5, 0.25]);

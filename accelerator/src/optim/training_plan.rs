@@ -1,6 +1,7 @@
 use core::fmt;
 
 use super::{PreparedOptimizer, Scheduled};
+use crate::core::error::counted;
 
 /// The rule by which a learning rate that was found on one process follows the world size.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -51,39 +52,28 @@ impl TrainingPlan {
 
 impl fmt::Display for TrainingPlan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}", CountedNoun(self.world_size as u64, "rank"))?;
+        write!(f, "{}", counted(self.world_size, "rank"))?;
         if let Some(batch) = self.effective_batch {
-            write!(f, ", {} a step", CountedNoun(batch, "sample"))?;
+            write!(f, ", {} a step", counted(batch as usize, "sample"))?;
         }
         if self.accumulation_steps > 1 {
             write!(f, " in {} micro-steps", self.accumulation_steps)?;
         }
-        write!(f, "; {} of ", CountedNoun(self.epochs, "epoch"))?;
+        write!(f, "; {} of ", counted(self.epochs as usize, "epoch"))?;
         match self.samples {
-            Some(samples) => write!(f, "{}", CountedNoun(samples, "sample"))?,
+            Some(samples) => write!(f, "{}", counted(samples as usize, "sample"))?,
             None => f.write_str("an unknown number of samples")?,
         }
         if let Some(steps) = self.steps_per_epoch {
-            write!(f, " in {}", CountedNoun(steps, "optimizer step"))?;
+            write!(f, " in {}", counted(steps as usize, "optimizer step"))?;
         }
         if let Some(steps) = self.steps {
             write!(f, ", {steps} in all")?;
         }
         if let Some(steps) = self.rate_steps {
-            write!(f, "; {}", CountedNoun(steps, "step"))?;
+            write!(f, "; {}", counted(steps as usize, "step"))?;
             write!(f, " of the learning rate")?;
         }
         Ok(())
-    }
-}
-
-/// A number and what it counts.
-struct CountedNoun(u64, &'static str);
-
-impl fmt::Display for CountedNoun {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self(count, noun) = self;
-        let plural = if *count == 1 { "" } else { "s" };
-        write!(f, "{count} {noun}{plural}")
     }
 }

@@ -48,7 +48,6 @@ impl FusedSupport {
         self.0.get(&id) == Some(&FusedKind::Fused)
     }
 
-    /// Copies what an optimizer cannot read where it lies.
     pub(super) fn ready(
         &mut self,
         optimizer: &ModuleOptimizer,

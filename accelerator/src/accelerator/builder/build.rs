@@ -3,17 +3,17 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 
 use accelerator_collective::{Launch, ProcessGroup, Topology, TransportKind};
+use accelerator_host::DEVICE;
 use burn::tensor::Device;
 
 use super::AcceleratorBuilder;
 use super::Settings;
 use crate::accelerator::{Accelerator, Shared, rank_processes, variables};
 use crate::checkpoint::CheckpointContext;
-use crate::context::{Accumulation, Context};
+use crate::context::{Accumulation, Context, ForwardCollectives};
 use crate::core::agreement::{self, Term};
 use crate::core::device::{self, BackendKind, drawing};
 use crate::core::error::{self, Error, Kind, Result};
-use crate::core::forward_collectives::ForwardCollectives;
 use crate::data::UncountedPadding;
 use crate::optim::OptimizerCount;
 use crate::reduce::hook::HookFactory;
@@ -186,7 +186,8 @@ impl AcceleratorBuilder {
     }
 
     fn open_device(&self, place: &Topology, settings: &Settings) -> Result<(BackendKind, Device)> {
-        let kind = variables::device(self.device)?;
+        let kind = variables::agreed("device", self.device, DEVICE)?;
+        let kind = kind.unwrap_or_else(BackendKind::preferred);
         let oversubscription = variables::oversubscription(self.oversubscription)?;
         let mut device = kind.open(place, oversubscription)?;
         if let Some(dtype) = self.dtype {
@@ -208,7 +209,6 @@ impl AcceleratorBuilder {
     }
 }
 
-/// Makes the reducer that sends the gradients of that device to the other ranks.
 fn device_reducer(settings: &Settings, kind: BackendKind, device: &Device) -> DeviceReducer {
     DeviceReducer::new(
         settings.reduce.reduction,
@@ -236,7 +236,6 @@ fn check_trace(settings: &Settings) -> Result<()> {
     }
 }
 
-/// Removes what an earlier run left beside the trace.
 fn clear_traces_of(settings: &Settings) {
     if let Some(path) = &settings.trace.path {
         clear_traces(path);
@@ -267,7 +266,6 @@ pub(super) fn overlap_switch(
     }
 }
 
-/// Collects the settings that must be the same on all ranks.
 pub(super) fn terms(
     settings: &Settings,
     switch: OverlapSwitch,

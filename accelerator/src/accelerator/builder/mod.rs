@@ -5,12 +5,13 @@ use core::time::Duration;
 use std::path::{Path, PathBuf};
 
 use accelerator_collective::{GroupOptions, Launch, TransportKind};
+use accelerator_host::{COMPRESSION, OVERLAP, PRECISION, REDUCTION, TRACE_SCHEDULE};
 use burn::tensor::FloatDType;
 
-use crate::accelerator::variables;
+use crate::accelerator::variables::{self, agreed};
 use crate::context::WindowSize;
 use crate::core::device::{BackendKind, Oversubscription, is_drawing};
-use crate::core::error::{Error, Kind, Result};
+use crate::core::error::{Error, Kind, Result, counted};
 use crate::precision::{LossScale, Precision};
 use crate::reduce::hook::{CommunicationHook, HookFactory};
 use crate::reduce::{
@@ -488,7 +489,6 @@ impl AcceleratorBuilder {
     }
 }
 
-/// The checked settings of the builder.
 #[derive(Clone, Debug)]
 struct Settings {
     accumulation_steps: NonZeroUsize,
@@ -499,7 +499,6 @@ struct Settings {
     window: WindowSize,
 }
 
-/// The file of the trace and its schedule.
 #[derive(Clone, Debug)]
 pub(super) struct TraceSettings {
     /// The file of the trace; with a schedule, the files of its cycles are beside it.
@@ -518,7 +517,6 @@ impl TraceSettings {
 }
 
 impl AcceleratorBuilder {
-    /// Returns the settings of the program and the variables, if they fit together.
     fn settings(&self) -> Result<Settings> {
         if is_drawing() {
             return Err(Error::misuse(
@@ -537,7 +535,7 @@ impl AcceleratorBuilder {
             )));
         }
         let trace = variables::trace(self.trace.as_deref())?;
-        let trace_schedule = variables::trace_schedule(self.trace_schedule)?;
+        let trace_schedule = agreed("the schedule", self.trace_schedule, TRACE_SCHEDULE)?;
         let recording = match (&trace, &trace_schedule) {
             (Some(_), None) => Recording::Events,
             (Some(_), Some(schedule)) => {
@@ -552,7 +550,7 @@ impl AcceleratorBuilder {
                 )));
             }
         };
-        let compression = variables::compression(self.compression)?;
+        let compression = agreed("compression", self.compression, COMPRESSION)?.unwrap_or_default();
         if self.hook.is_some() && compression != Compression::None {
             return Err(Error::config(format!(
                 "`communication_hook` was called, and the compression is {compression} (by \
@@ -560,7 +558,7 @@ impl AcceleratorBuilder {
                  travel; leave one of them out"
             )));
         }
-        let reduction = variables::reduction(self.reduction)?;
+        let reduction = agreed("reduction", self.reduction, REDUCTION)?.unwrap_or_default();
         if reduction == GradientReduction::Nccl
             && (self.hook.is_some() || compression == Compression::F16)
         {
@@ -583,8 +581,8 @@ impl AcceleratorBuilder {
                 hook: self.hook.clone(),
                 loss_scale: self.loss_scale,
                 on_non_finite_loss: self.on_non_finite_loss,
-                overlap: variables::overlap(self.overlap)?,
-                precision: variables::precision(self.precision)?,
+                overlap: agreed("overlap", self.overlap, OVERLAP)?.unwrap_or_default(),
+                precision: agreed("precision", self.precision, PRECISION)?.unwrap_or_default(),
                 reduction,
                 same_batches: self.same_batches,
             },
@@ -661,10 +659,10 @@ impl GlobalBatch {
             0 => format!("{step}"),
             _ => format!("{below} or {}", below + step),
         };
-        let plural = if world_size == 1 { "" } else { "s" };
+        let ranks = counted(world_size, "rank");
         Err(Error::config(format!(
-            "a global batch of {samples} samples is no multiple of {world_size} rank{plural} times {batch_size} samples \
-             a batch; choose {near}, or another batch size"
+            "a global batch of {samples} samples is no multiple of {ranks} times {batch_size} samples a batch; choose \
+             {near}, or another batch size"
         )))
     }
 }

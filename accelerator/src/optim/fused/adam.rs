@@ -11,14 +11,77 @@ use super::step::{
     self, KernelInput, Real, TakenElements, TensorTemplate, saved, settings, vectorised,
 };
 
-/// Burn's [`Adam`] as one pass over memory; see the [module](crate::optim::fused). Made by
-/// [`InitFused`](super::InitFused).
-#[derive(Clone)]
-#[allow(missing_debug_implementations, reason = "Burn's optimizers have none")]
-pub struct FusedAdam {
-    burn: Adam,
-    settings: Option<AdamSettings>,
+/// Defines Burn's `Adam` or `AdamW` as one pass over memory.
+macro_rules! fused_adam {
+    ($fused:ident, $burn:ident, $state:ident, $config:ident, $settings:ident) => {
+        #[derive(Clone)]
+        pub(super) struct $fused {
+            burn: $burn,
+            settings: Option<$settings>,
+        }
+
+        impl $fused {
+            pub(super) fn new(config: &$config) -> Self {
+                Self {
+                    burn: config.build(),
+                    settings: settings(config),
+                }
+            }
+
+            #[cfg(test)]
+            pub(super) fn is_fused(&self) -> bool {
+                self.settings.is_some()
+            }
+        }
+
+        impl Optimizer for $fused {
+            type State<const D: usize> = FusedAdamState<D>;
+
+            fn step<const D: usize>(
+                &self,
+                lr: f64,
+                tensor: Tensor<D>,
+                grad: Tensor<D>,
+                state: Option<FusedAdamState<D>>,
+            ) -> (Tensor<D>, Option<FusedAdamState<D>>) {
+                let momentum = state.as_ref().map(|state| &state.momentum);
+                match (&self.settings, reach(&tensor, &grad, momentum)) {
+                    (None, _) | (_, KernelInput::None) => {
+                        let grad = step::gradient(&tensor, grad);
+                        let state = state.map(|state| $state::new(state.momentum));
+                        let (tensor, state) = self.burn.step(lr, tensor, grad, state);
+                        let fused = |state: $state<D>| FusedAdamState {
+                            momentum: state.momentum,
+                        };
+                        (tensor, state.map(fused))
+                    }
+                    (Some(settings), KernelInput::F32) => {
+                        step_any_rank(tensor, grad, state, |tensor, grad, moments| {
+                            settings.step::<f32>(lr, tensor, grad, moments)
+                        })
+                    }
+                    (Some(settings), KernelInput::F64) => {
+                        step_any_rank(tensor, grad, state, |tensor, grad, moments| {
+                            settings.step::<f64>(lr, tensor, grad, moments)
+                        })
+                    }
+                }
+            }
+
+            fn to_device<const D: usize>(
+                state: FusedAdamState<D>,
+                device: &Device,
+            ) -> FusedAdamState<D> {
+                FusedAdamState {
+                    momentum: state.momentum.to_device(device),
+                }
+            }
+        }
+    };
 }
+
+fused_adam!(FusedAdam, Adam, AdamState, AdamConfig, AdamSettings);
+fused_adam!(FusedAdamW, AdamW, AdamWState, AdamWConfig, AdamWSettings);
 
 #[derive(Clone, Deserialize)]
 struct AdamSettings {
@@ -27,59 +90,6 @@ struct AdamSettings {
     epsilon: f32,
     amsgrad: bool,
     weight_decay: Option<WeightDecayConfig>,
-}
-
-impl FusedAdam {
-    pub(super) fn new(config: &AdamConfig) -> Self {
-        Self {
-            burn: config.build(),
-            settings: settings(config),
-        }
-    }
-
-    #[cfg(test)]
-    pub(super) fn is_fused(&self) -> bool {
-        self.settings.is_some()
-    }
-}
-
-impl Optimizer for FusedAdam {
-    type State<const D: usize> = FusedAdamState<D>;
-
-    fn step<const D: usize>(
-        &self,
-        lr: f64,
-        tensor: Tensor<D>,
-        grad: Tensor<D>,
-        state: Option<FusedAdamState<D>>,
-    ) -> (Tensor<D>, Option<FusedAdamState<D>>) {
-        let momentum = state.as_ref().map(|state| &state.momentum);
-        match (&self.settings, reach(&tensor, &grad, momentum)) {
-            (None, _) | (_, KernelInput::None) => {
-                let grad = step::gradient(&tensor, grad);
-                let state = state.map(|state| AdamState::new(state.momentum));
-                let (tensor, state) = self.burn.step(lr, tensor, grad, state);
-                let fused = |state: AdamState<D>| FusedAdamState {
-                    momentum: state.momentum,
-                };
-                (tensor, state.map(fused))
-            }
-            (Some(settings), KernelInput::F32) => {
-                step_any_rank(tensor, grad, state, |tensor, grad, moments| {
-                    settings.step::<f32>(lr, tensor, grad, moments)
-                })
-            }
-            (Some(settings), KernelInput::F64) => {
-                step_any_rank(tensor, grad, state, |tensor, grad, moments| {
-                    settings.step::<f64>(lr, tensor, grad, moments)
-                })
-            }
-        }
-    }
-
-    fn to_device<const D: usize>(state: FusedAdamState<D>, device: &Device) -> FusedAdamState<D> {
-        state.moved_to(device)
-    }
 }
 
 impl AdamSettings {
@@ -151,15 +161,6 @@ impl<E: Real> MomentRule<E> for AdamDecayed<E> {
     }
 }
 
-/// Burn's [`AdamW`] as one pass over memory; see the [module](crate::optim::fused). Made by
-/// [`InitFused`](super::InitFused).
-#[derive(Clone)]
-#[allow(missing_debug_implementations, reason = "Burn's optimizers have none")]
-pub struct FusedAdamW {
-    burn: AdamW,
-    settings: Option<AdamWSettings>,
-}
-
 #[derive(Clone, Copy, Deserialize)]
 struct AdamWSettings {
     beta_1: f32,
@@ -168,59 +169,6 @@ struct AdamWSettings {
     weight_decay: f32,
     cautious_weight_decay: bool,
     amsgrad: bool,
-}
-
-impl FusedAdamW {
-    pub(super) fn new(config: &AdamWConfig) -> Self {
-        Self {
-            burn: config.build(),
-            settings: settings(config),
-        }
-    }
-
-    #[cfg(test)]
-    pub(super) fn is_fused(&self) -> bool {
-        self.settings.is_some()
-    }
-}
-
-impl Optimizer for FusedAdamW {
-    type State<const D: usize> = FusedAdamState<D>;
-
-    fn step<const D: usize>(
-        &self,
-        lr: f64,
-        tensor: Tensor<D>,
-        grad: Tensor<D>,
-        state: Option<FusedAdamState<D>>,
-    ) -> (Tensor<D>, Option<FusedAdamState<D>>) {
-        let momentum = state.as_ref().map(|state| &state.momentum);
-        match (self.settings, reach(&tensor, &grad, momentum)) {
-            (None, _) | (_, KernelInput::None) => {
-                let grad = step::gradient(&tensor, grad);
-                let state = state.map(|state| AdamWState::new(state.momentum));
-                let (tensor, state) = self.burn.step(lr, tensor, grad, state);
-                let fused = |state: AdamWState<D>| FusedAdamState {
-                    momentum: state.momentum,
-                };
-                (tensor, state.map(fused))
-            }
-            (Some(settings), KernelInput::F32) => {
-                step_any_rank(tensor, grad, state, |tensor, grad, moments| {
-                    settings.step::<f32>(lr, tensor, grad, moments)
-                })
-            }
-            (Some(settings), KernelInput::F64) => {
-                step_any_rank(tensor, grad, state, |tensor, grad, moments| {
-                    settings.step::<f64>(lr, tensor, grad, moments)
-                })
-            }
-        }
-    }
-
-    fn to_device<const D: usize>(state: FusedAdamState<D>, device: &Device) -> FusedAdamState<D> {
-        state.moved_to(device)
-    }
 }
 
 impl AdamWSettings {
@@ -326,34 +274,30 @@ impl<E: Real> MomentRule<E> for Cautious<E> {
     }
 }
 
-/// State of [`FusedAdam`](super::FusedAdam) and [`FusedAdamW`](super::FusedAdamW): in records that of Burn's
-/// `Adam` and `AdamW`. From a record it gets the float type in which it was saved; Burn's own gets that of the
-/// default device.
+/// State of both: in records that of Burn's `Adam` and `AdamW`. From a record it gets the float type in which it was
+/// saved; Burn's own gets that of the default device.
 #[derive(Clone)]
-#[allow(missing_debug_implementations, reason = "Burn's states have none")]
-pub struct FusedAdamState<const D: usize> {
-    pub(super) momentum: AdaptiveMomentumState<D>,
+pub(super) struct FusedAdamState<const D: usize> {
+    momentum: AdaptiveMomentumState<D>,
 }
 
-/// The decay rates of the moments.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Betas {
-    pub(super) beta_1: f32,
-    pub(super) beta_2: f32,
-    pub(super) amsgrad: bool,
+struct Betas {
+    beta_1: f32,
+    beta_2: f32,
+    amsgrad: bool,
 }
 
 /// The formulas in which the optimizers differ, for one element each.
-pub(super) trait MomentRule<E>: Copy {
+trait MomentRule<E>: Copy {
     /// The gradient that enters the moments.
     fn gradient(self, parameter: E, gradient: E) -> E;
 
-    /// The parameter after the step.
     fn update(self, parameter: E, moment_1: E, moment_2: E) -> E;
 }
 
 /// An [`AdaptiveMomentumState`] of any rank.
-pub(super) struct Moments {
+struct Moments {
     time: usize,
     moment_1: DispatchTensor,
     moment_2: DispatchTensor,
@@ -361,7 +305,7 @@ pub(super) struct Moments {
 }
 
 /// Returns how a step can reach the elements of all tensors that it takes.
-pub(super) fn reach<const D: usize>(
+fn reach<const D: usize>(
     tensor: &Tensor<D>,
     grad: &Tensor<D>,
     state: Option<&AdaptiveMomentumState<D>>,
@@ -375,7 +319,7 @@ pub(super) fn reach<const D: usize>(
 }
 
 /// Runs a step that is compiled once for all ranks.
-pub(super) fn step_any_rank<const D: usize>(
+fn step_any_rank<const D: usize>(
     tensor: Tensor<D>,
     grad: Tensor<D>,
     state: Option<FusedAdamState<D>>,
@@ -401,7 +345,7 @@ pub(super) fn step_any_rank<const D: usize>(
 }
 
 /// A step of all elements. `rule` is made for the number of the step, from 1.
-pub(super) fn step<E: Real, R: MomentRule<E>>(
+fn step<E: Real, R: MomentRule<E>>(
     betas: Betas,
     tensor: DispatchTensor,
     grad: DispatchTensor,
@@ -454,7 +398,6 @@ pub(super) fn step<E: Real, R: MomentRule<E>>(
     (tensor, moments)
 }
 
-/// The first step, which finds no moments.
 fn first<E: Real, R: MomentRule<E>>(
     betas: Betas,
     tensor: DispatchTensor,
@@ -481,14 +424,6 @@ fn first<E: Real, R: MomentRule<E>>(
     (tensor, moments)
 }
 
-impl<const D: usize> FusedAdamState<D> {
-    pub(super) fn moved_to(self, device: &Device) -> Self {
-        Self {
-            momentum: self.momentum.to_device(device),
-        }
-    }
-}
-
 impl<const D: usize> RecordState for FusedAdamState<D> {
     fn state_flatten(&self, prefix: &str, out: &mut StateSink) {
         self.momentum
@@ -506,7 +441,6 @@ impl<const D: usize> RecordState for FusedAdamState<D> {
     }
 }
 
-/// The name of the moments in Burn's states.
 const MOMENTUM: &str = "momentum";
 
 #[derive(Clone, Copy)]

@@ -44,8 +44,8 @@ mod tests;
 
 use burn::optim::{AdamConfig, AdamWConfig, ModuleOptimizer, Optimizer, SgdConfig};
 
-pub use self::adam::{FusedAdam, FusedAdamState, FusedAdamW};
-pub use self::sgd::{FusedSgd, FusedSgdState};
+use self::adam::{FusedAdam, FusedAdamW};
+use self::sgd::FusedSgd;
 
 /// Configurations of Burn's optimizers that have a fused form: see the
 /// [module](crate::optim::fused).
@@ -62,12 +62,9 @@ pub use self::sgd::{FusedSgd, FusedSgdState};
 /// # let _ = optimizer;
 /// ```
 pub trait InitFused {
-    /// The fused optimizer.
-    type Fused: Optimizer;
-
     /// Builds the bare optimizer, as Burn's `build` does, for
     /// [`ModuleOptimizer::with_group`], without the configured gradient clipping.
-    fn build_fused(&self) -> Self::Fused;
+    fn build_fused(&self) -> impl Optimizer + use<Self>;
 
     /// Builds an optimizer for modules, as Burn's `init` does, with the configured gradient clipping.
     fn init_fused(&self) -> ModuleOptimizer;
@@ -77,9 +74,7 @@ macro_rules! init_fused {
     ($($config:ty => $fused:ty),+) => {
         $(
             impl InitFused for $config {
-                type Fused = $fused;
-
-                fn build_fused(&self) -> $fused {
+                fn build_fused(&self) -> impl Optimizer + use<> {
                     <$fused>::new(self)
                 }
 

@@ -11,11 +11,9 @@ use super::step::{
     self, KernelInput, Real, TakenElements, TensorTemplate, saved, settings, vectorised,
 };
 
-/// Burn's [`Sgd`](burn::optim::Sgd) as one pass over memory; see the
-/// [module](crate::optim::fused). Made by [`InitFused`](super::InitFused).
+/// Burn's [`Sgd`] as one pass over memory.
 #[derive(Clone)]
-#[allow(missing_debug_implementations, reason = "Burn's optimizers have none")]
-pub struct FusedSgd {
+pub(super) struct FusedSgd {
     burn: Sgd,
     settings: Option<SgdStep>,
 }
@@ -30,8 +28,7 @@ struct SgdStep {
 /// State of [`FusedSgd`]: that of Burn's `Sgd` in records, whose own type cannot be looked into. From a record it
 /// gets the float type in which it was saved.
 #[derive(Clone)]
-#[allow(missing_debug_implementations, reason = "Burn's states have none")]
-pub struct FusedSgdState<const D: usize> {
+pub(super) struct FusedSgdState<const D: usize> {
     velocity: Option<Tensor<D>>,
     /// Burn's own state, in place of `velocity`, if Burn's optimizer steps.
     burn: Option<SgdState<D>>,
@@ -40,7 +37,6 @@ pub struct FusedSgdState<const D: usize> {
 #[derive(Clone, Copy)]
 struct Momentum {
     factor: f64,
-    /// The factor of the gradient.
     share: f64,
     nesterov: bool,
 }

@@ -26,7 +26,6 @@ thread_local! {
     static WAITING: RefCell<Option<PendingStep>> = const { RefCell::new(None) };
 }
 
-/// The place of a parameter after the step.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(in crate::optim) enum StepOutput {
     /// The place where it was.
@@ -246,17 +245,14 @@ impl Real for f64 {
     }
 }
 
-/// The tensors that the loops can work on.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum KernelInput {
     F32,
     F64,
-    /// Other devices and types.
     None,
 }
 
 impl KernelInput {
-    /// Finds the kind of tensors that belong together.
     pub(super) fn of<const D: usize>(tensors: &[&Tensor<D>]) -> Self {
         let Some(dtype) = tensors.first().map(|tensor| tensor.dtype()) else {
             return Self::None;

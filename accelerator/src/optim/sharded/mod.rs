@@ -81,7 +81,6 @@ pub struct Sharded<O>(
 
 /// The state of a sharded optimizer beside Burn's, which holds the state of this rank's pieces.
 pub(crate) struct Shards {
-    /// The optimizer without any state.
     blank: ModuleOptimizer,
     group: ProcessGroup,
     partitions: Partitioner,
@@ -188,7 +187,7 @@ impl Shards {
                 shard.sums = ShardGradients::Waiting;
                 means.stand_in(shard.id)
             } else {
-                means.part(shard.id, &shard.range, shard.shape())
+                means.part(shard.id, &shard.range, &shard.shape)
             };
             if let Some(gradient) = gradient {
                 register(&mut gradients, shard.id, gradient);
@@ -273,16 +272,17 @@ impl Shards {
                 .partitions
                 .settle(parameter, || told.next().unwrap_or(false));
             partitions.push(partition.clone());
-            if let Some(entry) = self.loaded.remove(parameter.id)
+            if let Some(entry) = self.loaded.0.remove(&parameter.id)
                 && let Some(entry) = entry.cut(partition, self.group.rank())
             {
-                cut.insert(parameter.id, entry);
+                cut.0.insert(parameter.id, entry);
             }
         }
-        if !cut.is_empty() {
+        if !cut.0.is_empty() {
             let mut all = Records::of(optimizer)?;
-            all.extend(cut);
-            let loaded = all.load_into(self.blank.clone())?;
+            all.0.extend(cut.0);
+            let blank = self.blank.clone();
+            let loaded = load("a sharded optimizer", blank, all.into_bytes()?)?;
             let parameters = means.all_parameters();
             let known = |id| parameters.iter().find(|known| known.id == id).cloned();
             check_types(&loaded, known, means.device())?;
@@ -362,7 +362,7 @@ impl FullState {
         let mut shards: BTreeMap<ParamId, Vec<Option<RecordEntry>>> = BTreeMap::new();
         let count = ranks.len();
         for (rank, records) in ranks.into_iter().enumerate() {
-            for (id, entry) in records.into_entries() {
+            for (id, entry) in records.0 {
                 let all = shards
                     .entry(id)
                     .or_insert_with(|| core::iter::repeat_with(|| None).take(count).collect());
@@ -383,7 +383,7 @@ impl FullState {
                     ),
                 )
             })?;
-            whole.insert(id, entry);
+            whole.0.insert(id, entry);
         }
         whole.into_bytes()
     }
@@ -397,7 +397,6 @@ struct Records(BTreeMap<ParamId, RecordEntry>);
 #[derive(Clone, Default)]
 struct RecordEntry {
     path: Option<String>,
-    /// The scalars by name, without the id.
     scalars: Vec<(String, Scalar)>,
     tensors: Vec<RecordField>,
 }
@@ -442,7 +441,6 @@ impl Records {
         Ok(records)
     }
 
-    /// Encodes the records as Burn writes them.
     fn into_bytes(self) -> Result<Bytes> {
         let mut tensors = Vec::new();
         let (mut scalars, mut paths) = (Vec::new(), Vec::new());
@@ -466,31 +464,6 @@ impl Records {
         writer.into_bytes().map(Bytes::shared).map_err(unwritable)
     }
 
-    fn load_into(self, blank: ModuleOptimizer) -> Result<ModuleOptimizer> {
-        load("a sharded optimizer", blank, self.into_bytes()?)
-    }
-
-    fn is_empty(&self) -> bool {
-        self.0.is_empty()
-    }
-
-    fn insert(&mut self, id: ParamId, entry: RecordEntry) {
-        self.0.insert(id, entry);
-    }
-
-    fn remove(&mut self, id: ParamId) -> Option<RecordEntry> {
-        self.0.remove(&id)
-    }
-
-    fn extend(&mut self, others: Self) {
-        self.0.extend(others.0);
-    }
-
-    fn into_entries(self) -> impl Iterator<Item = (ParamId, RecordEntry)> {
-        self.0.into_iter()
-    }
-
-    /// The bytes of its tensors.
     fn size(&self) -> usize {
         let fields = self.0.values().flat_map(|entry| &entry.tensors);
         fields.map(|field| field.bytes.len()).sum()
@@ -570,7 +543,6 @@ impl RecordEntry {
     }
 }
 
-/// The id and the rest of a name.
 fn split(name: &str) -> Option<(u64, String)> {
     let (id, name) = name.split_once('.')?;
     Some((id.parse().ok()?, name.to_owned()))

@@ -25,7 +25,7 @@ pub(super) struct ParamShard {
     path: String,
     /// The elements of the parameter that it has.
     pub(super) range: Range<usize>,
-    shape: Vec<usize>,
+    pub(super) shape: Vec<usize>,
     /// The source of its gradient, and the place of its result.
     pub(super) sums: ShardGradients,
     /// The elements, on a plain device.
@@ -43,17 +43,6 @@ pub(super) enum ShardGradients {
 }
 
 impl ParamShards {
-    pub(super) fn one(id: ParamId, path: &str, shape: Vec<usize>, value: DispatchTensor) -> Self {
-        Self(vec![ParamShard {
-            id,
-            path: path.to_owned(),
-            range: 0..shape.iter().product(),
-            shape,
-            sums: ShardGradients::Copied,
-            value,
-        }])
-    }
-
     pub(super) fn iter_mut(&mut self) -> impl Iterator<Item = &mut ParamShard> {
         self.0.iter_mut()
     }
@@ -63,31 +52,9 @@ impl ParamShards {
         let shards = self.0.into_iter();
         shards.filter(|shard| shard.sums != ShardGradients::Replaced)
     }
-
-    /// The values.
-    pub(super) fn into_bytes(self) -> impl Iterator<Item = (ParamId, Bytes)> {
-        self.0
-            .into_iter()
-            .map(|shard| (shard.id, shard.into_bytes()))
-    }
-}
-
-impl From<ParamShard> for ParamShards {
-    fn from(shard: ParamShard) -> Self {
-        Self(vec![shard])
-    }
 }
 
 impl ParamShard {
-    pub(super) fn dimensions(&self) -> usize {
-        self.shape.len()
-    }
-
-    pub(super) fn shape(&self) -> &[usize] {
-        &self.shape
-    }
-
-    /// The values.
     pub(super) fn into_bytes(self) -> Bytes {
         let data = Tensor::<1>::from_dispatch(self.value).into_data();
         data.into_parts().0
@@ -122,7 +89,7 @@ impl Module for ParamShards {
     fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
         for shard in &self.0 {
             visitor.enter_module(&shard.path, "");
-            with_rank!(shard.dimensions(), D => {
+            with_rank!(shard.shape.len(), D => {
                 let value = Tensor::<D>::from_dispatch(shard.value.clone());
                 visitor.visit_float(&Param::initialized(shard.id, leaf(value)));
             });
@@ -133,7 +100,7 @@ impl Module for ParamShards {
     fn map<M: ModuleMapper>(self, mapper: &mut M) -> Self {
         let map = |mut shard: ParamShard| {
             mapper.enter_module(&shard.path, "");
-            shard.value = with_rank!(shard.dimensions(), D => {
+            shard.value = with_rank!(shard.shape.len(), D => {
                 let value = leaf(Tensor::<D>::from_dispatch(shard.value));
                 let step = || mapper.map_float(Param::initialized(shard.id, value));
                 let (param, replaced) = match shard.sums {
@@ -172,7 +139,6 @@ pub(super) struct ShardReader<'a> {
 }
 
 impl<'a> ShardReader<'a> {
-    /// Creates a reader for the parameters with these ids.
     pub(super) fn new(
         rank: usize,
         partitions: &'a HashMap<ParamId, Partition>,
@@ -301,14 +267,23 @@ fn run(
         from_data(data, device)
     };
     let start = tensor(0, 1.0);
-    let mut shards = ParamShards::one(id, &parameter.path, shape.clone(), start);
+    let mut shards = ParamShards(vec![ParamShard {
+        id,
+        path: parameter.path.clone(),
+        range: 0..to - from,
+        shape: shape.clone(),
+        sums: ShardGradients::Copied,
+        value: start,
+    }]);
     for (step, scale) in (1..).zip(SCALES) {
         let mut gradients = GradientsParams::new();
         register(&mut gradients, id, tensor(step, scale));
         shards = optimizer.step(0.01, shards, gradients);
     }
-    let values = shards.into_bytes().flat_map(|(_, bytes)| bytes.to_vec());
-    values.collect()
+    let shards = shards.0.into_iter();
+    shards
+        .flat_map(|shard| shard.into_bytes().to_vec())
+        .collect()
 }
 
 /// A number between -1 and 1 that depends on nothing else: Knuth's multiplicative hash, twice.

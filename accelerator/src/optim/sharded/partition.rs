@@ -51,7 +51,6 @@ pub(super) struct Partitioner {
     /// The identity that bounds of gradients are known by.
     identity: Arc<()>,
     known: HashMap<ParamId, Partition>,
-    /// Bytes of parameters, by rank.
     loads: Vec<usize>,
 }
 
