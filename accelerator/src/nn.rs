@@ -273,12 +273,13 @@ impl BatchShare {
     /// The sum over all ranks, in rank order and in double precision; `None` if there is none.
     fn sum(&self, own: Tensor<1>) -> Option<Tensor<1>> {
         let values = self.summed(own.clone().inner(), if self.is_idle() { 0.0 } else { 1.0 })?;
-        let values = Tensor::from_inner(values);
-        let back = Self {
+        let values = Tensor::<1>::from_inner(values).into_dispatch();
+        let back = Arc::new(Self {
             group: self.group.for_purpose("gradients of batch statistics"),
             ..self.clone()
-        };
-        Some(replace(own, values, back))
+        });
+        let summed = autodiff::above(own.into_dispatch(), values, back);
+        Some(Tensor::from_dispatch(summed))
     }
 
     fn summed(&self, own: Tensor<1>, factor: f64) -> Option<Tensor<1>> {
@@ -320,41 +321,19 @@ fn useless<const D: usize>(values: Tensor<D>) -> Tensor<D> {
     values * f64::NAN
 }
 
-impl ExchangeBackward for BatchShare {
+/// Gives the gradient of the values that this rank has put in for that of the sums.
+impl Node for BatchShare {
     /// `backward` multiplies the gradients of each rank by its weight, before they are added up: so
     /// the gradient of the sum over the ranks is weighted here, and this rank's weight taken out.
-    fn back(&self, gradient: Tensor<1>) -> Tensor<1> {
-        let Some(sum) = self.summed(gradient.clone(), self.weight.max(0.0)) else {
-            return useless(gradient);
-        };
-        match self.is_idle() {
-            true => sum * 0.0,
-            false => sum / self.weight,
-        }
-    }
-}
-
-/// Gives the gradient of the values that this rank has put in for that of the values that came out.
-trait ExchangeBackward: fmt::Debug + Send + Sync {
-    fn back(&self, gradient: Tensor<1>) -> Tensor<1>;
-}
-
-/// `values` in place of `from`, whose gradient is what `back` makes of theirs. Both are of one device
-/// and shape, and `from` is tracked.
-fn replace(from: Tensor<1>, values: Tensor<1>, back: impl ExchangeBackward + 'static) -> Tensor<1> {
-    let exchange = Arc::new(Exchange(back));
-    let replaced = autodiff::above(from.into_dispatch(), values.into_dispatch(), exchange);
-    Tensor::from_dispatch(replaced)
-}
-
-#[derive(Debug)]
-struct Exchange<B>(B);
-
-impl<B: ExchangeBackward> Node for Exchange<B> {
     fn backward(&self, here: &mut dyn NodeContext) {
         here.hand_on_as(&|gradient| {
-            let gradient = Tensor::from_dispatch(gradient);
-            self.0.back(gradient).into_dispatch()
+            let gradient = Tensor::<1>::from_dispatch(gradient);
+            let back = match self.summed(gradient.clone(), self.weight.max(0.0)) {
+                None => useless(gradient),
+                Some(sum) if self.is_idle() => sum * 0.0,
+                Some(sum) => sum / self.weight,
+            };
+            back.into_dispatch()
         });
     }
 }

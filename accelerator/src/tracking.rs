@@ -25,21 +25,18 @@ pub(crate) struct Tracking {
 #[derive(Debug, Default)]
 struct TrackingState {
     place: Option<RunPlace>,
-    /// The run, on rank 0.
     run: Option<Run>,
     sampler: Option<SystemSampler>,
     /// The mark of the checkpoint that was resumed before there was a run.
     resumed: Option<RunMark>,
 }
 
-/// The folder and the mark of a run, as rank 0 tells the others.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub(crate) struct RunPlace {
     folder: PathBuf,
     mark: RunMark,
 }
 
-/// The way in which a training leaves its run.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum RunEnding {
     Finished,
@@ -123,12 +120,10 @@ impl Tracking {
             .fetch_max(step.saturating_add(1), Ordering::Relaxed);
     }
 
-    /// Tells if this rank writes a run.
     pub(crate) fn writes(&self) -> bool {
         self.read().run.is_some()
     }
 
-    /// Records what the weights of a model are now.
     pub(crate) fn weights(&self, digest: &str) {
         let step = self.steps.load(Ordering::Relaxed).saturating_sub(1);
         self.with(|run| run.log_weights(digest, step));
@@ -153,7 +148,6 @@ impl Tracking {
         })
     }
 
-    /// Records in the run that the checkpoint with that mark is on the disk.
     pub(crate) fn checkpoint_saved(&self, mark: &RunMark) {
         self.with(|run| run.checkpoint_saved(mark));
     }
@@ -263,10 +257,8 @@ fn finish(
     }
 }
 
-/// The settings of the builder for runs.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct TrackerSettings {
-    /// The folders of data whose digests runs record.
     pub(crate) data_folders: Vec<PathBuf>,
     pub(crate) runs_folder: Option<PathBuf>,
     pub(crate) trackers: Vec<Tracker>,

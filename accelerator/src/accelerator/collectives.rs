@@ -240,14 +240,9 @@ impl Accelerator {
             return Err(differing("rows", all));
         }
         let kept = data.bytes().len() / shape[0].max(1) * rows;
-        let bytes = self
-            .shared
-            .context
-            .group
-            .all_gather_varied(&data.bytes()[..kept])?
-            .concat();
+        let pieces = self.group().all_gather_varied(&data.bytes()[..kept])?;
         shape[0] = all.iter().map(|(.., rows)| rows).sum();
-        let data = TensorData::from_bytes_vec(bytes, shape, dtype);
+        let data = TensorData::from_bytes_vec(pieces.concat(), shape, dtype);
         Ok(Tensor::from_data(data, (&device, dtype)))
     }
 
@@ -288,13 +283,11 @@ impl Accelerator {
     }
 }
 
-/// Gathers each tensor of a structure.
 struct GatherRows<'a> {
     accelerator: &'a Accelerator,
     rows: RowsOf,
 }
 
-/// The rows that are gathered.
 #[derive(Clone, Copy)]
 enum RowsOf {
     All,
@@ -491,11 +484,7 @@ impl Accelerator {
         let mut shape = tensor.dims();
         // Wrong dimensions are exchanged too, so that no rank waits for one that has returned.
         let told = (dim, shape.to_vec(), format!("{:?}", tensor.dtype()));
-        let group = self
-            .shared
-            .context
-            .group
-            .for_purpose("pad_across_processes");
+        let group = self.group().for_purpose("pad_across_processes");
         let all = group.all_gather_object(&told)?;
         let (first_dim, first, first_dtype) = &all[0];
         let fits = all.iter().all(|(dim, dims, dtype)| {
@@ -570,7 +559,6 @@ pub(super) fn check(
     Err(differing("one tensor", tensors.all_gather_object(&mine)?))
 }
 
-/// Makes the error of an operation that needs `wanted`, and got tensors that do not fit together.
 pub(super) fn differing<T: fmt::Display>(wanted: &str, all: impl IntoIterator<Item = T>) -> Error {
     Error::misuse(format!(
         "the ranks pass tensors that do not fit together ({}): give every rank {wanted} of the same shape and \
@@ -579,7 +567,6 @@ pub(super) fn differing<T: fmt::Display>(wanted: &str, all: impl IntoIterator<It
     ))
 }
 
-/// Describes a tensor by its shape and type.
 pub(super) fn described(tensor: &TensorData) -> String {
     format!("{:?} of {:?}", &tensor.shape()[..], tensor.dtype())
 }

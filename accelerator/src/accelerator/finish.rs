@@ -72,7 +72,6 @@ impl Accelerator {
         left
     }
 
-    /// Checks that all ranks have updated their models alike.
     #[track_caller]
     fn check_updates(&self) -> Result<()> {
         if self.world_size() == 1 {
@@ -93,7 +92,6 @@ impl Accelerator {
         Ok(())
     }
 
-    /// Warns of prepared models for which `backward` was never called.
     fn warn_without_backward(&self) {
         if !self.is_main_process() {
             return;

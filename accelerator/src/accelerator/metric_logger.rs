@@ -42,7 +42,6 @@ pub struct RunLogger<L> {
     names: HashMap<MetricId, String>,
     /// The iterations of the training.
     iterations: u64,
-    /// The latest figures of a split that is no training.
     figures: HashMap<Split, Vec<(String, f64)>>,
 }
 

@@ -70,14 +70,12 @@ pub struct Accelerator {
 pub(crate) struct Shared {
     /// Set if the last `backward` left its window open.
     accumulates: AtomicBool,
-    /// The builder with the settings of this accelerator.
     builder: AcceleratorBuilder,
     checkpoints: Arc<CheckpointContext>,
     pub(crate) context: Arc<Context>,
     /// The number of prepared optimizers that live.
     pub(crate) optimizers: OptimizerCount,
     pub(crate) reduction: Arc<ReduceContext>,
-    /// The number of restarts that the launcher has made.
     restarts: u64,
     trace: builder::TraceSettings,
     pub(crate) tracker_settings: TrackerSettings,

@@ -94,7 +94,6 @@ impl AcceleratorBuilder {
     }
 }
 
-/// The role of this process in a call that starts ranks as processes of this program.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum ProcessRole {
     /// The one that starts them.
@@ -152,7 +151,6 @@ fn is_one_of_several() -> bool {
 /// Ranks that run, each a process of this program. They end when this is dropped.
 pub(crate) struct RankProcesses {
     ranks: Vec<RankProcess>,
-    /// The store through which the ranks meet.
     _store: StoreServer,
 }
 
@@ -196,7 +194,6 @@ impl RankProcesses {
         &self.ranks[rank].link
     }
 
-    /// Returns the error for a rank whose connection has closed.
     pub(crate) fn failure(&mut self, rank: usize) -> Error {
         let closed = Instant::now();
         let child = &mut self.ranks[rank].child;
@@ -219,7 +216,6 @@ impl RankProcesses {
         }
     }
 
-    /// Waits for all ranks, and returns the error of the first that failed.
     pub(crate) fn wait(mut self) -> Result<()> {
         let mut failure: Option<(Error, Instant)> = None;
         loop {
@@ -323,7 +319,6 @@ pub(crate) fn receive_from_parent<T: DeserializeOwned>(
     Ok(())
 }
 
-/// Answers the process that has started this rank.
 pub(crate) fn send_to_parent(value: &impl Serialize) -> Result<()> {
     let link = UnixStream::from(std::io::stdin().as_fd().try_clone_to_owned()?);
     send(&link, value)

@@ -220,7 +220,6 @@ where
     }
 }
 
-/// The opinion of a rank on continuing.
 #[derive(Deserialize, Eq, PartialEq, Serialize)]
 enum Verdict {
     Continue,
@@ -266,7 +265,6 @@ impl<M: LearnerModel> EventSink<'_, M> {
         }
     }
 
-    /// Returns the verdict of this rank's interrupter.
     fn verdict(&self) -> Verdict {
         match (self.interrupter.error(), self.interrupter.interruption()) {
             (Some(error), _) => Verdict::Failed(error.to_string()),
@@ -283,7 +281,6 @@ fn start<T>(epoch_number: usize, total_items: usize) -> LearnerEvent<T> {
     }
 }
 
-/// Makes the progress of all ranks.
 fn progress(consumed: u64, total: usize) -> Progress {
     Progress::new(consumed as usize, total, Some("items".to_owned()))
 }

@@ -154,7 +154,6 @@ impl Confusion {
         self.counts[target * self.classes + answer]
     }
 
-    /// Returns the number of samples of a class.
     fn actual(&self, class: usize) -> f64 {
         self.each(|answer| self.entry(class, answer))
     }

@@ -72,7 +72,7 @@ pub trait Metric {
 #[derive(Debug)]
 pub struct Sums<'a> {
     pass: SumsPass<'a>,
-    shape: Shape,
+    lengths: Vec<usize>,
 }
 
 #[derive(Debug)]
@@ -91,7 +91,7 @@ impl Sums<'_> {
 
     /// Shows several.
     pub fn all(&mut self, sums: &mut [f64]) {
-        self.shape.add(sums.len());
+        self.lengths.push(sums.len());
         match &mut self.pass {
             SumsPass::Read(read) => read.extend_from_slice(sums),
             SumsPass::Write(rest) => {
@@ -114,10 +114,10 @@ pub(crate) fn reduce<M: Metric>(group: &ProcessGroup, mut metric: M) -> Result<M
     let mut values = vec![0.0; HEAD];
     let mut sums = Sums {
         pass: SumsPass::Read(&mut values),
-        shape: Shape::default(),
+        lengths: Vec::new(),
     };
     metric.sums(&mut sums);
-    let lengths = sums.shape.lengths;
+    let lengths = sums.lengths;
     let name = metric.name();
     let digest = digest(&name, &lengths);
     values[0] = digest;
@@ -132,7 +132,7 @@ pub(crate) fn reduce<M: Metric>(group: &ProcessGroup, mut metric: M) -> Result<M
     }
     metric.sums(&mut Sums {
         pass: SumsPass::Write(values),
-        shape: Shape::default(),
+        lengths: Vec::new(),
     });
     Ok(metric)
 }
@@ -180,18 +180,6 @@ impl<M: Metric> Metric for Vec<M> {
 }
 
 const HEAD: usize = 2;
-
-/// The numbers of sums that were shown at a time.
-#[derive(Debug, Default)]
-struct Shape {
-    lengths: Vec<usize>,
-}
-
-impl Shape {
-    fn add(&mut self, len: usize) {
-        self.lengths.push(len);
-    }
-}
 
 /// A whole number below 2^18, the square of which can be added up over 2^17 ranks without rounding.
 fn digest(name: &str, lengths: &[usize]) -> f64 {
@@ -252,7 +240,6 @@ impl Mean {
         Self { sum, samples }
     }
 
-    /// Adds the samples of another mean.
     pub(crate) fn merge(&mut self, other: Self) {
         self.sum += other.sum;
         self.samples += other.samples;

@@ -103,15 +103,6 @@ pub enum Precision {
 impl Precision {
     const ALL: [Self; 3] = [Self::No, Self::F16, Self::Bf16];
 
-    /// The name that `ACCEL_PRECISION` takes: `no`, `f16` or `bf16`.
-    fn name(self) -> &'static str {
-        match self {
-            Self::Bf16 => "bf16",
-            Self::F16 => "f16",
-            Self::No => "no",
-        }
-    }
-
     /// The type of a working copy; `None` if there is none.
     pub(crate) fn dtype(self) -> Option<FloatDType> {
         match self {
@@ -124,7 +115,11 @@ impl Precision {
 
 impl fmt::Display for Precision {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
+        f.write_str(match self {
+            Self::Bf16 => "bf16",
+            Self::F16 => "f16",
+            Self::No => "no",
+        })
     }
 }
 

@@ -145,19 +145,15 @@ struct Skips {
     total: u64,
 }
 
-/// A reason to warn of a skipped step.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum SkipNotice {
-    /// It is the first one.
     First,
-    /// There are so many in a row, for the first time.
     Many(u64),
 }
 
 /// The number of skipped steps in a row that is too many: the default scale is 1 after them.
 const MANY_SKIPS: u64 = 16;
 
-/// The state of a [`Scaler`] that a checkpoint keeps.
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Serialize)]
 pub(crate) struct ScalerState {
     scale: f64,
@@ -191,7 +187,6 @@ impl Scaler {
         self.state
     }
 
-    /// Returns the reason to warn of the last skipped step, if there is one.
     pub(crate) fn skip_notice(&self) -> Option<SkipNotice> {
         let Skips {
             in_row,

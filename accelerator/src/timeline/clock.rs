@@ -6,7 +6,6 @@ use serde::{Deserialize, Serialize};
 
 use crate::core::error::Result;
 
-/// The purpose of the exchanges between ranks here.
 pub(super) const PURPOSE: &str = "the trace of all ranks";
 
 /// The offset of this rank's clock from that of rank 0 at one moment, in nanoseconds.
@@ -20,16 +19,13 @@ pub(super) struct ClockSync {
     pub(super) error: u64,
 }
 
-/// The report of a rank on its clock.
 #[derive(Debug, Deserialize, Serialize)]
 struct ClockReading {
     /// Differs between any two boots of any two machines.
     boot: String,
     /// Wall time minus this rank's time.
     wall: i64,
-    /// The largest error of that.
     error: u64,
-    /// The end of each round.
     ends: Vec<u64>,
 }
 

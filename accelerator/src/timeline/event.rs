@@ -3,10 +3,8 @@ use core::fmt;
 use accelerator_collective::launcher::OpKind;
 use serde::{Deserialize, Serialize};
 
-/// The activity of the thread that trains.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Phase {
-    /// Burn's backward pass.
     Backward,
     /// Gradients into buckets, or out of them.
     Copy(EventSubject),
@@ -18,22 +16,17 @@ pub(crate) enum Phase {
     },
 }
 
-/// The subject of an event.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub(crate) enum EventSubject {
-    /// Everything.
     Whole,
-    /// A bucket of gradients, by number.
     Bucket(u32),
     /// The numbers that go with the gradients.
     Control,
     /// The weight of the window, which goes ahead of compressed gradients.
     Weight,
-    /// An operation, by its number in the group.
     Operation(u64),
 }
 
-/// The kind of an event in a trace.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub(super) enum EventKind {
     Backward,
@@ -112,7 +105,6 @@ pub(super) struct Event {
     pub(super) part: EventSubject,
 }
 
-/// The details of an event.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Detail {
     pub(super) bytes: u64,
@@ -145,7 +137,6 @@ impl fmt::Display for EventSubject {
 }
 
 impl Phase {
-    /// Returns its subject, and the number of bytes of it that travel.
     pub(super) fn detail(self) -> Detail {
         let (part, bytes) = match self {
             Self::Backward | Self::Optimizer => (EventSubject::Whole, 0),

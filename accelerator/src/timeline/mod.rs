@@ -42,17 +42,13 @@ use crate::core::error::{Error, Result};
 pub(crate) struct Timeline(Arc<TimelineState>);
 
 struct TimelineState {
-    /// The state of a schedule.
     profiling: Profiling,
     rank: usize,
     /// The recorder, made when something is recorded for the first time.
     recorder: OnceLock<Arc<Recorder>>,
-    /// The recording that the builder asked for.
     recording: Recording,
-    /// The number of optimizer steps that this process did.
     steps: AtomicU64,
     world_size: usize,
-    /// Set once the trace was written.
     written: AtomicBool,
 }
 
@@ -127,7 +123,6 @@ impl Timeline {
         self.advance(step + 1);
     }
 
-    /// Summarizes the steps so far.
     pub(crate) fn summary(&self) -> Option<StepSummary> {
         self.recorder()?.summary()
     }
@@ -184,7 +179,6 @@ impl Timeline {
         put(&path, &[own], TraceStart::FirstEvent)
     }
 
-    /// Compares clocks with the other ranks.
     #[track_caller]
     fn sync_clocks(&self, group: &ProcessGroup) -> Result<()> {
         if let Some(recorder) = self.recorder() {
@@ -194,7 +188,6 @@ impl Timeline {
         Ok(())
     }
 
-    /// Returns the recorder, if there is anything to note.
     fn recorder(&self) -> Option<&Recorder> {
         let recorder = self.0.recorder.get()?;
         recorder.is_on().then_some(recorder)

@@ -23,7 +23,6 @@ pub(super) struct OpenStep {
     waits: Intervals,
 }
 
-/// A phase that has not ended.
 #[derive(Clone, Copy, Debug)]
 struct OpenPhase {
     kind: EventKind,
@@ -100,12 +99,10 @@ impl OpenStep {
         (begun, times)
     }
 
-    /// The main thread enters a phase.
     pub(super) fn enter(&mut self, kind: EventKind) {
         self.within.push(OpenPhase { kind, inner: 0 });
     }
 
-    /// The main thread leaves the phase that it entered last.
     pub(super) fn leave(&mut self, kind: EventKind, start: u64, end: u64) {
         let inner = self.within.pop().map_or(0, |phase| phase.inner);
         if let Some(outer) = self.within.last_mut() {
@@ -178,12 +175,10 @@ impl Intervals {
         self.0.clear();
     }
 
-    /// Returns their total length.
     pub(super) fn length(&self) -> u64 {
         self.0.iter().map(|(start, end)| end - start).sum()
     }
 
-    /// Returns how long both are under way together.
     pub(super) fn common(&self, other: &Self) -> u64 {
         let (mut mine, mut theirs) = (self.0.iter().peekable(), other.0.iter().peekable());
         let mut sum = 0;

@@ -44,10 +44,8 @@ impl Cycle {
     }
 }
 
-/// The program's closure, which is called at the end of each cycle.
 pub(super) type OnCycle = Box<dyn FnMut(&Cycle) + Send>;
 
-/// The schedule in progress.
 #[derive(Default)]
 pub(super) struct Profiling {
     /// Set while a schedule runs: every step reads it, without a lock.
@@ -62,7 +60,6 @@ pub(super) struct ProfilerState {
 }
 
 pub(super) struct Profile {
-    /// The number of cycles so far.
     pub(super) cycles: u64,
     /// The number of optimizer steps before it.
     pub(super) first: u64,
@@ -135,7 +132,6 @@ pub struct ProfilerSchedule {
     warm_up: u64,
 }
 
-/// The phase of a step in a [`ProfilerSchedule`].
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub(super) enum SchedulePhase {
     /// The step is not looked at. Torch calls it `NONE`.
@@ -225,7 +221,6 @@ impl ProfilerSchedule {
         }
     }
 
-    /// The steps of a cycle.
     fn length(&self) -> u64 {
         let before = self.wait.saturating_add(self.warm_up);
         before.saturating_add(self.active).max(1)

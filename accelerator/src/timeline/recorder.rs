@@ -14,14 +14,12 @@ use super::summary::{RingBuffer, StepStats, StepSummary, StepTimes};
 /// The number of events that a trace holds per rank: thousands of steps, in some megabytes.
 const EVENTS: usize = 1 << 16;
 
-/// The things that are recorded.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub(crate) enum Recording {
     /// Steps, and everything that a trace shows.
     Events,
     #[default]
     Nothing,
-    /// The times of steps.
     Steps,
 }
 
@@ -38,9 +36,7 @@ impl fmt::Display for Recording {
 /// The treatment of events while a schedule runs.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum RecordMode {
-    /// Keeps them from here on.
     Kept,
-    /// Does not note them.
     Off,
     /// Notes them, at the usual price, and throws them away.
     Discarded,
@@ -62,7 +58,6 @@ struct RecorderNotes {
     /// Set while events are noted.
     noting: bool,
     open: OpenStep,
-    /// The number of steps done before.
     step: u64,
     /// The sums of all steps, if asked for.
     whole: Option<StepStats>,
@@ -93,12 +88,10 @@ impl Recorder {
         }
     }
 
-    /// Returns the moment from which all times count.
     pub(super) fn anchor(&self) -> Instant {
         self.anchor
     }
 
-    /// Tells if there is anything to note.
     pub(super) fn is_on(&self) -> bool {
         self.on.load(Ordering::Relaxed)
     }
@@ -140,7 +133,6 @@ impl Recorder {
         self.on.store(on, Ordering::Relaxed);
     }
 
-    /// Summarizes the steps of this cycle; `None` if none are kept, or none was done.
     pub(super) fn cycle(&self) -> Option<StepSummary> {
         self.notes.lock().cycle.as_ref()?.summary()
     }
@@ -192,7 +184,6 @@ impl Recorder {
         times
     }
 
-    /// The main thread enters a phase.
     pub(super) fn enter(&self, kind: EventKind) -> Instant {
         self.notes.lock().open.enter(kind);
         Instant::now()

@@ -103,7 +103,6 @@ impl StepSummary {
         })
     }
 
-    /// All figures, for a reduction.
     pub(crate) fn figures_mut(&mut self) -> [&mut Figure; 11] {
         [
             &mut self.step,
@@ -167,11 +166,9 @@ impl fmt::Display for StepSummary {
 /// The number of the newest steps over which medians are taken.
 const STEPS: usize = 1 << 12;
 
-/// The statistics of several steps.
 #[derive(Debug)]
 pub(super) struct StepStats {
     steps: RingBuffer<StepTimes>,
-    /// The sums over all steps.
     sums: StepTimes,
     count: u64,
 }
@@ -250,7 +247,6 @@ impl fmt::Display for StepTimes {
 pub(super) struct RingBuffer<T> {
     capacity: usize,
     items: Vec<T>,
-    /// The number of items put in.
     count: u64,
 }
 
@@ -279,7 +275,6 @@ impl<T: Copy> RingBuffer<T> {
         self.count = 0;
     }
 
-    /// Returns the number of items that are gone.
     pub(super) fn dropped(&self) -> u64 {
         self.count - self.items.len() as u64
     }

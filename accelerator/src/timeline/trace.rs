@@ -14,13 +14,11 @@ use super::event::{Event, EventKind, EventSubject, Thread};
 use super::recorder::Recorder;
 use crate::core::error::{self, Error, Result};
 
-/// The part of one rank in a trace.
 #[derive(Debug, Deserialize, Serialize)]
 pub(super) struct RankTrace {
     pub(super) rank: usize,
     host: String,
     process: u32,
-    /// The number of older events that are gone.
     dropped: u64,
     pub(super) clocks: Vec<ClockSync>,
     events: Vec<Row>,
@@ -64,7 +62,6 @@ impl RankTrace {
 /// The moment from which the times of a file count.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum TraceStart {
-    /// The first event in the file.
     FirstEvent,
     /// The start of rank 0, which is the same in the files of all ranks.
     Rank0,
@@ -72,7 +69,8 @@ pub(super) enum TraceStart {
 
 /// Writes a trace, and says on rank 0 where.
 pub(super) fn put(path: &Path, ranks: &[RankTrace], start: TraceStart) -> Result<()> {
-    let written = TraceFile::find(path).and_then(|place| write(&place, ranks, start));
+    let written =
+        TraceFile::find(path).and_then(|place| place.fill(|file| write(file, ranks, start)));
     written.map_err(|error| Error::io("write the trace", path, error))?;
     // Ranks write theirs at the same time: one line of rank 0 stands for all.
     if !ranks.iter().any(|trace| trace.rank == 0) {
@@ -93,11 +91,7 @@ pub(super) fn put(path: &Path, ranks: &[RankTrace], start: TraceStart) -> Result
 /// Writes the trace event format of Chrome, in the form of an object, which Perfetto reads too: a
 /// process is a rank, complete events (`X`) are spans in microseconds, `M` names processes and
 /// threads, `C` counts bytes.
-fn write(place: &TraceFile, ranks: &[RankTrace], start: TraceStart) -> io::Result<()> {
-    place.fill(|file| write_to(file, ranks, start))
-}
-
-fn write_to(file: &mut impl Write, ranks: &[RankTrace], start: TraceStart) -> io::Result<()> {
+fn write(file: &mut impl Write, ranks: &[RankTrace], start: TraceStart) -> io::Result<()> {
     let (zero, since) = match start {
         TraceStart::FirstEvent => {
             let first = ranks.iter().filter_map(RankTrace::beginning).min();
@@ -148,7 +142,6 @@ fn about(rank: &RankTrace) -> Value {
     })
 }
 
-/// The names of a rank and of its threads.
 fn names(rank: &RankTrace) -> Vec<Value> {
     let name = |what: &str, tid: u32, args: Value| json!({ "ph": "M", "name": what, "pid": rank.rank, "tid": tid, "args": args });
     let label = format!("rank {} ({}, {})", rank.rank, rank.host, rank.process);
@@ -237,7 +230,6 @@ pub(super) fn of_rank(path: &Path, rank: usize) -> PathBuf {
     path.with_extension(format!("rank{rank}.json"))
 }
 
-/// The trace of one cycle of a schedule.
 pub(super) fn of_cycle(path: &Path, cycle: u64) -> PathBuf {
     path.with_extension(format!("cycle{cycle}.json"))
 }
@@ -282,7 +274,6 @@ fn remove(path: &Path, is_old: impl Fn(&str) -> bool) {
     }
 }
 
-/// Tells if the text is `what` with a number.
 fn is_numbered(text: &str, what: &str) -> bool {
     let number = text.strip_prefix(what).unwrap_or_default();
     !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit())

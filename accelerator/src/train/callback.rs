@@ -182,7 +182,6 @@ pub(super) struct EarlyStopping {
 #[derive(Clone, Copy, Debug, Default, Deserialize, Serialize)]
 struct EarlyStoppingState {
     best: Option<f64>,
-    /// Evaluations since then.
     waited: u64,
 }
 

@@ -17,18 +17,14 @@ pub(super) struct Console {
     columns: Vec<String>,
 }
 
-/// The kind of rows in the table.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum TableRows {
-    /// Evaluations after epochs.
     Epochs,
-    /// Evaluations after some updates.
     Evaluations,
     /// Logs: there are no evaluations.
     Logs,
 }
 
-/// The numbers at the head of a training.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Banner {
     pub(super) samples: u64,
@@ -99,7 +95,6 @@ impl Console {
         let _ = arguments;
     }
 
-    /// An update is done.
     pub(super) fn on_step_end(&self, state: &TrainerState) {
         #[cfg(feature = "progress")]
         if let Some(bar) = &self.bar {

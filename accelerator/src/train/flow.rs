@@ -11,9 +11,7 @@ use super::rates::LrSchedule;
 pub(super) struct Flow {
     /// Batches of a rank in an epoch.
     pub(super) batches: u64,
-    /// Updates of the training.
     pub(super) updates: u64,
-    /// Epochs that it begins.
     pub(super) epochs: u64,
     pub(super) schedule: LrSchedule,
     logging: Every,
@@ -115,7 +113,6 @@ impl Flow {
         self.after_update(update).log || (ends_epoch && self.logging == Every::Epoch)
     }
 
-    /// Returns the kind of rows in the table of a training.
     pub(super) fn rows(&self) -> TableRows {
         match self.evaluation {
             Every::Never => TableRows::Logs,

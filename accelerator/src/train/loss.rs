@@ -107,7 +107,6 @@ impl<P> LossOutput<P> {
         }
     }
 
-    /// Returns the weight of the batch in the average of gradients.
     pub(super) fn weight<O>(&self, batch: &Batch<O>) -> Weight {
         match self.num_items {
             Some(items) => batch.with_weight(items as f64),

@@ -168,7 +168,6 @@ mod arguments;
 mod callback;
 mod console;
 mod flow;
-mod local_rounds;
 mod loss;
 mod operator;
 mod rates;

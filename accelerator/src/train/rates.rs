@@ -64,18 +64,6 @@ pub struct LrSchedulerKwargs {
     pub timescale: Option<u64>,
 }
 
-impl core::str::FromStr for LrSchedulerKwargs {
-    type Err = crate::Error;
-
-    fn from_str(text: &str) -> crate::Result<Self> {
-        serde_json::from_str(text).map_err(|error| {
-            crate::Error::config(format!(
-                "lr_scheduler_kwargs: {error}; expected JSON such as {{\"power\": 2}}"
-            ))
-        })
-    }
-}
-
 impl LrSchedulerKwargs {
     /// Returns the names of the options that are set and that such a schedule does not read.
     pub(super) fn set_but_unused(

@@ -153,7 +153,6 @@ impl TrainerState {
         self.best_model_checkpoint = checkpoint;
     }
 
-    /// Notes the mean loss of some updates.
     pub(super) fn add_losses(&mut self, loss: Option<f64>, updates: u64) {
         if let Some(loss) = loss {
             self.window.add(loss, updates);
@@ -161,7 +160,6 @@ impl TrainerState {
         }
     }
 
-    /// The last training loss that was logged.
     pub(super) fn last_loss(&self) -> Option<f64> {
         let entries = self.log_history.iter().rev();
         entries
@@ -170,7 +168,6 @@ impl TrainerState {
     }
 }
 
-/// A checkpoint, and the update after which it was saved.
 #[derive(Clone, Debug)]
 pub(super) struct SavedUpdate {
     pub(super) update: u64,
@@ -185,7 +182,6 @@ pub(super) struct BestCandidate {
     pub(super) metric: f64,
 }
 
-/// The losses of some updates.
 #[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Serialize)]
 pub(super) struct LossMean {
     sum: f64,
@@ -198,7 +194,6 @@ impl LossMean {
         self.updates += updates;
     }
 
-    /// The mean; `None` of none.
     pub(super) fn mean(self) -> Option<f64> {
         (self.updates > 0).then(|| self.sum / self.updates as f64)
     }
@@ -207,31 +202,23 @@ impl LossMean {
 /// A model that steps replace: they take it, so that the optimizer updates it where it lies.
 pub(super) struct ModelCell<M>(Option<M>);
 
+#[expect(
+    clippy::expect_used,
+    reason = "`replace` alone takes it, and puts one back unless it panics"
+)]
 impl<M> ModelCell<M> {
     pub(super) fn new(model: M) -> Self {
         Self(Some(model))
     }
 
-    #[expect(
-        clippy::expect_used,
-        reason = "`replace` alone takes it, and puts one back unless it panics"
-    )]
     pub(super) fn get(&self) -> &M {
         self.0.as_ref().expect("a model")
     }
 
-    #[expect(
-        clippy::expect_used,
-        reason = "`replace` alone takes it, and puts one back unless it panics"
-    )]
     pub(super) fn get_mut(&mut self) -> &mut M {
         self.0.as_mut().expect("a model")
     }
 
-    #[expect(
-        clippy::expect_used,
-        reason = "`replace` alone takes it, and puts one back unless it panics"
-    )]
     pub(super) fn replace(&mut self, by: impl FnOnce(M) -> M) {
         let model = self.0.take().expect("a model");
         self.0 = Some(by(model));

@@ -168,7 +168,6 @@ impl<M> TrainerCallback<M> for TuneCallback {
     }
 }
 
-/// Copies a folder with what is in it.
 fn copy(from: &Path, to: &Path) -> io::Result<()> {
     fs::create_dir_all(to)?;
     for entry in from.read_dir()? {

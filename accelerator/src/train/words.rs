@@ -60,7 +60,6 @@ macro_rules! words {
 
 pub(super) use words;
 
-/// The value of that word, or which words there are.
 pub(super) fn find<T: Copy>(what: &str, words: &[(&str, T)], word: &str) -> Result<T> {
     let found = words.iter().find(|(known, _)| *known == word);
     found.map(|(_, value)| *value).ok_or_else(|| {

@@ -9,21 +9,18 @@ use crate::reduce::Compression;
 use crate::train::rates::LrSchedulerType;
 use accelerator_plan::TailPolicy;
 
-/// The presence of data to evaluate on.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(in crate::train) enum EvalData {
     Absent,
     Present,
 }
 
-/// The origin of the optimizer.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(in crate::train) enum OptimizerOrigin {
     Arguments,
     Program,
 }
 
-/// Collects all contradictions.
 pub(in crate::train) fn check(
     arguments: &TrainingArguments,
     eval: EvalData,

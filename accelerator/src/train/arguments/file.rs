@@ -29,12 +29,7 @@ impl TrainingArguments {
         arguments.map_err(|error| Error::config(format!("{}: {error}", path.display())))
     }
 
-    /// The arguments that a TOML text gives; the others have their defaults.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::is_config`] for an unknown key, with the nearest one, and for a value of another type.
-    pub fn from_toml(text: &str) -> Result<Self> {
+    pub(super) fn from_toml(text: &str) -> Result<Self> {
         let table = toml::from_str(text).map_err(|error| Error::config(error.to_string()))?;
         Self::from_map(table)
     }
@@ -76,7 +71,6 @@ impl TrainingArguments {
         outcome
     }
 
-    /// Returns all of them, by name.
     pub(crate) fn to_map(&self) -> Result<Map<String, Value>> {
         match serde_json::to_value(self).map_err(Error::other)? {
             Value::Object(map) => Ok(map),

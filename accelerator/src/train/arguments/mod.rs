@@ -38,7 +38,7 @@ arguments! {
     /// };
     /// assert_eq!((arguments.max_grad_norm, arguments.seed), (1.0, 42));
     ///
-    /// let unknown = TrainingArguments::from_toml("learning_rat = 0.1").unwrap_err();
+    /// let unknown = TrainingArguments::default().set("learning_rat", "0.1").unwrap_err();
     /// assert!(unknown.to_string().contains("did you mean \"learning_rate\"?"));
     /// ```
     pub struct TrainingArguments {
@@ -279,7 +279,6 @@ impl TrainingArguments {
         }
     }
 
-    /// Returns the metric by which checkpoints are compared, if they are.
     pub(super) fn best_metric(&self) -> Option<BestMetric> {
         let is_asked = self.load_best_model_at_end
             || self.save_strategy == SaveStrategy::Best
@@ -297,7 +296,6 @@ impl TrainingArguments {
     }
 }
 
-/// A metric, and what is better.
 #[derive(Clone, Debug)]
 pub(super) struct BestMetric {
     pub(super) key: String,
@@ -305,7 +303,6 @@ pub(super) struct BestMetric {
 }
 
 impl BestMetric {
-    /// Tells if `value` is better than `best` by more than `threshold`.
     pub(super) fn improves(&self, value: f64, best: f64, threshold: f64) -> bool {
         match self.greater {
             true => value > best + threshold,

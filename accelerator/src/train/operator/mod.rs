@@ -379,7 +379,6 @@ impl<T: TrainingOperator> Registered<T> {
 /// epochs as that needs.
 pub struct TrainBatches<'a, O> {
     has_ended: bool,
-    /// The epoch of the last batch.
     last_epoch: u64,
     loader: &'a PreparedLoader<O>,
     cursor: &'a mut EpochCursor<O>,
@@ -390,7 +389,6 @@ pub struct TrainBatches<'a, O> {
 struct EpochCursor<O> {
     epoch: u64,
     global_step: u64,
-    /// The epoch that is read.
     open: Option<Epoch<O>>,
     /// Set once its last batch was taken.
     is_at_end: bool,

@@ -35,11 +35,9 @@ pub trait RegisteredModels: Resume<<Self as RegisteredModels>::Kinds> + 'static 
         Err(several("validate"))
     }
 
-    /// Prepares for validation.
     #[doc(hidden)]
     fn eval(&mut self, accelerator: &Accelerator) -> Result<()>;
 
-    /// Returns to training after validation.
     #[doc(hidden)]
     fn train(&mut self);
 

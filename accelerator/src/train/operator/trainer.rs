@@ -48,7 +48,6 @@ enum TrainerRanks<T: TrainingOperator> {
     OfProcesses(Option<WorkerProcesses>),
 }
 
-/// The one who finishes the accelerator.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum FinishedBy {
     Program,

@@ -130,7 +130,6 @@ impl WorkerProcesses {
         }
     }
 
-    /// Ends them.
     pub(super) fn shutdown(mut self) -> Result<()> {
         self.call(&Command::Shutdown)?;
         self.processes.wait()
@@ -236,17 +235,14 @@ pub(super) struct Runner<T: TrainingOperator> {
     pub(super) worker: OperatorWorker<T>,
 }
 
-/// The state that is saved beside models, optimizers and loader.
 #[derive(Debug, Default, Deserialize, Serialize)]
 struct OperatorProgress {
     global_step: u64,
     state_dict: serde_json::Value,
 }
 
-/// The commands of a trainer to its ranks.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub(super) enum Command {
-    /// The type of the operator, and its configuration.
     Setup(String, Vec<u8>),
     Train(Option<u64>),
     Validate,
@@ -255,7 +251,6 @@ pub(super) enum Command {
     Shutdown,
 }
 
-/// The answers of the ranks.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub(super) enum Answer {
     Done,
@@ -264,7 +259,6 @@ pub(super) enum Answer {
 }
 
 impl Command {
-    /// Names the action that failed, in the words of an error.
     pub(super) fn action(&self) -> &'static str {
         match self {
             Self::Setup(..) => "set up",

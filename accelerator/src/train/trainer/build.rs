@@ -14,7 +14,7 @@ use burn::optim::momentum::MomentumConfig;
 use burn::optim::{AdamWConfig, ModuleOptimizer, Optimizer, SgdConfig};
 use burn::tensor::Device;
 
-use super::{Callbacks, ComputeLoss, ComputeMetrics, TrainData, Trainer};
+use super::{Callbacks, ComputeLoss, ComputeMetrics, LocalRounds, TrainData, Trainer};
 use crate::accelerator::{Accelerator, Tensors};
 use crate::core::agreement::{self, Term};
 use crate::core::error::{Error, Result};
@@ -30,7 +30,6 @@ use crate::train::arguments::{
 };
 use crate::train::callback::{EarlyStopping, TrainerCallback};
 use crate::train::console::{Console, TableRows};
-use crate::train::local_rounds::LocalRounds;
 use crate::train::loss::{Inputs, IntoLossOutput};
 use crate::train::state::{Metrics, ModelCell, TrainerState};
 
@@ -484,5 +483,4 @@ fn decaying<O: Optimizer>(decay: f32, build: impl Fn(f32) -> O) -> ModuleOptimiz
     }
 }
 
-/// The parameters without decay, by their names in Burn's layers.
 const UNDECAYED: &str = r"(^|\.)(bias|beta|gamma)$";

@@ -29,7 +29,6 @@ where
     O: Send + 'static,
     P: Tensors + Clone + 'static,
 {
-    /// Evaluates on the evaluation data, and logs what comes of it.
     pub(super) fn evaluate_and_log(&mut self) -> Result<LogEntry> {
         let Some(loader) = &self.eval else {
             return Err(Error::config(
@@ -43,7 +42,6 @@ where
         Ok(self.log("eval", metrics))
     }
 
-    /// The mean loss over all samples of all ranks, and the program's metrics.
     pub(super) fn evaluation(
         &self,
         loader: &PreparedLoader<O>,
@@ -125,7 +123,6 @@ where
         )))
     }
 
-    /// The program's loss of a batch, in the precision of the arguments.
     pub(super) fn compute_loss(&self, model: &M, batch: &Batch<O>) -> LossOutput<P> {
         let accelerator = &self.accelerator;
         let inputs = Inputs { accelerator, batch };
@@ -140,7 +137,6 @@ where
         }
     }
 
-    /// Computes the program's metrics on rank 0, for every rank.
     fn program_metrics(&self, outputs: &P) -> Result<Metrics> {
         let Some(compute) = &self.compute_metrics else {
             return Ok(Metrics::default());
@@ -169,11 +165,9 @@ fn prefixed(kind: &str, name: &str) -> String {
 struct OutputRows<P> {
     /// The outputs of the first batch, for their structure.
     first: Option<P>,
-    /// The rows of each of its tensors.
     columns: Vec<Column>,
 }
 
-/// The rows of one tensor.
 struct Column {
     bytes: Vec<u8>,
     dtype: DType,
@@ -257,7 +251,6 @@ where
     O: Send + 'static,
     P: Tensors + Clone + 'static,
 {
-    /// Returns true if there is a checkpoint of this update.
     pub(super) fn is_saved(&self) -> bool {
         let saved = self.saved.as_ref();
         saved.is_some_and(|saved| saved.update == self.state.global_step)
@@ -320,7 +313,6 @@ where
         Ok(())
     }
 
-    /// Loads the weights of the best checkpoint, if the arguments ask for them and there is one.
     pub(super) fn load_best(&mut self) -> Result<()> {
         if !self.arguments.load_best_model_at_end {
             return Ok(());

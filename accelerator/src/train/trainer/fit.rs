@@ -14,12 +14,9 @@ use crate::train::callback::{CallbackContext, TrainerCallback, TrainerControl};
 use crate::train::flow::Due;
 use crate::train::state::{LogEntry, Metrics};
 
-/// The ways in which an epoch ends.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum EpochEnd {
-    /// Another epoch may follow.
     Complete,
-    /// The training stops at the end of the epoch.
     LastOfTraining,
     /// The training stops within the epoch; if it is resumed, it continues there.
     BrokenOff,
@@ -232,7 +229,6 @@ where
         self.hook(|callback, at, control| callback.on_log(at, &entry, control))
     }
 
-    /// Evaluates, and finds if it is the best so far.
     fn evaluate_now(&mut self) -> Result<TrainerControl> {
         let entry = self.evaluate_and_log()?;
         let metrics = &entry.metrics;
@@ -251,7 +247,6 @@ where
         self.hook(|callback, at, control| callback.on_save(at, &saved, control))
     }
 
-    /// Adds metrics to the history, and sends them to the run.
     pub(super) fn log(&mut self, kind: &str, metrics: Metrics) -> LogEntry {
         let entry = LogEntry {
             step: self.state.global_step,

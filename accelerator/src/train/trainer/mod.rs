@@ -21,14 +21,16 @@ use super::arguments::{ReportTo, TrainingArguments};
 use super::callback::{EarlyStopping, TrainerCallback};
 use super::console::{Banner, Console};
 use super::flow::Flow;
-use super::local_rounds::LocalRounds;
 use super::loss::{Inputs, LossOutput};
 use super::state::{BestCandidate, Metrics, ModelCell, SavedUpdate, TrainerState};
 use crate::accelerator::{Accelerator, Tensors};
 use crate::core::error::{Error, Result};
 use crate::data::{Epoch, PreparedLoader};
 use crate::ema::Ema;
+use crate::local::{LocalSgd, LocalSgdConfig};
+use crate::metric::Mean;
 use crate::optim::{Manual, PreparedOptimizer};
+use crate::reduce::AveragedGradients;
 
 /// Trains a model by [arguments](TrainingArguments) instead of a loop, as Hugging Face's `Trainer` does, on as many
 /// processes as the program is started on.
@@ -85,7 +87,6 @@ use crate::optim::{Manual, PreparedOptimizer};
 pub struct Trainer<M, I, O, P> {
     accelerator: Accelerator,
     arguments: TrainingArguments,
-    /// The epoch within which the training stopped.
     broken_off: Option<Epoch<O>>,
     callbacks: Callbacks<M>,
     candidate: Option<BestCandidate>,
@@ -103,11 +104,9 @@ pub struct Trainer<M, I, O, P> {
     state: TrainerState,
     train: Option<TrainData<O>>,
     was_preempted: bool,
-    /// Set if the training watches for notices to leave.
     watches: bool,
 }
 
-/// The data to train on, and how.
 struct TrainData<O> {
     flow: Flow,
     loader: PreparedLoader<O>,
@@ -126,6 +125,32 @@ type ComputeMetrics<P> = dyn Fn(P) -> Result<Metrics>;
 struct Callbacks<M> {
     early_stopping: Option<EarlyStopping>,
     of_program: Vec<Box<dyn TrainerCallback<M>>>,
+}
+
+/// The training of a rank by itself between two averages of the weights.
+struct LocalRounds {
+    sgd: LocalSgd,
+    /// The losses of this rank that were not shared yet, and how many updates they are of.
+    losses: Mean,
+    updates: u64,
+}
+
+impl LocalRounds {
+    fn begin<M: Module>(accelerator: &Accelerator, model: &M, every: u64) -> Result<Self> {
+        Ok(Self {
+            sgd: LocalSgdConfig::new(every).init(accelerator, model)?,
+            losses: Mean::new(),
+            updates: 0,
+        })
+    }
+
+    /// Notes the loss of an update, over the samples of this rank.
+    fn note(&mut self, gradients: &AveragedGradients) {
+        self.updates += 1;
+        if let (Some(loss), Some(samples)) = (gradients.loss(), gradients.samples()) {
+            self.losses.update(loss, samples as usize);
+        }
+    }
 }
 
 /// The result of a training; see [`Trainer`].
@@ -281,13 +306,11 @@ where
             .on_train_begin(&self.accelerator, arguments, banner, &self.state);
     }
 
-    /// Samples of an update, over all ranks.
     fn batch_of_update(&self, data: &TrainData<O>) -> u64 {
         let batch = data.loader.global_batch().unwrap_or(0);
         batch * self.arguments.gradient_accumulation_steps as u64
     }
 
-    /// Begins the run that the arguments ask for, or continues with it.
     fn begin_run(&self) -> Result<()> {
         let arguments = &self.arguments;
         if arguments
