@@ -133,7 +133,7 @@ impl Accelerator {
     fn wait_for_device(&self) -> Result<()> {
         self.shared.context.device.sync().map_err(|error| {
             let message = format!("the device could not compute what it was given: {error:?}");
-            Error::new(Kind::Device, message)
+            Error::device(message)
         })
     }
 }
@@ -157,7 +157,7 @@ impl AttemptReport {
         }
         Self::Failed(match error.map(<dyn Any>::downcast_ref::<Error>) {
             Some(Some(error)) => Failure::of(error),
-            Some(None) => Failure::of(&Error::new(Kind::Device, text)),
+            Some(None) => Failure::of(&Error::device(text)),
             None => Failure::of(&Error::new(Kind::Panic, text)),
         })
     }
@@ -214,6 +214,7 @@ mod tests {
     use std::sync::Mutex;
 
     use burn::nn::{Linear, LinearConfig};
+    use burn::tensor::Tensor;
 
     use super::*;
 
@@ -228,7 +229,7 @@ mod tests {
             let found = accelerator.find_executable_batch_size(start, &model, |size| {
                 sizes.push(size);
                 if size > room[accelerator.rank()] {
-                    return Err(Error::new(Kind::Device, "CUDA_ERROR_OUT_OF_MEMORY"));
+                    return Err(Error::device("CUDA_ERROR_OUT_OF_MEMORY"));
                 }
                 Ok(())
             });

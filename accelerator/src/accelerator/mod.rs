@@ -18,7 +18,6 @@ mod training;
 mod variables;
 
 use core::fmt;
-use core::num::NonZeroUsize;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
@@ -40,7 +39,7 @@ pub use self::rank_processes::{launch, launch_processes};
 use crate::checkpoint::CheckpointContext;
 use crate::context::Context;
 use crate::core::device::BackendKind;
-use crate::core::error::{self, Error, Result};
+use crate::core::error::{self, Result};
 use crate::data::UncountedPadding;
 use crate::optim::OptimizerCount;
 use crate::precision::Precision;
@@ -183,9 +182,7 @@ impl Accelerator {
     /// [`Error::is_config`](crate::Error::is_config) for 0 steps. Where ranks say different numbers, the window that
     /// they end differently fails on all of them.
     pub fn set_accumulation_steps(&self, steps: usize) -> Result<()> {
-        let steps = NonZeroUsize::new(steps).ok_or_else(|| {
-            Error::config("accumulation_steps is 0; expected at least 1 (no accumulation)")
-        })?;
+        let steps = builder::micro_steps(steps)?;
         self.shared.context.accumulation.set_steps(steps);
         Ok(())
     }

@@ -85,7 +85,7 @@ impl Accelerator {
             told?;
         }
         // Each rank has had its turn.
-        mine.ok_or_else(|| Error::new(Kind::Misuse, "this rank had no turn"))
+        mine.ok_or_else(|| Error::misuse("this rank had no turn"))
     }
 
     /// Runs `work` on rank 0 only.

@@ -31,9 +31,9 @@ impl Accelerator {
             true => StderrKind::Terminal,
             false => StderrKind::Elsewhere,
         };
-        let target = match shown(self.topology(), place) {
-            BarVisibility::Yes => ProgressDrawTarget::stderr(),
-            BarVisibility::No => ProgressDrawTarget::hidden(),
+        let target = match is_shown(self.topology(), place) {
+            true => ProgressDrawTarget::stderr(),
+            false => ProgressDrawTarget::hidden(),
         };
         let template = match len {
             Some(_) => "{bar:30} {pos}/{len} {per_sec} {eta} left {msg}",
@@ -55,18 +55,8 @@ enum StderrKind {
     Terminal,
 }
 
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-enum BarVisibility {
-    No,
-    Yes,
-}
-
-/// Tells if the rank of `topology` shows bars.
-fn shown(topology: &Topology, place: StderrKind) -> BarVisibility {
-    match place {
-        StderrKind::Terminal if topology.is_main() => BarVisibility::Yes,
-        StderrKind::Elsewhere | StderrKind::Terminal => BarVisibility::No,
-    }
+fn is_shown(topology: &Topology, place: StderrKind) -> bool {
+    place == StderrKind::Terminal && topology.is_main()
 }
 
 #[cfg(all(test, feature = "flex"))]
@@ -79,18 +69,10 @@ mod tests {
             // Two hosts: the first rank of the other one is not the main one.
             let topology = Topology::new(rank, 4).unwrap();
             let topology = topology.with_local(rank % 2, 2).unwrap();
-            let expected = if rank == 0 {
-                BarVisibility::Yes
-            } else {
-                BarVisibility::No
-            };
-            assert_eq!(shown(&topology, StderrKind::Terminal), expected);
-            assert_eq!(shown(&topology, StderrKind::Elsewhere), BarVisibility::No);
+            assert_eq!(is_shown(&topology, StderrKind::Terminal), rank == 0);
+            assert!(!is_shown(&topology, StderrKind::Elsewhere));
         }
-        assert_eq!(
-            shown(&Topology::single(), StderrKind::Terminal),
-            BarVisibility::Yes
-        );
+        assert!(is_shown(&Topology::single(), StderrKind::Terminal));
     }
 
     #[test]

@@ -1,6 +1,5 @@
 //! The checkpoint that was found, and the restoring of parts from it.
 
-use core::fmt;
 use std::collections::HashSet;
 use std::path::PathBuf;
 
@@ -18,12 +17,13 @@ use super::state_file::{
 };
 use crate::context::WindowSize;
 use crate::core::agreement;
-use crate::core::error::{self, Error, Kind, Result};
+use crate::core::error::{self, Error, Result};
 use crate::data::{DRAWN_HINT, LoaderResume, LoaderState, PreparedLoader};
 use crate::optim::{PreparedOptimizer, ScheduleKind, check_known, other_state};
 use crate::reduce::hook::{HookInstance, SavedBy};
 
 /// Restores each part, in order, from its saved state.
+#[expect(missing_debug_implementations, reason = "programs never see one")]
 pub struct Restorer<'a> {
     context: &'a CheckpointContext,
     at: usize,
@@ -200,15 +200,12 @@ impl<'a> Restorer<'a> {
         let keeps_samples = self.found.rescale.keeps_samples_of_step();
         for jump in &self.other_rates {
             if before != now && keeps_samples && self.keeps_batch == Some(true) && !self.plan_fits {
-                return Err(Error::new(
-                    Kind::Checkpoint,
-                    format!(
-                        "{jump}; {now} ranks go on with as many samples a step as {before} had, so the schedule \
+                return Err(Error::checkpoint(format!(
+                    "{jump}; {now} ranks go on with as many samples a step as {before} had, so the schedule \
                          must count as many steps: {RESUME_LOADER_HINT}; where batches are to stay those of a rank, use \
                          `Checkpoints::with_rescale` and `Rescale::keep_batch_per_rank`; if the rate was changed on purpose, \
                          change it in a run with {before} ranks, and save there"
-                    ),
-                ));
+                )));
             }
             if self.context.is_main_process() {
                 error::warn(&format!(
@@ -326,14 +323,6 @@ impl<'a> Restorer<'a> {
     }
 }
 
-impl fmt::Debug for Restorer<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Restorer")
-            .field("at", &self.at)
-            .finish_non_exhaustive()
-    }
-}
-
 /// The checkpoint that rank 0 found, as all ranks get it.
 #[derive(Deserialize, Serialize)]
 pub(super) struct FoundCheckpoint {
@@ -416,7 +405,7 @@ impl FoundCheckpoint {
     pub(super) fn unfit(&self, misfit: &str) -> Error {
         let path = self.path.display();
         let message = format!("the checkpoint `{path}` does not fit: {misfit}");
-        Error::new(Kind::Checkpoint, message)
+        Error::checkpoint(message)
     }
 }
 
@@ -425,8 +414,7 @@ const RESUME_LOADER_HINT: &str =
 
 /// Kinds were compared before.
 fn other_kind(name: &str) -> Error {
-    Error::new(
-        Kind::Checkpoint,
-        format!("the checkpoint has something else in the place of {name}"),
-    )
+    Error::checkpoint(format!(
+        "the checkpoint has something else in the place of {name}"
+    ))
 }

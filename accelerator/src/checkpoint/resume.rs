@@ -14,7 +14,7 @@ use super::state_file::{
     Source, StateFile, decode, is_called_checkpoint, is_meant_as_checkpoint, list,
 };
 use crate::core::agreement::{self, Term};
-use crate::core::error::{self, Error, Kind, Result};
+use crate::core::error::{self, Error, Result};
 use crate::data::PreparedLoader;
 
 /// See [`Accelerator::resume`].
@@ -238,10 +238,9 @@ fn newest(
                 return Ok(None);
             }
             let path = path.display();
-            return Err(Error::new(
-                Kind::Checkpoint,
-                format!("there is no checkpoint `{path}`; {NAMED_HINT}"),
-            ));
+            return Err(Error::checkpoint(format!(
+                "there is no checkpoint `{path}`; {NAMED_HINT}"
+            )));
         }
         Err(error) => return Err(error.into()),
     };
@@ -264,24 +263,18 @@ fn newest(
         }
     }
     if !passed_over.is_empty() {
-        return Err(Error::new(
-            Kind::Checkpoint,
-            format!(
-                "no checkpoint in `{}` is whole and fits, so training cannot continue: {}; restore one of them, or \
+        return Err(Error::checkpoint(format!(
+            "no checkpoint in `{}` is whole and fits, so training cannot continue: {}; restore one of them, or \
                  move the folder away to start afresh",
-                path.display(),
-                passed_over.join("; ")
-            ),
-        ));
+            path.display(),
+            passed_over.join("; ")
+        )));
     }
     if is_meant_as_checkpoint(path)? {
-        return Err(Error::new(
-            Kind::Checkpoint,
-            format!(
-                "training cannot continue from `{}`: it has no manifest.json, as every checkpoint has; {NAMED_HINT}",
-                path.display()
-            ),
-        ));
+        return Err(Error::checkpoint(format!(
+            "training cannot continue from `{}`: it has no manifest.json, as every checkpoint has; {NAMED_HINT}",
+            path.display()
+        )));
     }
     Ok(None)
 }
@@ -294,7 +287,7 @@ fn named(checkpoint: Checkpoint) -> Result<Candidate> {
     }
     if !report.is_good() {
         let message = format!("training cannot continue from {report}; {NAMED_HINT}");
-        return Err(Error::new(Kind::Checkpoint, message));
+        return Err(Error::checkpoint(message));
     }
     Candidate::read(Source::Folder(Box::new(checkpoint)))
 }

@@ -204,15 +204,12 @@ impl CheckpointContext {
         if let Some(last) = numbers.get(&folder)
             && number > last + 1
         {
-            return Err(Error::new(
-                Kind::Checkpoint,
-                format!(
-                    "another job saves into `{}`: this one saved checkpoint {last}, and {} is there; a \
+            return Err(Error::checkpoint(format!(
+                "another job saves into `{}`: this one saved checkpoint {last}, and {} is there; a \
                      resume would go on from whichever is newer, so give each job a folder of its own",
-                    folder.display(),
-                    number - 1
-                ),
-            ));
+                folder.display(),
+                number - 1
+            )));
         }
         numbers.insert(folder, number);
         Ok(())

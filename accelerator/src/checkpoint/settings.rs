@@ -8,7 +8,7 @@ use accelerator_track::Runs;
 
 use super::position::{Rescale, WorldChange};
 use super::saving::Saved;
-use crate::core::error::{self, Error, Kind, Result};
+use crate::core::error::{self, Error, Result};
 
 /// A folder of checkpoints, and how they are kept. A bare path will do where a `Checkpoints` is
 /// asked for.
@@ -245,7 +245,7 @@ impl Checkpoints {
     pub(super) fn run_before_save(&self, draft: &Saved) -> Result<()> {
         let failed = |error| {
             let message = format!("a hook that runs before checkpoint {} failed", draft.number);
-            Error::new(Kind::Checkpoint, message).with_source(error)
+            Error::checkpoint(message).with_source(error)
         };
         let mut hooks = self.before_save.iter();
         hooks.try_for_each(|hook| hook(draft).map_err(failed))
@@ -255,7 +255,7 @@ impl Checkpoints {
         let failed = |error| {
             let path = resumed.path.display();
             let message = format!("a hook that runs after resuming from {path} failed");
-            Error::new(Kind::Checkpoint, message).with_source(error)
+            Error::checkpoint(message).with_source(error)
         };
         let mut hooks = self.after_resume.iter();
         hooks.try_for_each(|hook| hook(resumed).map_err(failed))

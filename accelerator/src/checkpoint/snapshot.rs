@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use super::saving::CheckpointContext;
 use super::state_file::{HookState, PartKind, PartState, SavedModel, StateFile, encode};
 use crate::core::agreement::sides;
-use crate::core::error::{Error, Kind, Result};
+use crate::core::error::{Error, Result};
 use crate::data::LoaderState;
 use crate::model::{Layout, ModelSnapshot};
 use crate::optim::{OptimizerSnapshot, PreparedOptimizer, ScheduleKind};
@@ -20,6 +20,7 @@ use crate::replicas;
 
 /// Everything that goes into a checkpoint, at one moment: taken while training stands still,
 /// written later and elsewhere.
+#[expect(missing_debug_implementations, reason = "programs never see one")]
 pub struct Snapshot<'a> {
     context: &'a CheckpointContext,
     mode: SnapshotMode,
@@ -121,7 +122,7 @@ impl<'a> Snapshot<'a> {
                  `prepare` gave, and not with the one that `prepare` took, whose parameter ids are others; \
                  where that was not done, `accelerator.save_model` saves the weights in a file"
             );
-            return Err(Error::new(Kind::Misuse, message).with_source(error));
+            return Err(Error::misuse(message).with_source(error));
         }
         let model_state = self.ready(companion)?;
         let state = SavedModel {
@@ -215,6 +216,7 @@ fn check_and_sync<M: Module>(context: &CheckpointContext, model: &M) -> Result<(
 }
 
 /// Completes a snapshot with all ranks, part by part.
+#[expect(missing_debug_implementations, reason = "programs never see one")]
 pub struct SnapshotExchange<'a> {
     context: &'a CheckpointContext,
     at: usize,
@@ -401,16 +403,13 @@ impl SnapshotReport {
         let Some(at) = (0..count).find(|&at| !same(mine.get(at), theirs.get(at))) else {
             return Ok(());
         };
-        Err(Error::new(
-            Kind::Misuse,
-            format!(
-                "ranks do not agree on what they save: at place {} of the tuple, rank 0 has {}, and \
+        Err(Error::misuse(format!(
+            "ranks do not agree on what they save: at place {} of the tuple, rank 0 has {}, and \
                  rank {rank} has {}; every rank saves the same parts, after the same step",
-                at + 1,
-                PartName(mine.get(at)),
-                PartName(theirs.get(at)),
-            ),
-        ))
+            at + 1,
+            PartName(mine.get(at)),
+            PartName(theirs.get(at)),
+        )))
     }
 }
 
@@ -463,21 +462,5 @@ impl fmt::Display for PartName<'_> {
             Some(PartReport::Optimizer { steps }) => write!(f, "an optimizer after {steps} steps"),
             Some(PartReport::PerRank(_)) => PartKind::PerRank.fmt(f),
         }
-    }
-}
-
-impl fmt::Debug for SnapshotExchange<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("SnapshotExchange")
-            .field("at", &self.at)
-            .finish_non_exhaustive()
-    }
-}
-
-impl fmt::Debug for Snapshot<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Snapshot")
-            .field("parts", &self.taken.parts.len())
-            .finish_non_exhaustive()
     }
 }

@@ -12,7 +12,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::position::Origin;
-use crate::core::error::{Error, Kind, Result};
+use crate::core::error::{Error, Result};
 use crate::data::{EpochPosition, LoaderState};
 use crate::model::{FileNames, Layout, ModelFile};
 use crate::optim::OptimizerState;
@@ -284,13 +284,10 @@ fn numbered(stem: &str, extension: &str, count: &mut usize) -> Result<FileName> 
 pub(super) fn encode<T: Serialize>(value: &T) -> Result<Vec<u8>> {
     let mut bytes = Vec::new();
     ciborium::into_writer(value, &mut bytes).map_err(|error| {
-        Error::new(
-            Kind::Misuse,
-            format!(
-                "a {} cannot be written into a checkpoint",
-                core::any::type_name::<T>()
-            ),
-        )
+        Error::misuse(format!(
+            "a {} cannot be written into a checkpoint",
+            core::any::type_name::<T>()
+        ))
         .with_source(error.to_string())
     })?;
     Ok(bytes)
@@ -298,13 +295,10 @@ pub(super) fn encode<T: Serialize>(value: &T) -> Result<Vec<u8>> {
 
 pub(super) fn decode<T: DeserializeOwned>(what: &str, bytes: &[u8]) -> Result<T> {
     ciborium::from_reader(bytes).map_err(|error| {
-        Error::new(
-            Kind::Checkpoint,
-            format!(
-                "the checkpoint does not fit: {what} cannot be read as {}",
-                core::any::type_name::<T>()
-            ),
-        )
+        Error::checkpoint(format!(
+            "the checkpoint does not fit: {what} cannot be read as {}",
+            core::any::type_name::<T>()
+        ))
         .with_source(error.to_string())
     })
 }
@@ -374,7 +368,7 @@ impl LiveState {
     fn file(&self, name: &FileName) -> Result<&Arc<Vec<u8>>> {
         self.files.get(name).ok_or_else(|| {
             let message = format!("the state of the group before has no file {name}");
-            Error::new(Kind::Checkpoint, message)
+            Error::checkpoint(message)
         })
     }
 }
@@ -460,7 +454,7 @@ fn listed_model(checkpoint: &Checkpoint, name: &FileName, activity: Activity) ->
     if !lists(checkpoint, name)? {
         let path = checkpoint.path().display();
         let message = format!("the manifest of the checkpoint `{path}` has no model {name}");
-        return Err(Error::new(Kind::Checkpoint, message));
+        return Err(Error::checkpoint(message));
     }
     ModelFile::in_memory(&checkpoint.path_of(name), activity, &|file| {
         let name = model_file(name.folder(), file)?;

@@ -151,11 +151,7 @@ pub(crate) fn send<T>(group: &ProcessGroup, mine: Result<T>) -> Result<T> {
 /// does, and says that rank 0 failed to do `action`, and why.
 #[track_caller]
 pub(crate) fn receive(group: &ProcessGroup, action: &str) -> Result<()> {
-    let told: Option<Failure> = group.for_purpose(PURPOSE).broadcast_object(None, 0)?;
-    match told {
-        Some(failure) => Err(failure.into_error(0, action)),
-        None => Ok(()),
-    }
+    take_turn(group, 0, None, action)
 }
 
 /// Ends the turn of the rank of that number, which tells the others whether it failed to do `action`.

@@ -8,7 +8,7 @@ use accelerator_host::sync::{Mutex, MutexGuard};
 use burn::tensor::{Device, FloatDType};
 
 use super::error::{self, counted, named, panic_text};
-use crate::core::error::{Error, Kind, Result};
+use crate::core::error::{Error, Result};
 
 /// A kind of device that a program can run on.
 ///
@@ -69,21 +69,16 @@ impl BackendKind {
                 .filter(|kind| kind.is_compiled_in())
                 .map(|kind| format!("`{kind}`"))
                 .collect();
-            return Err(Error::new(
-                Kind::Device,
-                format!(
-                    "device `{self}` is not compiled in; this program has {}: build it with \
+            return Err(Error::device(format!(
+                "device `{self}` is not compiled in; this program has {}: build it with \
                      `--features {self}`, or choose one of those",
-                    there.join(", ")
-                ),
-            ));
+                there.join(", ")
+            )));
         }
         // Burn's GPU runtimes panic where the driver or the device is missing.
         let open = AssertUnwindSafe(|| self.open_compiled(place, oversubscription));
         catch_unwind(open).unwrap_or_else(|panic| {
-            Err(Error::new(
-                Kind::Device,
-                format!(
+            Err(Error::device(format!(
                     "device `{self}` of local rank {} could not be opened: {}; check its driver, or choose \
                      another device",
                     place.local_rank(),
@@ -117,10 +112,9 @@ impl BackendKind {
                 unreachable_patterns,
                 reason = "reached by the kinds that are not compiled in"
             )]
-            other => Err(Error::new(
-                Kind::Device,
-                format!("device `{other}` is not compiled in"),
-            )),
+            other => Err(Error::device(format!(
+                "device `{other}` is not compiled in"
+            ))),
         }
     }
 }
@@ -170,23 +164,19 @@ pub(crate) fn configure(device: &mut Device, dtype: FloatDType) -> Result<()> {
         ));
     }
     if !device.supports_dtype(dtype) {
-        return Err(Error::new(
-            Kind::Device,
-            format!("the device {device:?} does not support {dtype:?}; choose another dtype"),
-        ));
+        return Err(Error::device(format!(
+            "the device {device:?} does not support {dtype:?}; choose another dtype"
+        )));
     }
     match device.configure(dtype) {
         Ok(()) => Ok(()),
         Err(_) if device.settings().float_dtype == dtype => Ok(()),
-        Err(error) => Err(Error::new(
-            Kind::Config,
-            format!(
-                "the dtype {dtype:?} was asked for, but this process already computes in {:?} on \
+        Err(error) => Err(Error::config(format!(
+            "the dtype {dtype:?} was asked for, but this process already computes in {:?} on \
                  that device: build the Accelerator before the first tensor, and with one dtype \
                  only",
-                device.settings().float_dtype
-            ),
-        )
+            device.settings().float_dtype
+        ))
         .with_source(error)),
     }
 }
@@ -224,10 +214,7 @@ fn graphics(
 #[cfg(any(feature = "cuda", feature = "wgpu"))]
 fn opened(device: Device) -> Result<Device> {
     device.sync().map_err(|error| {
-        Error::new(
-            Kind::Device,
-            format!("the device {device:?} does not answer: {error:?}"),
-        )
+        Error::device(format!("the device {device:?} does not answer: {error:?}"))
     })?;
     Ok(device)
 }
@@ -245,7 +232,7 @@ fn choose(
     oversubscription: Oversubscription,
 ) -> Result<usize> {
     let ranks = place.local_world_size();
-    let error = |text: String| Err(Error::new(Kind::Device, text + advice(kind)));
+    let error = |text: String| Err(Error::device(text + advice(kind)));
     let Some(shared) = place.local_rank().checked_rem(devices) else {
         return error(format!(
             "this host has {}, and no {} that they can see: check its driver, or choose another device",

@@ -119,6 +119,18 @@ impl Error {
         }
     }
 
+    pub(crate) fn checkpoint(message: impl Into<String>) -> Self {
+        Self::new(Kind::Checkpoint, message)
+    }
+
+    pub(crate) fn device(message: impl Into<String>) -> Self {
+        Self::new(Kind::Device, message)
+    }
+
+    pub(crate) fn model(message: impl Into<String>) -> Self {
+        Self::new(Kind::Model, message)
+    }
+
     pub(crate) fn config(message: impl Into<String>) -> Self {
         Self::new(Kind::Config, message)
     }

@@ -10,7 +10,7 @@ use burn::tensor::kind::Basic;
 use burn::tensor::{Bool, DType, Int, Tensor, TensorData};
 use serde::{Deserialize, Serialize};
 
-use crate::core::error::{Error, Kind, Result};
+use crate::core::error::{Error, Result};
 use crate::core::module::{ModulePath, visit_floats};
 use crate::core::tensor::any_rank;
 
@@ -112,14 +112,11 @@ impl Layout {
         else {
             return Ok(());
         };
-        Err(Error::new(
-            Kind::Model,
-            format!(
-                "`{}` is quantised, and quantised parameters (QLoRA) cannot be sent to other ranks or saved yet: use \
+        Err(Error::model(format!(
+            "`{}` is quantised, and quantised parameters (QLoRA) cannot be sent to other ranks or saved yet: use \
                  `apply_lora`, which leaves the base in full precision",
-                quantised.path
-            ),
-        ))
+            quantised.path
+        )))
     }
 
     /// Compares the layout of a model that was saved with that of this one. What is trained may
@@ -136,26 +133,20 @@ impl Layout {
         match (0..count).find(|at| !fits(at)) {
             None => match (0..count).find(|&at| theirs[at] != ours[at]) {
                 None => Ok(()),
-                Some(at) => Err(Error::new(
-                    Kind::Model,
-                    format!(
-                        "the checkpoint does not fit this model: `{}` is {} in the checkpoint, and {} in the \
+                Some(at) => Err(Error::model(format!(
+                    "the checkpoint does not fit this model: `{}` is {} in the checkpoint, and {} in the \
                          model; build the model that was saved",
-                        mine.0[at].path,
-                        self.tie(at, &theirs),
-                        mine.tie(at, &ours),
-                    ),
-                )),
+                    mine.0[at].path,
+                    self.tie(at, &theirs),
+                    mine.tie(at, &ours),
+                ))),
             },
-            Some(at) => Err(Error::new(
-                Kind::Model,
-                format!(
-                    "the checkpoint does not fit this model: at parameter {at} of {count}, it has \
+            Some(at) => Err(Error::model(format!(
+                "the checkpoint does not fit this model: at parameter {at} of {count}, it has \
                      {}, and the model has {}; build the model that was saved",
-                    ShownEntry(self.0.get(at)),
-                    ShownEntry(mine.0.get(at)),
-                ),
-            )),
+                ShownEntry(self.0.get(at)),
+                ShownEntry(mine.0.get(at)),
+            ))),
         }
     }
 
@@ -189,28 +180,22 @@ impl Layout {
         for (rank, other) in (1..).zip(others) {
             let count = first.0.len().max(other.0.len());
             if let Some(at) = (0..count).find(|&at| !same(first.0.get(at), other.0.get(at))) {
-                return Err(Error::new(
-                    Kind::Model,
-                    format!(
-                        "the model differs between ranks: at parameter {at} of {count}, rank 0 \
+                return Err(Error::model(format!(
+                    "the model differs between ranks: at parameter {at} of {count}, rank 0 \
                          has {}, and rank {rank} has {}; build the same model on every rank",
-                        ShownEntry(first.0.get(at)),
-                        ShownEntry(other.0.get(at)),
-                    ),
-                ));
+                    ShownEntry(first.0.get(at)),
+                    ShownEntry(other.0.get(at)),
+                )));
             }
             let theirs = other.first_places();
             if let Some(at) = (0..count).find(|&at| places[at] != theirs[at]) {
-                return Err(Error::new(
-                    Kind::Model,
-                    format!(
-                        "the model differs between ranks: `{}` is {} on rank 0, and {} on rank {rank}; build the \
+                return Err(Error::model(format!(
+                    "the model differs between ranks: `{}` is {} on rank 0, and {} on rank {rank}; build the \
                          same model on every rank",
-                        first.0[at].path,
-                        first.tie(at, &places),
-                        other.tie(at, &theirs),
-                    ),
-                ));
+                    first.0[at].path,
+                    first.tie(at, &places),
+                    other.tie(at, &theirs),
+                )));
             }
         }
         Ok(())

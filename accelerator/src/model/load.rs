@@ -14,7 +14,7 @@ use super::snapshot::{SnapshotEntry, visit_entries};
 use super::tied::TiedParameters;
 use crate::context::Context;
 use crate::core::agreement;
-use crate::core::error::{Error, Kind, Result};
+use crate::core::error::{Error, Result};
 
 /// Loads what rank 0 opens, and gives the others its values, ids and report. `ids` count on rank 0
 /// only.
@@ -83,16 +83,13 @@ pub(super) fn load<M: Module>(
     if let Some(ids) = ids
         && ids.len() != matched.sources.len()
     {
-        return Err(Error::new(
-            Kind::Model,
-            format!(
-                "{} parameter ids were saved with `{}`, and the model has {} parameters and \
+        return Err(Error::model(format!(
+            "{} parameter ids were saved with `{}`, and the model has {} parameters and \
                  buffers",
-                ids.len(),
-                file.path().display(),
-                matched.sources.len()
-            ),
-        ));
+            ids.len(),
+            file.path().display(),
+            matched.sources.len()
+        )));
     }
     let mut writer = FileWriter {
         file,
@@ -110,15 +107,12 @@ pub(super) fn load<M: Module>(
 
 fn unfit(file: &ModelFile, report: &LoadReport) -> Error {
     let hint = report.hint();
-    Error::new(
-        Kind::Model,
-        format!(
-            "the model file `{}` does not fit this model: {report}{}{}",
-            file.path().display(),
-            if hint.is_some() { "; " } else { "" },
-            hint.unwrap_or_default()
-        ),
-    )
+    Error::model(format!(
+        "the model file `{}` does not fit this model: {report}{}{}",
+        file.path().display(),
+        if hint.is_some() { "; " } else { "" },
+        hint.unwrap_or_default()
+    ))
 }
 
 /// The source of each parameter's value, in the order of visits.
@@ -162,14 +156,11 @@ impl<'a> Matched<'a> {
 
 fn agreed_layout(file: &ModelFile, options: &LoadOptions) -> Result<FileLayout> {
     match (options.layout, file.layout()) {
-        (Some(asked), Some(said)) if asked != said => Err(Error::new(
-            Kind::Model,
-            format!(
-                "the model file `{}` says that it has the layout {said:?}, and {asked:?} was asked \
+        (Some(asked), Some(said)) if asked != said => Err(Error::model(format!(
+            "the model file `{}` says that it has the layout {said:?}, and {asked:?} was asked \
                  for; leave `with_layout` out",
-                file.path().display()
-            ),
-        )),
+            file.path().display()
+        ))),
         (asked, said) => Ok(asked.or(said).unwrap_or_default()),
     }
 }

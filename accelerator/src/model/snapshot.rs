@@ -53,8 +53,7 @@ impl ModelSnapshot {
         self.entries.iter().map(|entry| entry.id).collect()
     }
 
-    /// Writes one file, or several and then their index, to `sink`, a tensor at a time. Returns
-    /// the names of the files, the index last.
+    /// Writes one file, or several and then their index, to `sink`, a tensor at a time.
     ///
     /// A parameter that is found under several paths (the same id and the same bits) is written
     /// once; the metadata of its file then has an entry `path of the other: path of the written`,
@@ -64,11 +63,10 @@ impl ModelSnapshot {
         names: &FileNames,
         options: &SaveOptions,
         sink: &mut Sink<'_>,
-    ) -> Result<Vec<String>> {
+    ) -> Result<()> {
         let layout = options.layout;
         let (records, aliases) = self.records(layout)?;
         let shards = shards(&records, options.max_shard_size);
-        let mut written = Vec::new();
         let mut weight_map = BTreeMap::new();
         for (number, shard) in (1..).zip(&shards) {
             let name = match shards.len() {
@@ -84,7 +82,6 @@ impl ModelSnapshot {
             for record in shard {
                 weight_map.insert(record.name, name.clone());
             }
-            written.push(name);
         }
         if shards.len() > 1 {
             let total: usize = records.iter().map(|record| record.bytes).sum();
@@ -96,9 +93,8 @@ impl ModelSnapshot {
                 serde_json::to_writer_pretty(&mut *writer, &index)?;
                 writer.write_all(b"\n")
             })?;
-            written.push(names.index());
         }
-        Ok(written)
+        Ok(())
     }
 
     fn records(&self, layout: FileLayout) -> Result<(Vec<Record<'_>>, BTreeMap<&str, &str>)> {
@@ -124,14 +120,11 @@ impl ModelSnapshot {
         names.extend(aliases.keys());
         names.sort_unstable();
         if let Some(twice) = names.windows(2).find(|pair| pair[0] == pair[1]) {
-            return Err(Error::new(
-                Kind::Model,
-                format!(
-                    "two parameters of the model would have the name `{}` in the file; rename a \
+            return Err(Error::model(format!(
+                "two parameters of the model would have the name `{}` in the file; rename a \
                      field, or save in Burn's layout",
-                    twice[0]
-                ),
-            ));
+                twice[0]
+            )));
         }
         Ok((records, aliases))
     }
@@ -252,13 +245,10 @@ impl<'a> Record<'a> {
     fn new(entry: &'a SnapshotEntry, layout: FileLayout) -> Result<Self> {
         let name = entry.name(layout);
         let dtype = file_dtype(entry.dtype).ok_or_else(|| {
-            Error::new(
-                Kind::Model,
-                format!(
-                    "the parameter `{name}` is of {:?}, which safetensors files cannot hold",
-                    entry.dtype
-                ),
-            )
+            Error::model(format!(
+                "the parameter `{name}` is of {:?}, which safetensors files cannot hold",
+                entry.dtype
+            ))
         })?;
         let shape = entry.shape(layout);
         Ok(Self {

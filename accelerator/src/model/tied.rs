@@ -8,7 +8,7 @@ use burn::module::{Module, ModuleMapper, Param, ParamId};
 use burn::tensor::Tensor;
 
 use crate::core::autodiff;
-use crate::core::error::{Error, Kind, Result};
+use crate::core::error::{Error, Result};
 use crate::core::module::{FloatParam, visit_floats};
 use crate::core::tensor::any_rank;
 
@@ -91,28 +91,22 @@ impl TiedParameters {
     pub(crate) fn checked<M: Module>(model: &M) -> Result<Self> {
         let finder = TieFinder::search(model);
         if let Some([frozen, trained]) = finder.half_frozen {
-            return Err(Error::new(
-                Kind::Model,
-                format!(
-                    "`{frozen}` is frozen, and `{trained}`, which has the same parameter id, is trained: Burn's \
+            return Err(Error::model(format!(
+                "`{frozen}` is frozen, and `{trained}`, which has the same parameter id, is trained: Burn's \
                      optimizers would step the first; give the frozen one an id of its own \
                      (`param.id = ParamId::new()`), or put it behind the other"
-                ),
-            ));
+            )));
         }
         match finder.apart.iter().find(|pair| !pair.is_equal()) {
             None => Ok(finder.tied),
             Some(Apart {
                 paths: [first, other],
                 ..
-            }) => Err(Error::new(
-                Kind::Model,
-                format!(
-                    "`{first}` and `{other}` have one parameter id, so they are one parameter, and their values \
+            }) => Err(Error::model(format!(
+                "`{first}` and `{other}` have one parameter id, so they are one parameter, and their values \
                      differ: give each an id of its own (`param.id = ParamId::new()`), or make them one again \
                      with `accelerator::model::retie_parameters`"
-                ),
-            )),
+            ))),
         }
     }
 

@@ -8,7 +8,7 @@ use super::prepared::{PreparedOptimizer, StepOutcome};
 use super::record_io::{bytes_of, ids_in, load, scalars, to_bytes, unreadable, window};
 use super::schedule::{Manual, ScheduleUnit, Scheduled, Scheduler};
 use super::sharded::{FullState, Shards};
-use crate::core::error::{Error, Kind, Result};
+use crate::core::error::{Error, Result};
 use crate::core::tensor::Scalar;
 
 /// An optimizer at one moment, cheap to take: its tensors become bytes when they are asked for.
@@ -267,11 +267,8 @@ impl Scheduler {
 }
 
 fn other_schedule(name: &str, saved: &str, found: &str) -> Error {
-    Error::new(
-        Kind::Checkpoint,
-        format!(
-            "the checkpoint does not fit {name}: it was saved with {saved}, and has {found} in \
+    Error::checkpoint(format!(
+        "the checkpoint does not fit {name}: it was saved with {saved}, and has {found} in \
              this program; prepare it with the scheduler that was saved"
-        ),
-    )
+    ))
 }

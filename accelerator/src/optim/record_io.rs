@@ -10,7 +10,7 @@ use burn::tensor::{Bytes, DType, Device};
 use burn_pack::Reader;
 
 use super::sharded::param_shards;
-use crate::core::error::{Error, Kind, Result};
+use crate::core::error::{Error, Result};
 use crate::model::{KEEP_THE_ID, Trainable};
 
 /// The name of an empty state, for errors.
@@ -41,15 +41,12 @@ pub(super) fn load(name: &str, blank: ModuleOptimizer, record: Bytes) -> Result<
             NOTHING => "none of it".to_owned(),
             kept => kept.to_owned(),
         };
-        return Err(Error::new(
-            Kind::Checkpoint,
-            format!(
-                "the checkpoint does not fit {name}: of each parameter it keeps {}, and this program's optimizer \
+        return Err(Error::checkpoint(format!(
+            "the checkpoint does not fit {name}: of each parameter it keeps {}, and this program's optimizer \
                  took {found}, so it is of another kind, or has other settings (SGD with momentum keeps a \
                  velocity, Adam and AdamW two moments); build the optimizer that was saved",
-                saved.kept(),
-            ),
-        ));
+            saved.kept(),
+        )));
     }
     let differs = |(field, saved): (&String, &Option<DType>)| {
         let found = loaded.types.get(field)?;
@@ -57,15 +54,12 @@ pub(super) fn load(name: &str, blank: ModuleOptimizer, record: Bytes) -> Result<
     };
     match saved.types.iter().find_map(differs) {
         None => Ok(optimizer),
-        Some((field, saved_in, found)) => Err(Error::new(
-            Kind::Checkpoint,
-            format!(
-                "{name} cannot go on: {} was saved in {}, and Burn loads it in {}; {HINT}",
-                saved.shown(&field),
-                ShownType(saved_in),
-                ShownType(found),
-            ),
-        )),
+        Some((field, saved_in, found)) => Err(Error::checkpoint(format!(
+            "{name} cannot go on: {} was saved in {}, and Burn loads it in {}; {HINT}",
+            saved.shown(&field),
+            ShownType(saved_in),
+            ShownType(found),
+        ))),
     }
 }
 
@@ -129,16 +123,13 @@ pub(crate) fn check_types(
         if let Some(Some(expected)) = fresh.types.get(field)
             && *expected != dtype
         {
-            return Err(Error::new(
-                Kind::Checkpoint,
-                format!(
-                    "the optimizer has {} in {}, and keeps it in {}, as its parameter is: Burn loads state in \
+            return Err(Error::checkpoint(format!(
+                "the optimizer has {} in {}, and keeps it in {}, as its parameter is: Burn loads state in \
                      the float type of its default device; {HINT}",
-                    loaded.shown(field),
-                    ShownType(dtype),
-                    ShownType(*expected),
-                ),
-            ));
+                loaded.shown(field),
+                ShownType(dtype),
+                ShownType(*expected),
+            )));
         }
     }
     Ok(())
@@ -244,11 +235,8 @@ pub(super) fn window(record: &Bytes) -> Result<Bytes> {
 
 pub(super) fn reader(record: Bytes) -> Result<Reader> {
     Reader::from_bytes(record).map_err(|error| {
-        Error::new(
-            Kind::Checkpoint,
-            "the record of an optimizer or a scheduler cannot be read",
-        )
-        .with_source(error.to_string())
+        Error::checkpoint("the record of an optimizer or a scheduler cannot be read")
+            .with_source(error.to_string())
     })
 }
 
@@ -261,19 +249,11 @@ pub(super) fn bytes_of(optimizer: &ModuleOptimizer) -> Result<Bytes> {
 }
 
 pub(super) fn unwritable(error: impl core::fmt::Display) -> Error {
-    Error::new(
-        Kind::Checkpoint,
-        "the state of an optimizer cannot be written",
-    )
-    .with_source(error.to_string())
+    Error::checkpoint("the state of an optimizer cannot be written").with_source(error.to_string())
 }
 
 pub(super) fn unreadable(name: &str, error: impl core::fmt::Display) -> Error {
-    Error::new(
-        Kind::Checkpoint,
-        format!("the state of {name} cannot be read"),
-    )
-    .with_source(error.to_string())
+    Error::checkpoint(format!("the state of {name} cannot be read")).with_source(error.to_string())
 }
 
 pub(super) fn to_bytes(record: LrSchedulerRecord) -> Result<Vec<u8>> {

@@ -13,7 +13,7 @@ use crate::checkpoint::CheckpointContext;
 use crate::context::{Accumulation, Context, ForwardCollectives};
 use crate::core::agreement::{self, Term};
 use crate::core::device::{self, BackendKind, drawing};
-use crate::core::error::{self, Error, Kind, Result};
+use crate::core::error::{self, Error, Result};
 use crate::data::UncountedPadding;
 use crate::optim::OptimizerCount;
 use crate::reduce::hook::HookFactory;
@@ -197,13 +197,10 @@ impl AcceleratorBuilder {
         if let Some(dtype) = precision.dtype()
             && !device.supports_dtype(dtype)
         {
-            return Err(Error::new(
-                Kind::Device,
-                format!(
-                    "the precision {precision} was asked for, and the device `{kind}` does not compute in \
+            return Err(Error::device(format!(
+                "the precision {precision} was asked for, and the device `{kind}` does not compute in \
                      it; choose another precision, or another device"
-                ),
-            ));
+            )));
         }
         Ok((kind, device))
     }

@@ -11,7 +11,7 @@ use burn::tensor::FloatDType;
 use crate::accelerator::variables::{self, agreed};
 use crate::context::WindowSize;
 use crate::core::device::{BackendKind, Oversubscription, is_drawing};
-use crate::core::error::{Error, Kind, Result, counted};
+use crate::core::error::{Error, Result, counted};
 use crate::precision::{LossScale, Precision};
 use crate::reduce::hook::{CommunicationHook, HookFactory};
 use crate::reduce::{
@@ -526,7 +526,7 @@ impl AcceleratorBuilder {
         }
         variables::check()?;
         accelerator_fault::check()
-            .map_err(|error| Error::new(Kind::Config, error.to_string()).with_source(error))?;
+            .map_err(|error| Error::config(error.to_string()).with_source(error))?;
         self.loss_scale.check()?;
         if self.bucket_size < 1024 {
             return Err(Error::config(format!(
@@ -600,11 +600,7 @@ impl AcceleratorBuilder {
 
     /// Returns the number of micro-steps per step on that many ranks, as the program and the variables set it.
     fn steps(&self, world_size: usize) -> Result<NonZeroUsize> {
-        let given = self.accumulation_steps.map(|steps| {
-            NonZeroUsize::new(steps).ok_or_else(|| {
-                Error::config("accumulation_steps is 0; expected at least 1 (no accumulation)")
-            })
-        });
+        let given = self.accumulation_steps.map(micro_steps);
         let reached = self.global_batch.map(|batch| batch.steps(world_size));
         let asked = match (given.transpose()?, reached.transpose()?) {
             (Some(given), Some(reached)) if given != reached => {
@@ -634,6 +630,13 @@ impl AcceleratorBuilder {
             (None, _) => Ok(self.options.clone()),
         }
     }
+}
+
+/// Checks a number of micro-steps that the program asks for.
+pub(super) fn micro_steps(steps: usize) -> Result<NonZeroUsize> {
+    NonZeroUsize::new(steps).ok_or_else(|| {
+        Error::config("accumulation_steps is 0; expected at least 1 (no accumulation)")
+    })
 }
 
 impl GlobalBatch {

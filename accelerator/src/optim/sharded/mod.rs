@@ -18,7 +18,7 @@ use self::param_shards::{ShardGradients, ShardReader};
 use self::partition::{Elements, Partition, Partitioner};
 use super::fused::step::{self, StepOutput};
 use super::unsharded::FusedSupport;
-use crate::core::error::{Error, Kind, Result};
+use crate::core::error::{Error, Result};
 use crate::core::tensor::register;
 use crate::model::Trainable;
 use crate::optim::record_io::{bytes_of, check_types, load, reader, unwritable};
@@ -331,13 +331,10 @@ impl FullState {
         let lost = lost.find(|(is_there, _)| *is_there == 0);
         let own = own?;
         if let Some((_, rank)) = lost {
-            return Err(Error::new(
-                Kind::Checkpoint,
-                format!(
-                    "rank {rank} could not write its part of the state of a sharded optimizer; its own \
+            return Err(Error::checkpoint(format!(
+                "rank {rank} could not write its part of the state of a sharded optimizer; its own \
                      error says why"
-                ),
-            ));
+            )));
         }
         let mut parts = vec![Vec::new(); group.world_size()];
         let is_main = group.rank() == 0;
@@ -374,14 +371,11 @@ impl FullState {
             let partition = self.partitions.get(&id);
             let entry = partition.and_then(|partition| RecordEntry::join(entries, partition));
             let entry = entry.ok_or_else(|| {
-                Error::new(
-                    Kind::Checkpoint,
-                    format!(
-                        "expected a part of the state of parameter {id} from every rank that has \
+                Error::checkpoint(format!(
+                    "expected a part of the state of parameter {id} from every rank that has \
                          elements of it, all with the same tensors; found others, so the optimizer \
                          cannot be sharded: save it unsharded"
-                    ),
-                )
+                ))
             })?;
             whole.0.insert(id, entry);
         }

@@ -304,16 +304,6 @@ where
     }
 }
 
-impl<M, I, O, P> Trainer<M, I, O, P>
-where
-    I: fmt::Debug + Send + Sync + 'static,
-    O: Send + 'static,
-{
-    pub(super) fn eval_loader(&self, dataset: impl Dataset<I> + 'static) -> Loader<O> {
-        eval_loader(&self.arguments, &self.collator, dataset)
-    }
-}
-
 /// Fails if the arguments need a setting that the accelerator of the program was built without.
 fn check_accelerator(arguments: &TrainingArguments, accelerator: &Accelerator) -> Result<()> {
     let settings = &accelerator.shared.reduction.settings;
@@ -411,7 +401,7 @@ fn train_loader<I: fmt::Debug + Send + Sync + 'static, O: Send + 'static>(
     loader.build(dataset)
 }
 
-fn eval_loader<I: fmt::Debug + Send + Sync + 'static, O: Send + 'static>(
+pub(super) fn eval_loader<I: fmt::Debug + Send + Sync + 'static, O: Send + 'static>(
     arguments: &TrainingArguments,
     collator: &Arc<dyn Batcher<I, O>>,
     dataset: impl Dataset<I> + 'static,

@@ -247,6 +247,28 @@ where
         self.hook(|callback, at, control| callback.on_save(at, &saved, control))
     }
 
+    /// Puts the mean loss over the samples of all ranks in place of those of each.
+    fn share_losses(&mut self) -> Result<()> {
+        let Some(local) = &mut self.local else {
+            return Ok(());
+        };
+        let losses = self
+            .accelerator
+            .reduce_metric(core::mem::take(&mut local.losses))?;
+        let updates = core::mem::take(&mut local.updates);
+        let mean = (losses.samples() > 0.0).then(|| losses.value());
+        self.state.add_losses(mean, updates);
+        Ok(())
+    }
+
+    /// Ends a round of local steps, so that ranks have the same weights.
+    fn average_weights(&mut self) -> Result<()> {
+        match &mut self.local {
+            Some(local) => local.sgd.average(self.model.get_mut()),
+            None => Ok(()),
+        }
+    }
+
     pub(super) fn log(&mut self, kind: &str, metrics: Metrics) -> LogEntry {
         let entry = LogEntry {
             step: self.state.global_step,

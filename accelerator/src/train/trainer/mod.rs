@@ -4,7 +4,6 @@ mod build;
 mod checkpoints;
 mod evaluation;
 mod fit;
-mod local;
 
 use core::fmt;
 use std::path::Path;
@@ -12,7 +11,6 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use burn::data::dataloader::batcher::Batcher;
-use burn::data::dataset::Dataset;
 use burn::module::Module;
 use serde::Serialize;
 
@@ -209,29 +207,6 @@ where
         &self.state
     }
 
-    /// Evaluates the model on the data of [`eval_dataset`](TrainerBuilder::eval_dataset): `eval_loss`, the mean over all
-    /// samples of all ranks, each once, the program's own metrics, and `eval_runtime`, `eval_samples_per_second`,
-    /// `eval_steps_per_second`, `epoch`. Every rank calls it, and gets the same.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::is_config`] without evaluation data; those of the program's metrics and its data;
-    /// [`Error::is_collective`] when a rank is lost.
-    pub fn evaluate(&mut self) -> Result<Metrics> {
-        Ok(self.evaluate_and_log()?.metrics)
-    }
-
-    /// Returns the output of the model for each sample of a data set. Every rank calls it with the same
-    /// data, and gets the same.
-    ///
-    /// # Errors
-    ///
-    /// The errors of the program's metrics and its data; [`Error::is_collective`] when a rank is lost.
-    pub fn predict(&self, dataset: impl Dataset<I> + 'static) -> Result<PredictionOutput<P>> {
-        let loader = self.accelerator.prepare(self.eval_loader(dataset))?;
-        self.evaluation(&loader, "test", evaluation::Predictions::Kept)
-    }
-
     /// Saves the model's weights, as [`Accelerator::save_model`] does: the averaged ones with `ema_decay`.
     ///
     /// # Errors
@@ -274,22 +249,7 @@ where
             false => self.accelerator.finish().map(|()| ExitCode::SUCCESS),
         }
     }
-}
 
-impl<M, I, O, P> fmt::Debug for Trainer<M, I, O, P> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Trainer")
-            .field("arguments", &self.arguments)
-            .field("state", &self.state)
-            .finish_non_exhaustive()
-    }
-}
-
-impl<M, I, O, P> Trainer<M, I, O, P>
-where
-    M: Module,
-    O: Send + 'static,
-{
     fn print_banner(&mut self, data: &TrainData<O>) {
         let arguments = &self.arguments;
         let ranks = self.accelerator.world_size() as u64;
@@ -333,6 +293,15 @@ where
             .or_else(of_folder);
         self.accelerator
             .init_trackers(name.as_deref().unwrap_or("trainer"), arguments)
+    }
+}
+
+impl<M, I, O, P> fmt::Debug for Trainer<M, I, O, P> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Trainer")
+            .field("arguments", &self.arguments)
+            .field("state", &self.state)
+            .finish_non_exhaustive()
     }
 }
 
