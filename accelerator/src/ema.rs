@@ -3,7 +3,8 @@ use core::mem::replace;
 use std::collections::HashMap;
 
 use burn::backend::DispatchTensor;
-use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, Parameter};
+use burn::tensor::kind::Basic;
 use burn::tensor::{Bool, Int, Tensor};
 
 use crate::core::module::ModulePath;
@@ -113,21 +114,22 @@ impl ModuleVisitor for ParameterReader {
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         let trained = param.is_require_grad();
-        let value = param.val().without_autodiff().into_dispatch();
-        self.weights
-            .insert(self.path.as_str().to_owned(), (value, trained));
+        self.keep(param.val().without_autodiff().into_dispatch(), trained);
     }
 
     fn visit_int<const D: usize>(&mut self, param: &Param<Tensor<D, Int>>) {
-        let value = param.val().without_autodiff().into_dispatch();
-        self.weights
-            .insert(self.path.as_str().to_owned(), (value, false));
+        self.keep(param.val().without_autodiff().into_dispatch(), false);
     }
 
     fn visit_bool<const D: usize>(&mut self, param: &Param<Tensor<D, Bool>>) {
-        let value = param.val().without_autodiff().into_dispatch();
-        self.weights
-            .insert(self.path.as_str().to_owned(), (value, false));
+        self.keep(param.val().without_autodiff().into_dispatch(), false);
+    }
+}
+
+impl ParameterReader {
+    fn keep(&mut self, value: DispatchTensor, trained: bool) {
+        let path = self.path.as_str().to_owned();
+        self.weights.insert(path, (value, trained));
     }
 }
 
@@ -161,17 +163,22 @@ impl ModuleMapper for Mixer {
     }
 
     fn map_int<const D: usize>(&mut self, param: Param<Tensor<D, Int>>) -> Param<Tensor<D, Int>> {
-        let Some((value, _)) = self.weights.get(self.path.as_str()) else {
-            return param;
-        };
-        let (id, _, mapper) = param.consume();
-        Param::from_mapped_value(id, Tensor::from_dispatch(value.clone()), mapper)
+        self.replace(param)
     }
 
     fn map_bool<const D: usize>(
         &mut self,
         param: Param<Tensor<D, Bool>>,
     ) -> Param<Tensor<D, Bool>> {
+        self.replace(param)
+    }
+}
+
+impl Mixer {
+    fn replace<const D: usize, K: Basic>(&self, param: Param<Tensor<D, K>>) -> Param<Tensor<D, K>>
+    where
+        Tensor<D, K>: Parameter,
+    {
         let Some((value, _)) = self.weights.get(self.path.as_str()) else {
             return param;
         };

@@ -107,14 +107,12 @@ impl Tracking {
         state.place = place;
     }
 
-    /// Does something with the run, on rank 0.
     pub(crate) fn with<T>(&self, work: impl FnOnce(&Run) -> T) -> Option<T> {
         let state = self.read();
         let _inside = Inside::enter();
         state.run.as_ref().map(work)
     }
 
-    /// Notes that this rank logs something for a step.
     pub(crate) fn note(&self, step: u64) {
         self.steps
             .fetch_max(step.saturating_add(1), Ordering::Relaxed);

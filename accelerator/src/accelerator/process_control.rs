@@ -18,7 +18,8 @@ impl Accelerator {
     /// Prints a line on rank 0, and nothing elsewhere. A closed standard output is not an error.
     pub fn print(&self, line: impl fmt::Display) {
         if self.is_main_process() {
-            print(line);
+            // One call, so that lines of several processes do not mix.
+            let _ = std::io::stdout().write_all(format!("{line}\n").as_bytes());
         }
     }
 
@@ -247,16 +248,9 @@ impl Accelerator {
     }
 }
 
-/// The request to a rank that works before the others: rank 0, or the first rank of a host.
 const FIRST: &str = "do what it does first here";
 
-/// The request to a rank whose turn it is.
 const IN_TURN: &str = "do what it does in its turn here";
-
-fn print(line: impl fmt::Display) {
-    // One call, so that lines of several processes do not mix.
-    let _ = std::io::stdout().write_all(format!("{line}\n").as_bytes());
-}
 
 /// Logs of this rank.
 impl Accelerator {

@@ -139,7 +139,6 @@ fn is_started_for(_job: &str) -> Result<bool> {
     Ok(true)
 }
 
-/// Tells if another launcher, such as `mpirun`, has started several processes of this program.
 fn is_one_of_several() -> bool {
     let read = |name: &str| {
         let value = accelerator_host::variable(name)?;
@@ -324,7 +323,6 @@ pub(crate) fn send_to_parent(value: &impl Serialize) -> Result<()> {
     send(&link, value)
 }
 
-/// Sends a value over a connection between a rank and the process that has started it.
 pub(crate) fn send(mut link: &UnixStream, value: &impl Serialize) -> Result<()> {
     let mut bytes = Vec::new();
     ciborium::into_writer(value, &mut bytes).map_err(Error::other)?;

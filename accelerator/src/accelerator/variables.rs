@@ -26,7 +26,6 @@ pub(super) fn trace(asked: Option<&Path>) -> Result<Option<PathBuf>> {
     }
 }
 
-/// Returns the setting for ranks that share GPUs, by the same rule.
 pub(super) fn oversubscription(asked: Option<Oversubscription>) -> Result<Oversubscription> {
     let agreed = agreed(
         "oversubscription",
@@ -36,7 +35,6 @@ pub(super) fn oversubscription(asked: Option<Oversubscription>) -> Result<Oversu
     Ok(agreed.map_or_else(Oversubscription::default, |switch| switch.0))
 }
 
-/// The number of accumulation steps, by the same rule.
 pub(super) fn accumulation_steps(asked: Option<NonZeroUsize>) -> Result<NonZeroUsize> {
     let asked = asked.map(Count);
     let agreed = agreed(

@@ -211,7 +211,6 @@ impl Rescale {
         self.factor
     }
 
-    /// The global batch for what was `global_batch` samples.
     pub(super) fn global_batch(self, before: usize, now: usize, global_batch: u64) -> u64 {
         match self.batch {
             BatchChange::Global => global_batch,

@@ -374,7 +374,6 @@ impl FoundCheckpoint {
         })
     }
 
-    /// Resumes the loader that was saved at that place.
     pub(super) fn resume_loader<O: Send + 'static>(
         &self,
         world_size: usize,
@@ -396,7 +395,6 @@ impl FoundCheckpoint {
         self.state.factor * self.rescale.factor()
     }
 
-    /// Applies the rule to a global batch that was saved.
     fn global_batch(&self, world_size: usize, saved: u64) -> u64 {
         self.rescale
             .global_batch(self.world_size, world_size, saved)

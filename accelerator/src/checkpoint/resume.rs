@@ -17,7 +17,6 @@ use crate::core::agreement::{self, Term};
 use crate::core::error::{self, Error, Result};
 use crate::data::PreparedLoader;
 
-/// See [`Accelerator::resume`].
 #[track_caller]
 pub(crate) fn resume<K, P: Resume<K>>(
     context: &CheckpointContext,
@@ -92,7 +91,6 @@ pub(crate) fn resume<K, P: Resume<K>>(
     Ok((parts, position))
 }
 
-/// See [`Accelerator::resume_loader`].
 #[track_caller]
 pub(crate) fn resume_loader<O: Send + 'static>(
     context: &CheckpointContext,

@@ -17,7 +17,6 @@ use super::write::{self, JobInfo};
 use crate::core::agreement::Failure;
 use crate::core::error::{Error, Kind, Result};
 
-/// See [`Accelerator::save_state`].
 #[track_caller]
 pub(crate) fn save<K>(
     context: &CheckpointContext,
@@ -32,7 +31,6 @@ pub(crate) fn save<K>(
     })
 }
 
-/// See [`Accelerator::save_state_async`].
 #[track_caller]
 pub(crate) fn save_async<K>(
     context: &Arc<CheckpointContext>,
@@ -68,7 +66,6 @@ pub(crate) fn keep<K>(
     Ok(live)
 }
 
-/// See [`Accelerator::save_emergency`].
 pub(crate) fn save_emergency<K>(
     context: &CheckpointContext,
     settings: &Checkpoints,

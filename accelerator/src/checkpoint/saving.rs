@@ -183,7 +183,6 @@ impl CheckpointContext {
         *self.factor.lock() = factor;
     }
 
-    /// Notes that the program resumes what it finds in a folder.
     pub(super) fn resumes(&self, folder: &Path) {
         self.resumed.lock().insert(absolute(folder));
     }
@@ -371,7 +370,6 @@ pub(super) fn from_main<T: Serialize + DeserializeOwned>(
     Ok(reading.broadcast_object(mine.as_ref(), 0)?)
 }
 
-/// The bytes that `read` gives on rank 0, on every rank.
 #[track_caller]
 pub(super) fn bytes_from_main(
     context: &Context,

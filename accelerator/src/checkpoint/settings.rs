@@ -77,7 +77,6 @@ impl Checkpoints {
         self
     }
 
-    /// Tells if the limit never removes that checkpoint of the folder.
     pub(super) fn is_protected(&self, checkpoint: &Path) -> Result<bool> {
         let Some(checkpoint) = resolved(checkpoint)? else {
             return Ok(false);
@@ -199,8 +198,7 @@ impl Checkpoints {
             .map_or_else(Rescale::default, |rule| rule(change))
     }
 
-    /// The folder.
-    pub fn path(&self) -> &Path {
+    pub(super) fn path(&self) -> &Path {
         &self.path
     }
 
@@ -232,7 +230,6 @@ impl Checkpoints {
         }
     }
 
-    /// Returns how many checkpoints are kept, if there is a limit.
     pub(super) fn limit(&self) -> Result<Option<NonZeroUsize>> {
         let limit = |limit| {
             NonZeroUsize::new(limit).ok_or_else(|| {
@@ -243,22 +240,15 @@ impl Checkpoints {
     }
 
     pub(super) fn run_before_save(&self, draft: &Saved) -> Result<()> {
-        let failed = |error| {
-            let message = format!("a hook that runs before checkpoint {} failed", draft.number);
-            Error::checkpoint(message).with_source(error)
-        };
-        let mut hooks = self.before_save.iter();
-        hooks.try_for_each(|hook| hook(draft).map_err(failed))
+        run(&self.before_save, draft, || {
+            format!("before checkpoint {}", draft.number)
+        })
     }
 
     pub(super) fn run_after_resume(&self, resumed: &Saved) -> Result<()> {
-        let failed = |error| {
-            let path = resumed.path.display();
-            let message = format!("a hook that runs after resuming from {path} failed");
-            Error::checkpoint(message).with_source(error)
-        };
-        let mut hooks = self.after_resume.iter();
-        hooks.try_for_each(|hook| hook(resumed).map_err(failed))
+        run(&self.after_resume, resumed, || {
+            format!("after resuming from {}", resumed.path.display())
+        })
     }
 
     pub(super) fn pass_over_after_resume(&self) {
@@ -271,13 +261,20 @@ impl Checkpoints {
     }
 }
 
+fn run(hooks: &[Arc<Callback>], saved: &Saved, when: impl Fn() -> String) -> Result<()> {
+    hooks.iter().try_for_each(|hook| {
+        hook(saved).map_err(|error| {
+            Error::checkpoint(format!("a hook that runs {} failed", when())).with_source(error)
+        })
+    })
+}
+
 impl From<&Self> for Checkpoints {
     fn from(checkpoints: &Self) -> Self {
         checkpoints.clone()
     }
 }
 
-/// Resolves a path; `None` if nothing is there.
 fn resolved(path: &Path) -> Result<Option<PathBuf>> {
     let path = named(path);
     match path.canonicalize() {

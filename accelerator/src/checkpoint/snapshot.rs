@@ -375,7 +375,6 @@ impl TakenSnapshot {
 }
 
 impl SnapshotPart {
-    /// Tells if it is a model that holds a parameter of that id.
     fn holds(&self, id: u64) -> bool {
         matches!(self, Self::Model { state, .. } if state.layout.ids().contains(&id))
     }

@@ -186,7 +186,6 @@ impl StateFile {
         layouts.flatten().collect()
     }
 
-    /// Returns the loader that was prepared as that number, with its place among the parts.
     pub(super) fn loader(&self, number: u64) -> Option<(usize, &LoaderState)> {
         let mut parts = self.parts.iter().enumerate();
         parts.find_map(|(at, part)| match part {
@@ -303,7 +302,6 @@ pub(super) fn decode<T: DeserializeOwned>(what: &str, bytes: &[u8]) -> Result<T>
     })
 }
 
-/// The name of a model that is a single file.
 pub(super) const MODEL: &str = "model.safetensors";
 
 /// The files of a checkpoint in memory: what rank 0 takes from its group to the next one.

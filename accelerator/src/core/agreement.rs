@@ -62,7 +62,6 @@ impl Term {
         }
     }
 
-    /// Names the place where it is set.
     pub(crate) fn set_by(self, origin: &'static str) -> Self {
         let origin = Some(origin);
         Self { origin, ..self }

@@ -307,7 +307,6 @@ pub(crate) fn drawing() -> Drawing {
     Drawing { turn }
 }
 
-/// Returns `true` if it is this thread's turn to draw.
 pub(crate) fn is_drawing() -> bool {
     DRAWING.get()
 }

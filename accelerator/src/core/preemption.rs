@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant, SystemTime};
 
-use accelerator_host::sync::{Mutex, MutexGuard};
+use accelerator_host::sync::Mutex;
 use signal_hook::consts::signal;
 use signal_hook::{SigId, flag, low_level};
 
@@ -199,7 +199,7 @@ impl SignalListener {
             let message = format!("the handler of signal {signal} could not be installed");
             Error::new(Kind::Io, message).with_source(error)
         };
-        let mut handled = handled();
+        let mut handled = HANDLED.lock();
         let listeners = match handled.entry(signal) {
             Entry::Occupied(listeners) => listeners.into_mut(),
             Entry::Vacant(place) => {
@@ -226,7 +226,7 @@ impl Drop for SignalListener {
         if self.received.load(Ordering::SeqCst) {
             return;
         }
-        if let Some(listeners) = handled().get_mut(&self.signal) {
+        if let Some(listeners) = HANDLED.lock().get_mut(&self.signal) {
             listeners.count -= 1;
             listeners
                 .has_none
@@ -244,10 +244,6 @@ struct Listeners {
 
 /// The listeners of each signal that this process has ever listened to.
 static HANDLED: Mutex<BTreeMap<i32, Listeners>> = Mutex::new(BTreeMap::new());
-
-fn handled() -> MutexGuard<'static, BTreeMap<i32, Listeners>> {
-    HANDLED.lock()
-}
 
 #[cfg(test)]
 #[cfg(unix)]

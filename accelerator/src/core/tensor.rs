@@ -54,7 +54,6 @@ pub(crate) fn any_rank(tensor: &DispatchTensor) -> Tensor<1> {
     Tensor::from_dispatch(tensor.clone())
 }
 
-/// A tensor of these floats, in their type.
 pub(crate) fn from_data(data: TensorData, device: &Device) -> DispatchTensor {
     let dtype = data.dtype();
     with_rank!(data.rank(), D => Tensor::<D>::from_data(data, (device, dtype)).into_dispatch())
@@ -77,7 +76,6 @@ struct ScalarValue {
 }
 
 impl Scalar {
-    /// Wraps the one element of a tensor on a device.
     pub(crate) fn on_device(tensor: Tensor<1>) -> Self {
         Self(Arc::new(ScalarValue {
             tensor: Some(tensor),

@@ -235,7 +235,6 @@ impl Verdict {
     }
 }
 
-/// Reports events to burn-train, on rank 0 alone.
 struct EventSink<'a, M: LearnerModel> {
     interrupter: Interrupter,
     processor: Option<&'a mut SupervisedTrainingEventProcessor<M>>,

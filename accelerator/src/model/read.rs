@@ -224,7 +224,6 @@ impl ModelFile {
     }
 }
 
-/// Returns the file that the caller named, or the model of that folder.
 fn path_in(path: &Path) -> PathBuf {
     match path.is_dir() {
         true => path.join("model.safetensors"),

@@ -27,7 +27,6 @@ pub(crate) fn save<M: Module>(
     context.on_main("save the model", work).map(drop)
 }
 
-/// Writes the files of a model beside their places, and then puts them there.
 fn write(
     snapshot: &ModelSnapshot,
     path: &Path,
@@ -87,7 +86,6 @@ impl Staged {
         })
     }
 
-    /// Writes and flushes one more of the files.
     fn write(
         &mut self,
         name: &str,

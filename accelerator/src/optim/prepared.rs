@@ -341,7 +341,6 @@ impl PreparedOptimizer<Scheduled> {
         })
     }
 
-    /// Returns how many times the schedule advances in so many optimizer steps and epochs.
     pub(crate) fn advances(&self, steps: Option<u64>, epochs: u64) -> Option<u64> {
         self.schedule.0.advances(steps, epochs)
     }

@@ -13,7 +13,6 @@ use super::sharded::param_shards;
 use crate::core::error::{Error, Result};
 use crate::model::{KEEP_THE_ID, Trainable};
 
-/// The name of an empty state, for errors.
 const NOTHING: &str = "nothing";
 
 /// The remedy if Burn cannot load state in the type of its parameter.
@@ -205,7 +204,6 @@ impl RecordFields {
     }
 }
 
-/// The id of the parameter that a record's entry belongs to.
 fn id_of(field: &str) -> Option<u64> {
     field.split_once('.')?.0.parse().ok()
 }

@@ -108,7 +108,6 @@ pub(crate) struct Scheduler {
     pub(super) before: Option<LrSchedulerRecord>,
 }
 
-/// The unit of training with which a schedule advances.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum ScheduleUnit {
     Step,
@@ -143,7 +142,6 @@ impl Scheduler {
         }
     }
 
-    /// Returns how many times it advances in so many optimizer steps and epochs.
     pub(super) fn advances(&self, steps: Option<u64>, epochs: u64) -> Option<u64> {
         match self.unit {
             ScheduleUnit::Step => steps,

@@ -25,7 +25,6 @@ enum FusedKind {
 }
 
 impl FusedSupport {
-    /// Finds out about parameters that are stepped for the first time.
     pub(super) fn learn(&mut self, optimizer: &ModuleOptimizer, means: &GradientMeans) {
         let mut blank = None;
         for parameter in means.parameters() {

@@ -55,7 +55,6 @@ impl Cast {
     }
 }
 
-/// The node that backward runs.
 struct CastBackward {
     /// The record of the cast, if it will be asked for.
     cast: Weak<Cast>,

@@ -174,7 +174,6 @@ impl Scaler {
         }
     }
 
-    /// Goes on from what was saved.
     pub(crate) fn with_state(self, state: ScalerState) -> Self {
         Self { state, ..self }
     }

@@ -53,7 +53,6 @@ struct TimelineState {
 }
 
 impl Timeline {
-    /// Makes the timeline of a rank of that group, whose operations it will see.
     #[track_caller]
     pub(crate) fn new(group: &ProcessGroup, recording: Recording) -> Result<Self> {
         let timeline = Self(Arc::new(TimelineState {
@@ -99,7 +98,6 @@ impl Timeline {
         }
     }
 
-    /// `backward` is done.
     pub(crate) fn backward_ends(&self) {
         if let Some(recorder) = self.recorder() {
             recorder.backward_ends();
@@ -273,7 +271,6 @@ impl Timeline {
         Ok(number)
     }
 
-    /// Notes the end of an optimizer step, the `done`th of this process.
     pub(super) fn advance(&self, done: u64) {
         let profiling = self.profiling();
         if !profiling.runs.load(Ordering::Relaxed) {

@@ -194,7 +194,6 @@ impl ProfilerSchedule {
         }
     }
 
-    /// Returns how many cycles are complete after so many steps.
     fn cycles(&self, steps: u64) -> u64 {
         if self.active == 0 {
             return 0;
@@ -206,7 +205,6 @@ impl ProfilerSchedule {
         }
     }
 
-    /// Tells if nothing comes any more after that many steps.
     pub(super) fn is_over(&self, steps: u64) -> bool {
         self.repeat > 0 && self.cycles(steps) == self.repeat
     }

@@ -144,7 +144,6 @@ pub struct TrainerControl {
 }
 
 impl TrainerControl {
-    /// Joins the requests of both.
     pub(super) fn or(self, other: Self) -> Self {
         Self {
             should_training_stop: self.should_training_stop || other.should_training_stop,

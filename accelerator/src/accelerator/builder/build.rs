@@ -239,7 +239,6 @@ fn clear_traces_of(settings: &Settings) {
     }
 }
 
-/// Decides if gradients are sent during backward, on that topology and device.
 pub(super) fn overlap_switch(
     topology: &Topology,
     settings: &Settings,
@@ -319,7 +318,6 @@ pub(super) fn hook_term(settings: &Settings) -> Term {
     Term::new("the communication hook", name).set_by("`communication_hook`")
 }
 
-/// Describes the effective setting, with the reason.
 fn explained(
     switch: OverlapSwitch,
     settings: &Settings,

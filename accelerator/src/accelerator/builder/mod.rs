@@ -598,7 +598,6 @@ impl AcceleratorBuilder {
         })
     }
 
-    /// Returns the number of micro-steps per step on that many ranks, as the program and the variables set it.
     fn steps(&self, world_size: usize) -> Result<NonZeroUsize> {
         let given = self.accumulation_steps.map(micro_steps);
         let reached = self.global_batch.map(|batch| batch.steps(world_size));

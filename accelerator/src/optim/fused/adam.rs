@@ -139,11 +139,6 @@ struct AdamDecayed<E>(AdamUpdate<E>, E);
 
 impl<E: Real> MomentRule<E> for AdamUpdate<E> {
     #[inline(always)]
-    fn gradient(self, _parameter: E, gradient: E) -> E {
-        gradient
-    }
-
-    #[inline(always)]
     fn update(self, parameter: E, moment_1: E, moment_2: E) -> E {
         parameter - moment_1 * self.factor / (moment_2.root() + self.epsilon) * self.rate
     }
@@ -206,7 +201,6 @@ impl AdamWSettings {
     }
 }
 
-/// The update of a parameter by its moments.
 #[derive(Clone, Copy)]
 struct AdamWUpdate<E> {
     correction_1: E,
@@ -224,7 +218,6 @@ impl<E: Real> AdamWUpdate<E> {
     }
 }
 
-/// An update without decay.
 #[derive(Clone, Copy)]
 struct Plain<E>(AdamWUpdate<E>);
 
@@ -238,11 +231,6 @@ struct Cautious<E>(AdamWUpdate<E>, E);
 
 impl<E: Real> MomentRule<E> for Plain<E> {
     #[inline(always)]
-    fn gradient(self, _parameter: E, gradient: E) -> E {
-        gradient
-    }
-
-    #[inline(always)]
     fn update(self, parameter: E, moment_1: E, moment_2: E) -> E {
         self.0.of(parameter, moment_1, moment_2)
     }
@@ -250,22 +238,12 @@ impl<E: Real> MomentRule<E> for Plain<E> {
 
 impl<E: Real> MomentRule<E> for AdamWDecayed<E> {
     #[inline(always)]
-    fn gradient(self, _parameter: E, gradient: E) -> E {
-        gradient
-    }
-
-    #[inline(always)]
     fn update(self, parameter: E, moment_1: E, moment_2: E) -> E {
         self.0.of(parameter * self.1, moment_1, moment_2)
     }
 }
 
 impl<E: Real> MomentRule<E> for Cautious<E> {
-    #[inline(always)]
-    fn gradient(self, _parameter: E, gradient: E) -> E {
-        gradient
-    }
-
     #[inline(always)]
     fn update(self, parameter: E, moment_1: E, moment_2: E) -> E {
         let differ = (parameter >= E::ZERO) != (moment_1 >= E::ZERO);
@@ -291,7 +269,10 @@ struct Betas {
 /// The formulas in which the optimizers differ, for one element each.
 trait MomentRule<E>: Copy {
     /// The gradient that enters the moments.
-    fn gradient(self, parameter: E, gradient: E) -> E;
+    #[inline(always)]
+    fn gradient(self, _parameter: E, gradient: E) -> E {
+        gradient
+    }
 
     fn update(self, parameter: E, moment_1: E, moment_2: E) -> E;
 }
@@ -304,7 +285,6 @@ struct Moments {
     max_moment_2: Option<DispatchTensor>,
 }
 
-/// Returns how a step can reach the elements of all tensors that it takes.
 fn reach<const D: usize>(
     tensor: &Tensor<D>,
     grad: &Tensor<D>,

@@ -34,7 +34,6 @@ pub(in crate::optim) enum StepOutput {
     Sums,
 }
 
-/// A step in progress on sums of gradients.
 struct PendingStep {
     means: GradientMeans,
     output: StepOutput,
@@ -203,7 +202,6 @@ pub(super) trait Real:
 
     fn root(self) -> Self;
 
-    /// Values of this type.
     fn among(values: ElementValues<'_>) -> Option<&[Self]>;
 }
 

@@ -67,7 +67,6 @@ impl Partitioner {
         &self.known
     }
 
-    /// Returns `true` if these bounds are of this partitioner.
     pub(super) fn are_at(&self, bounds: &ShardMap) -> bool {
         bounds.are_of(&self.identity)
     }
@@ -181,7 +180,6 @@ impl Elements {
         ParameterTaker { asked, taken: self }
     }
 
-    /// Writes bytes of a parameter, from that one on.
     pub(super) fn write(&mut self, id: ParamId, start: usize, bytes: &[u8]) {
         if let Some(held) = self.0.get_mut(&id) {
             held.bytes[start..start + bytes.len()].copy_from_slice(bytes);

@@ -77,7 +77,6 @@ impl WorkerProcesses {
         answer
     }
 
-    /// Tells if they can be called again.
     pub(super) fn is_usable(&self) -> bool {
         self.is_usable
     }
