@@ -9,9 +9,7 @@ use serde::{Deserialize, Serialize};
 use super::parts::Save;
 use super::saving::{BackgroundSave, CheckpointContext, Saved, Saving, from_main, none_begun};
 use super::settings::Checkpoints;
-use super::snapshot::{
-    Snapshot, SnapshotExchange, SnapshotMode, SnapshotReport, TakenSnapshot, WriterRole,
-};
+use super::snapshot::{Snapshot, SnapshotExchange, SnapshotMode, SnapshotReport, TakenSnapshot};
 use super::state_file::LiveState;
 use super::write::{self, JobInfo};
 use crate::core::agreement::Failure;
@@ -99,7 +97,7 @@ pub(crate) fn save_emergency<K>(
             return Err(Error::new(Kind::Collective, message).with_source(loss));
         }
     }
-    let mut snapshot = Snapshot::new(context, SnapshotMode::Emergency, WriterRole::This);
+    let mut snapshot = Snapshot::new(context, SnapshotMode::Emergency);
     parts.collect(&mut snapshot)?;
     let taken = snapshot.taken;
     let draft = write::begin(settings, context, SnapshotMode::Emergency)?;
@@ -130,12 +128,7 @@ fn prepare<K, T>(
 ) -> Result<(Option<T>, TakenSnapshot)> {
     context.settle()?;
     let (rank, is_main) = (context.rank(), context.is_main_process());
-    let writer = if is_main {
-        WriterRole::This
-    } else {
-        WriterRole::Other
-    };
-    let mut snapshot = Snapshot::new(context, SnapshotMode::Regular, writer);
+    let mut snapshot = Snapshot::new(context, SnapshotMode::Regular);
     let collected = parts.collect(&mut snapshot);
     let mut taken = snapshot.taken;
     let complete = context.device_reducer.confirm();
@@ -155,7 +148,7 @@ fn prepare<K, T>(
     let begun = begun?;
     let reports = count(votes)?;
     taken.complete(&reports);
-    parts.settle(&mut SnapshotExchange::new(context, writer, &mut taken))?;
+    parts.settle(&mut SnapshotExchange::new(context, &mut taken))?;
     taken.gather(context.group())?;
     Ok((begun, taken))
 }

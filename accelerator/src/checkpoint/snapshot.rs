@@ -24,7 +24,6 @@ use crate::replicas;
 pub struct Snapshot<'a> {
     context: &'a CheckpointContext,
     mode: SnapshotMode,
-    writer: WriterRole,
     pub(super) taken: TakenSnapshot,
 }
 
@@ -33,13 +32,6 @@ pub(super) enum SnapshotMode {
     /// Drops the gradients of an open window; its batches do not count as used.
     Emergency,
     Regular,
-}
-
-/// The role of this rank: the one that writes needs the values too.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) enum WriterRole {
-    Other,
-    This,
 }
 
 /// A snapshot without its accelerator.
@@ -82,15 +74,10 @@ enum PartReport {
 }
 
 impl<'a> Snapshot<'a> {
-    pub(super) fn new(
-        context: &'a CheckpointContext,
-        mode: SnapshotMode,
-        writer: WriterRole,
-    ) -> Self {
+    pub(super) fn new(context: &'a CheckpointContext, mode: SnapshotMode) -> Self {
         Self {
             context,
             mode,
-            writer,
             taken: TakenSnapshot::default(),
         }
     }
@@ -162,17 +149,17 @@ impl<'a> Snapshot<'a> {
         state: SavedModel,
         hooks: Vec<Option<Vec<u8>>>,
     ) -> Result<()> {
-        // Several ranks bring their running statistics together before, once all are ready.
+        // Several ranks bring their running statistics together before, once all are ready. An emergency is
+        // collected by the rank alone that writes.
         let is_alone = self.context.world_size() == 1;
         if is_alone && self.mode == SnapshotMode::Regular {
             check_and_sync(self.context, model)?;
         }
         let is_settled = self.mode == SnapshotMode::Emergency || is_alone;
-        let takes = is_settled && self.writer == WriterRole::This;
         self.taken.parts.push(SnapshotPart::Model {
             state,
             hooks,
-            values: takes.then(|| ModelSnapshot::of(model)),
+            values: is_settled.then(|| ModelSnapshot::of(model)),
         });
         Ok(())
     }
@@ -221,20 +208,14 @@ pub struct SnapshotExchange<'a> {
     context: &'a CheckpointContext,
     at: usize,
     taken: &'a mut TakenSnapshot,
-    writer: WriterRole,
 }
 
 impl<'a> SnapshotExchange<'a> {
-    pub(super) fn new(
-        context: &'a CheckpointContext,
-        writer: WriterRole,
-        taken: &'a mut TakenSnapshot,
-    ) -> Self {
+    pub(super) fn new(context: &'a CheckpointContext, taken: &'a mut TakenSnapshot) -> Self {
         Self {
             context,
             at: 0,
             taken,
-            writer,
         }
     }
 
@@ -245,7 +226,7 @@ impl<'a> SnapshotExchange<'a> {
     #[track_caller]
     pub(crate) fn model<M: Module>(&mut self, model: &M) -> Result<()> {
         check_and_sync(self.context, model)?;
-        if self.writer == WriterRole::This
+        if self.context.is_main_process()
             && let Some(SnapshotPart::Model { values, .. }) = self.taken.parts.get_mut(self.at)
         {
             *values = Some(ModelSnapshot::of(model));

@@ -261,24 +261,9 @@ impl SaveOptions {
 #[must_use]
 pub struct LoadOptions {
     pub(super) layout: Option<FileLayout>,
-    pub(super) mode: MismatchMode,
-    pub(super) casts: Casts,
+    pub(super) allows_partial: bool,
+    pub(super) casts_floats: bool,
     renames: Vec<Rename>,
-}
-
-#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
-pub(super) enum MismatchMode {
-    #[default]
-    Strict,
-    Partial,
-}
-
-/// The treatment of values in another float type than the model's.
-#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
-pub(super) enum Casts {
-    #[default]
-    Refused,
-    Floats,
 }
 
 #[derive(Clone, Debug)]
@@ -336,14 +321,14 @@ impl LoadOptions {
     /// [`LoadReport`](super::LoadReport) says what that was. A file of which nothing fits is an
     /// error all the same.
     pub fn allow_partial(mut self) -> Self {
-        self.mode = MismatchMode::Partial;
+        self.allows_partial = true;
         self
     }
 
     /// Casts values in another float type (f64, f32, f16, bf16) to the model's. Default: that is
     /// an error, since it changes the values.
     pub fn cast_floats(mut self) -> Self {
-        self.casts = Casts::Floats;
+        self.casts_floats = true;
         self
     }
 

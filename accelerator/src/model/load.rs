@@ -7,7 +7,7 @@ use burn::tensor::kind::Basic;
 use burn::tensor::{Bool, DType, Int, Tensor, TensorData};
 use serde::{Deserialize, Serialize};
 
-use super::format::{Casts, FileLayout, LoadOptions, MismatchMode, burn_dtype, file_dtype};
+use super::format::{FileLayout, LoadOptions, burn_dtype, file_dtype};
 use super::layout::{self, Layout};
 use super::read::{ModelFile, StoredTensor};
 use super::snapshot::{SnapshotEntry, visit_entries};
@@ -73,9 +73,9 @@ pub(super) fn load<M: Module>(
 ) -> Result<(M, LoadReport)> {
     let matched = Matched::new(&model, file, options)?;
     let report = matched.report;
-    let acceptable = match options.mode {
-        MismatchMode::Strict => report.is_complete(),
-        MismatchMode::Partial => !report.loaded.is_empty(),
+    let acceptable = match options.allows_partial {
+        true => !report.loaded.is_empty(),
+        false => report.is_complete(),
     };
     if !acceptable {
         return Err(unfit(file, &report));
@@ -131,7 +131,7 @@ impl<'a> Matched<'a> {
         let mut matcher = Matcher {
             file,
             layout: agreed_layout(file, options)?,
-            casts: options.casts,
+            casts_floats: options.casts_floats,
             originals: originals(file, options)?,
             used: BTreeSet::new(),
             report: LoadReport::default(),
@@ -183,7 +183,7 @@ fn originals(file: &ModelFile, options: &LoadOptions) -> Result<BTreeMap<String,
 struct Matcher<'a> {
     file: &'a ModelFile,
     layout: FileLayout,
-    casts: Casts,
+    casts_floats: bool,
     originals: BTreeMap<String, String>,
     used: BTreeSet<String>,
     report: LoadReport,
@@ -192,47 +192,46 @@ struct Matcher<'a> {
 impl<'a> Matcher<'a> {
     fn source(&mut self, entry: &SnapshotEntry) -> Option<ValueSource<'a>> {
         let name = entry.name(self.layout).to_owned();
-        let report = &mut self.report;
         let found = match self.originals.get(&name) {
             Some(original) => self.file.find(original),
             // A tensor of that name was renamed; the name may still be an alias of another tensor.
             None => self.file.find(&name).filter(|(kept, _)| *kept != name),
         };
         let Some((original, stored)) = found else {
-            report.missing.push(name);
+            self.report.missing.push(name);
             return None;
         };
         self.used.insert(original.to_owned());
         let expected = entry.shape(self.layout);
         if stored.shape != expected {
-            report.misshapen.push(Misshapen {
+            self.report.misshapen.push(Misshapen {
                 name,
                 expected: expected.to_vec(),
                 found: stored.shape.clone(),
             });
             return None;
         }
-        if !fits(stored.dtype, entry.dtype, self.casts) {
-            report.mistyped.push(Mistyped {
+        if !self.fits(stored.dtype, entry.dtype) {
+            self.report.mistyped.push(Mistyped {
                 name,
                 expected: format!("{:?}", entry.dtype).to_lowercase(),
                 found: stored.dtype.to_string().to_lowercase(),
             });
             return None;
         }
-        report.loaded.push(name);
+        self.report.loaded.push(name);
         Some(ValueSource {
             stored,
             is_transposed: entry.is_transposed(self.layout),
         })
     }
-}
 
-fn fits(stored: safetensors::Dtype, wanted: DType, casts: Casts) -> bool {
-    match burn_dtype(stored) {
-        _ if file_dtype(wanted) == Some(stored) => true,
-        Some(found) => casts == Casts::Floats && found.is_float() && wanted.is_float(),
-        None => false,
+    fn fits(&self, stored: safetensors::Dtype, wanted: DType) -> bool {
+        match burn_dtype(stored) {
+            _ if file_dtype(wanted) == Some(stored) => true,
+            Some(found) => self.casts_floats && found.is_float() && wanted.is_float(),
+            None => false,
+        }
     }
 }
 

@@ -3,6 +3,7 @@
 use core::num::NonZeroU64;
 
 use super::arguments::{IntervalStrategy, SaveStrategy, TrainingArguments};
+use super::callback::TrainerControl;
 use super::console::TableRows;
 use super::rates::LrSchedule;
 
@@ -27,14 +28,6 @@ enum Every {
     Never,
     Epoch,
     Updates(NonZeroU64),
-}
-
-/// The things to do after an update, or at the end of an epoch: in that order.
-#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
-pub(super) struct Due {
-    pub(super) log: bool,
-    pub(super) evaluate: bool,
-    pub(super) save: bool,
 }
 
 impl Flow {
@@ -83,34 +76,36 @@ impl Flow {
     }
 
     /// Returns what is due after that update, counted from 1.
-    pub(super) fn after_update(&self, update: u64) -> Due {
+    pub(super) fn after_update(&self, update: u64) -> TrainerControl {
         let is_last = update >= self.updates;
         let is_due = |interval: Every| match interval {
             Every::Updates(every) => update.is_multiple_of(every.get()),
             Every::Never | Every::Epoch => false,
         };
         let at_end = |interval| is_last && matches!(interval, Every::Updates(_));
-        Due {
-            log: is_due(self.logging) || (self.logs_first && update == 1),
-            evaluate: (is_due(self.evaluation) && self.eval_delay <= update as f64)
+        TrainerControl {
+            should_log: is_due(self.logging) || (self.logs_first && update == 1),
+            should_evaluate: (is_due(self.evaluation) && self.eval_delay <= update as f64)
                 || at_end(self.evaluation),
-            save: is_due(self.saving) || at_end(self.saving),
+            should_save: is_due(self.saving) || at_end(self.saving),
+            ..TrainerControl::default()
         }
     }
 
     /// Returns what is due at the end of an epoch, given the epochs trained, perhaps not the whole of the last one.
-    pub(super) fn after_epoch(&self, epochs: f64) -> Due {
-        Due {
-            log: self.logging == Every::Epoch,
-            evaluate: self.evaluation == Every::Epoch && self.eval_delay <= epochs,
-            save: self.saving == Every::Epoch,
+    pub(super) fn after_epoch(&self, epochs: f64) -> TrainerControl {
+        TrainerControl {
+            should_log: self.logging == Every::Epoch,
+            should_evaluate: self.evaluation == Every::Epoch && self.eval_delay <= epochs,
+            should_save: self.saving == Every::Epoch,
+            ..TrainerControl::default()
         }
     }
 
     /// Tells if that update may be the last before a log.
     pub(super) fn may_log(&self, update: u64, ends_epoch: bool) -> bool {
         let ends_epoch = ends_epoch || update >= self.updates;
-        self.after_update(update).log || (ends_epoch && self.logging == Every::Epoch)
+        self.after_update(update).should_log || (ends_epoch && self.logging == Every::Epoch)
     }
 
     pub(super) fn rows(&self) -> TableRows {
@@ -149,7 +144,7 @@ mod tests {
         }
     }
 
-    fn updates(flow: &Flow, due: impl Fn(Due) -> bool) -> Vec<u64> {
+    fn updates(flow: &Flow, due: impl Fn(TrainerControl) -> bool) -> Vec<u64> {
         let updates = 1..=flow.updates;
         updates
             .filter(|&update| due(flow.after_update(update)))
@@ -201,9 +196,9 @@ mod tests {
             },
             5,
         );
-        assert_eq!(updates(&flow, |due| due.log), [3, 6]);
-        assert_eq!(updates(&flow, |due| due.evaluate), [3, 6, 7]);
-        assert_eq!(updates(&flow, |due| due.save), [4, 7]);
+        assert_eq!(updates(&flow, |due| due.should_log), [3, 6]);
+        assert_eq!(updates(&flow, |due| due.should_evaluate), [3, 6, 7]);
+        assert_eq!(updates(&flow, |due| due.should_save), [4, 7]);
 
         let shares = Flow::new(
             &TrainingArguments {
@@ -217,11 +212,11 @@ mod tests {
             10,
         );
         assert_eq!(
-            updates(&shares, |due| due.log),
+            updates(&shares, |due| due.should_log),
             [2, 4, 6, 8, 10, 12, 14, 16, 18, 20]
         );
-        assert_eq!(updates(&shares, |due| due.evaluate), [5, 10, 15, 20]);
-        assert_eq!(updates(&shares, |due| due.save), [10, 20]);
+        assert_eq!(updates(&shares, |due| due.should_evaluate), [5, 10, 15, 20]);
+        assert_eq!(updates(&shares, |due| due.should_save), [10, 20]);
     }
 
     #[test]
@@ -235,7 +230,7 @@ mod tests {
             },
             5,
         );
-        assert_eq!(updates(&flow, |due| due.evaluate), [4, 5]);
+        assert_eq!(updates(&flow, |due| due.should_evaluate), [4, 5]);
     }
 
     #[test]

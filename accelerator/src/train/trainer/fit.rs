@@ -11,7 +11,6 @@ use crate::data::Batch;
 use crate::local::LocalTraining as _;
 use crate::optim::StepOutcome;
 use crate::train::callback::{CallbackContext, TrainerCallback, TrainerControl};
-use crate::train::flow::Due;
 use crate::train::state::{LogEntry, Metrics};
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -72,11 +71,11 @@ where
             }
             let control = self.hook(|callback, at, control| callback.on_epoch_end(at, control))?;
             let due = data.flow.after_epoch(self.state.epoch);
-            let control = self.log_and_evaluate(due, control)?;
+            let control = self.log_and_evaluate(control.or(due))?;
             if end != EpochEnd::BrokenOff {
                 self.state.ended_epochs += 1;
             }
-            let control = self.save_if_due(data, due, control)?;
+            let control = self.save_if_due(data, control)?;
             stops = end != EpochEnd::Complete || control.should_training_stop;
         }
         self.share_losses()?;
@@ -105,8 +104,8 @@ where
             self.console.on_step_end(&self.state);
             let control = self.hook(|callback, at, control| callback.on_step_end(at, control))?;
             let due = data.flow.after_update(self.state.global_step);
-            let control = self.log_and_evaluate(due, control)?;
-            let control = self.save_if_due(data, due, control)?;
+            let control = self.log_and_evaluate(control.or(due))?;
+            let control = self.save_if_due(data, control)?;
             if self.accelerator.preempted()? {
                 self.was_preempted = true;
                 if !self.is_saved() {
@@ -183,13 +182,12 @@ where
     }
 
     /// Does what is due or asked for, as far as it does not need the checkpoint.
-    fn log_and_evaluate(&mut self, due: Due, control: TrainerControl) -> Result<TrainerControl> {
-        let mut control = control;
-        if due.log || control.should_log {
+    fn log_and_evaluate(&mut self, mut control: TrainerControl) -> Result<TrainerControl> {
+        if control.should_log {
             self.share_losses()?;
             control = control.or(self.log_losses()?);
         }
-        if due.evaluate || control.should_evaluate {
+        if control.should_evaluate {
             self.average_weights()?;
             control = control.or(self.evaluate_now()?);
         }
@@ -199,10 +197,9 @@ where
     fn save_if_due(
         &mut self,
         data: &TrainData<O>,
-        due: Due,
         control: TrainerControl,
     ) -> Result<TrainerControl> {
-        match due.save || control.should_save {
+        match control.should_save {
             true => Ok(control.or(self.save(data)?)),
             false => Ok(control),
         }
