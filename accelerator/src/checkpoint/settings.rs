@@ -198,7 +198,8 @@ impl Checkpoints {
             .map_or_else(Rescale::default, |rule| rule(change))
     }
 
-    pub(super) fn path(&self) -> &Path {
+    /// The folder.
+    pub fn path(&self) -> &Path {
         &self.path
     }
 
