@@ -7,7 +7,7 @@ use accelerator::prelude::*;
 use burn::nn::Linear;
 use burn::optim::{AdamWConfig, ModuleOptimizer};
 
-use super::{Column, distance, line, loader};
+use super::{Column, assert_chain, distance, line, loader};
 
 pub type Parts = (Linear, PreparedOptimizer<Manual>, PreparedLoader<Column>);
 
@@ -63,10 +63,10 @@ pub fn train_epochs(
     Ok((model, optimizer, train))
 }
 
-/// Returns the message of an error that blames the checkpoint.
-pub fn misfit(error: &accelerator::Error) -> String {
-    assert!(error.is_checkpoint(), "{error:?}");
-    format!("{error:?}")
+/// Asserts that an error blames the checkpoint, with these words.
+#[track_caller]
+pub fn misfit(error: &Error, words: &[&str]) {
+    assert_chain(error, Error::is_checkpoint, words);
 }
 
 /// Returns the sorted names in a folder.

@@ -3,12 +3,20 @@
 
 pub mod checkpoints;
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use accelerator::collective::launcher::{GroupExt, LaunchExt, Rendezvous, StoreHost, StoreServer};
+use accelerator::collective::{Launch, Topology, TransportKind};
+use accelerator::optim::Manual;
 use accelerator::prelude::*;
+use accelerator::{AcceleratorBuilder, Weight};
 use burn::data::dataloader::batcher::Batcher;
 use burn::data::dataset::InMemDataset;
-use burn::module::{Module, ModuleVisitor, Param};
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::nn::loss::{MseLoss, Reduction};
 use burn::nn::{Linear, LinearConfig};
+use burn::optim::SgdConfig;
 use burn::tensor::{Device, Tensor, TensorData};
 
 /// Returns the CPU devices of this build. Tests run on each of them.
@@ -72,11 +80,116 @@ pub fn distance(model: &Linear, batch: &Column) -> Tensor<1> {
     MseLoss::new().forward(model.forward(batch.values.clone()), wanted, Reduction::Mean)
 }
 
+/// Prepares a line, plain gradient descent, and a loader.
+pub fn learner(
+    accelerator: &Accelerator,
+    train: accelerator::data::Loader<Column>,
+) -> Result<(Linear, PreparedOptimizer<Manual>, PreparedLoader<Column>)> {
+    accelerator.prepare((line(&accelerator.device()), SgdConfig::new().init(), train))
+}
+
+/// Prepares a line and plain gradient descent.
+pub fn line_and_sgd(accelerator: &Accelerator) -> Result<(Linear, PreparedOptimizer<Manual>)> {
+    accelerator.prepare((line(&accelerator.device()), SgdConfig::new().init()))
+}
+
+/// Makes a step, or a micro-step, by the distance of a batch.
+pub fn learn(
+    accelerator: &Accelerator,
+    model: Linear,
+    optimizer: &mut PreparedOptimizer<Manual>,
+    rate: f64,
+    batch: &Batch<Column>,
+) -> Result<Linear> {
+    let gradients = accelerator.backward(distance(&model, batch), &model, batch)?;
+    Ok(optimizer.step(rate, model, gradients))
+}
+
+/// Makes a step by the mean output for an input of ones.
+pub fn learn_ones(
+    accelerator: &Accelerator,
+    model: Linear,
+    optimizer: &mut PreparedOptimizer<Manual>,
+    weight: impl Into<Weight>,
+) -> Result<Linear> {
+    let input = Tensor::<2>::ones([2, 1], &accelerator.device());
+    let gradients = accelerator.backward(model.forward(input).mean(), &model, weight)?;
+    Ok(optimizer.step(0.1, model, gradients))
+}
+
+/// Counts the operations of a rank from now on.
+pub fn counted(accelerator: &Accelerator) -> Arc<AtomicUsize> {
+    let count = Arc::new(AtomicUsize::new(0));
+    let counter = count.clone();
+    let observed = accelerator.group().observe(move |_| {
+        counter.fetch_add(1, Ordering::Relaxed);
+    });
+    observed.unwrap();
+    count
+}
+
+/// Runs ranks in threads that are connected as processes are, and returns their outcomes. `place` adds the local rank.
+pub fn connected<T: Send>(
+    ranks: usize,
+    place: impl Fn(Topology) -> Topology,
+    body: impl Fn(usize, AcceleratorBuilder) -> Result<T> + Sync,
+) -> Vec<Result<T>> {
+    let store = StoreServer::bind(("127.0.0.1", 0), ranks, None).unwrap();
+    let rendezvous = Rendezvous::new("127.0.0.1", store.local_addr().port());
+    let rendezvous = rendezvous.with_store(StoreHost::Launcher);
+    std::thread::scope(|scope| {
+        let start = |rank| {
+            let topology = place(Topology::new(rank, ranks).unwrap());
+            let launch = Launch::new(topology, rendezvous.clone());
+            let builder = Accelerator::builder().launched_as(launch);
+            let builder = builder.transport(TransportKind::Tcp);
+            let body = &body;
+            scope.spawn(move || body(rank, builder))
+        };
+        let threads: Vec<_> = (0..ranks).map(start).collect();
+        let ended = threads.into_iter().map(|thread| thread.join().unwrap());
+        ended.collect()
+    })
+}
+
+/// Runs an ignored test of this program in a process of its own with the variable set. Tells whether it succeeded, and
+/// returns its output.
+pub fn child(test: &str, name: &str, value: &str) -> (bool, String) {
+    let output = std::process::Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", test, "--ignored", "--nocapture"])
+        .env(name, value)
+        .output()
+        .unwrap();
+    let [stdout, stderr] = [&output.stdout, &output.stderr].map(|it| String::from_utf8_lossy(it));
+    (output.status.success(), format!("{stdout}{stderr}"))
+}
+
 /// Returns a folder in memory if the system has one, since hundreds of saves would wait for the disk.
 pub fn folder_in_memory() -> tempfile::TempDir {
     tempfile::tempdir_in("/dev/shm")
         .or_else(|_| tempfile::tempdir())
         .unwrap()
+}
+
+/// Returns a model whose values are always the same, even if other tests draw from the generator at the same time.
+pub fn known<M: Module>(model: M) -> M {
+    struct Known(f32);
+    impl ModuleMapper for Known {
+        fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+            let (id, old, mapper) = param.consume();
+            // A variance must not be negative.
+            let mean = if D == 1 { 0.5 } else { 0.0 };
+            let values = (0..old.shape().num_elements()).map(|_| {
+                self.0 += 1.0;
+                mean + 0.3 * (self.0 * 1.7).sin()
+            });
+            let values = TensorData::new(values.collect::<Vec<f32>>(), old.shape());
+            let values = values.convert_dtype(old.dtype());
+            let new = Tensor::from_data(values, (&old.device(), old.dtype()));
+            Param::from_mapped_value(id, new.set_require_grad(old.is_require_grad()), mapper)
+        }
+    }
+    model.map(&mut Known(0.0))
 }
 
 /// Returns every float parameter, one after the other.
@@ -118,5 +231,26 @@ pub fn assert_close(ours: &[f32], theirs: &[f32], bound: f32) {
             (ours - theirs).abs() <= bound,
             "{ours} is not {theirs} to {bound}"
         );
+    }
+}
+
+/// Asserts the kind of an error, and that its message contains all of the words.
+#[track_caller]
+pub fn assert_error(error: &Error, is_kind: fn(&Error) -> bool, words: &[&str]) {
+    assert!(is_kind(error), "{error:?}");
+    assert_contains(&error.to_string(), words);
+}
+
+/// Asserts the kind of an error, and that its message and those of its causes contain all of the words.
+#[track_caller]
+pub fn assert_chain(error: &Error, is_kind: fn(&Error) -> bool, words: &[&str]) {
+    assert!(is_kind(error), "{error:?}");
+    assert_contains(&format!("{error:?}"), words);
+}
+
+#[track_caller]
+pub fn assert_contains(text: &str, words: &[&str]) {
+    for word in words {
+        assert!(text.contains(word), "`{word}` is missing in: {text}");
     }
 }

@@ -1,10 +1,11 @@
 //! C6, C7, C8: the ends of accumulation windows, and the averages over them.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 
-use crate::common::{assert_close, devices, distance, flat, line, loader, of_every_rank};
-use accelerator::collective::launcher::GroupExt;
+use crate::common::{
+    assert_close, assert_contains, assert_error, child, counted, devices, distance, flat, learner,
+    line, loader, of_every_rank,
+};
 use accelerator::prelude::*;
 use accelerator::{Overlap, Weight};
 use burn::module::Param;
@@ -27,13 +28,8 @@ fn c6_windows_end_when_they_are_full_and_with_the_loader() {
                     let train = LoaderBuilder::new(crate::common::ColumnBatcher)
                         .global_batch_size(16)
                         .build(crate::common::columns(samples));
-                    let parts = (line(&accelerator.device()), SgdConfig::new().init(), train);
-                    let (mut model, mut optimizer, train) = accelerator.prepare(parts)?;
-                    let count = Arc::new(AtomicUsize::new(0));
-                    let seen = Arc::clone(&count);
-                    accelerator.group().observe(move |_| {
-                        seen.fetch_add(1, Ordering::Relaxed);
-                    })?;
+                    let (mut model, mut optimizer, train) = learner(&accelerator, train)?;
+                    let count = counted(&accelerator);
                     let mut found = Vec::new();
                     for batch in train.epoch(0) {
                         let batch = batch?;
@@ -142,12 +138,8 @@ fn the_program_keeps_a_window_open_or_ends_it() {
         let rows = Accelerator::builder()
             .accumulation_steps(3)
             .launch(ranks, |accelerator| {
-                let parts = (
-                    line(&accelerator.device()),
-                    SgdConfig::new().init(),
-                    loader(4 * ranks, 1),
-                );
-                let (mut model, mut optimizer, train) = accelerator.prepare(parts)?;
+                let (mut model, mut optimizer, train) =
+                    learner(&accelerator, loader(4 * ranks, 1))?;
                 let mut sizes = Vec::new();
                 for epoch in 0..2 {
                     for batch in train.epoch(epoch) {
@@ -165,17 +157,8 @@ fn the_program_keeps_a_window_open_or_ends_it() {
                     }
                 }
                 let samples = |calls: usize| Some((calls * ranks) as f64);
-                let expected = [
-                    None,
-                    None,
-                    None,
-                    None,
-                    samples(5),
-                    samples(1),
-                    None,
-                    samples(2),
-                ];
-                assert_eq!(sizes, expected);
+                assert_eq!(sizes[..4], [None; 4]);
+                assert_eq!(sizes[4..], [samples(5), samples(1), None, samples(2)]);
                 Ok(flat(&model))
             });
         of_every_rank(rows.unwrap());
@@ -204,12 +187,8 @@ fn windows_that_differ_between_ranks_are_an_error_on_all_of_them() {
             Ok(error)
         });
     for error in errors.unwrap() {
-        assert!(error.is_misuse(), "{error:?}");
-        let text = error.to_string();
-        assert!(
-            text.contains("1 on rank 0, 2 on rank 1, 3 on rank 2"),
-            "{text}"
-        );
+        let words = ["1 on rank 0, 2 on rank 1, 3 on rank 2"];
+        assert_error(&error, Error::is_misuse, &words);
     }
 }
 
@@ -221,57 +200,40 @@ fn a_global_batch_is_reached_by_accumulation() {
             .launch(ranks, |accelerator| Ok(accelerator.accumulation_steps()));
         assert_eq!(found.unwrap(), vec![steps; ranks]);
     }
-    let error = |builder: accelerator::AcceleratorBuilder, ranks| {
+    let of = |samples, batch| Accelerator::builder().global_batch(samples, batch);
+    let both = of(64, 8).accumulation_steps(4);
+    let no_multiple = "no multiple of 1 rank times 8 samples a batch; choose 8";
+    for (builder, ranks, word) in [
+        (of(64, 8), 3, "48 or 72"),
+        (of(4, 8), 1, no_multiple),
+        (of(0, 8), 1, "choose 8"),
+        (of(8, 0), 1, "batches of 0"),
+        (both.clone(), 1, "comes to 8"),
+    ] {
         let error = builder.launch(ranks, |_| Ok(())).unwrap_err();
-        assert!(error.is_config(), "{error:?}");
-        error.to_string()
-    };
-    let text = error(Accelerator::builder().global_batch(64, 8), 3);
-    assert!(text.contains("48 or 72"), "{text}");
-    let text = error(Accelerator::builder().global_batch(4, 8), 1);
-    assert!(
-        text.contains("no multiple of 1 rank times 8 samples a batch; choose 8"),
-        "{text}"
-    );
-    assert!(error(Accelerator::builder().global_batch(0, 8), 1).contains("choose 8"));
-    assert!(error(Accelerator::builder().global_batch(8, 0), 1).contains("batches of 0"));
-    let both = Accelerator::builder()
-        .global_batch(64, 8)
-        .accumulation_steps(4);
-    assert!(error(both.clone(), 1).contains("comes to 8"));
+        assert_error(&error, Error::is_config, &[word]);
+    }
     assert!(both.launch(2, |_| Ok(())).is_ok());
-}
-
-/// Runs this file's `inner_steps` in a process of its own with the variable set.
-fn steps_with(value: &str) -> (bool, String) {
-    let output = std::process::Command::new(std::env::current_exe().unwrap())
-        .args([
-            "--exact",
-            "accumulation::inner_steps",
-            "--ignored",
-            "--nocapture",
-        ])
-        .env("ACCEL_ACCUMULATION_STEPS", value)
-        .output()
-        .unwrap();
-    let text = String::from_utf8_lossy(&output.stdout).into_owned();
-    (
-        output.status.success(),
-        text + &String::from_utf8_lossy(&output.stderr),
-    )
 }
 
 #[test]
 fn the_environment_says_how_many_steps_where_the_program_does_not() {
+    let steps_with = |value| {
+        child(
+            "accumulation::inner_steps",
+            "ACCEL_ACCUMULATION_STEPS",
+            value,
+        )
+    };
     let (good, text) = steps_with("4");
-    assert!(good && text.contains("open: 4"), "{text}");
-    assert!(text.contains("same: 4"), "{text}");
-    assert!(text.contains("ACCEL_ACCUMULATION_STEPS for `4`"), "{text}");
-    let (good, text) = steps_with("0");
-    assert!(
-        !good && text.contains("expected a number of at least 1, found `0`"),
-        "{text}"
+    assert!(good, "{text}");
+    assert_contains(
+        &text,
+        &["open: 4", "same: 4", "ACCEL_ACCUMULATION_STEPS for `4`"],
     );
+    let (good, text) = steps_with("0");
+    assert!(!good, "{text}");
+    assert_contains(&text, &["expected a number of at least 1, found `0`"]);
 }
 
 #[test]
@@ -301,9 +263,7 @@ fn finished_gradients_are_averaged_to_the_bits_of_backward() {
             let train = |runs_backward: bool| {
                 let builder = Accelerator::builder().device(kind).overlap(overlap);
                 let rows = builder.accumulation_steps(2).launch(ranks, |accelerator| {
-                    let parts = (line(&accelerator.device()), SgdConfig::new().init());
-                    let (mut model, mut optimizer) = accelerator.prepare(parts)?;
-                    let train = accelerator.prepare(loader(41, 4))?;
+                    let (mut model, mut optimizer, train) = learner(&accelerator, loader(41, 4))?;
                     for epoch in 0..3 {
                         for batch in train.epoch(epoch) {
                             let batch = batch?;
@@ -342,8 +302,5 @@ fn finished_gradients_of_f16_are_refused() {
     let loss = from_double(&model, &[1.0]);
     let gradients = GradientsParams::from_grads(loss.backward(), &model);
     let error = accelerator.average(gradients, &model, 1).unwrap_err();
-    assert!(
-        error.is_misuse() && error.to_string().contains("f16"),
-        "{error}"
-    );
+    assert_error(&error, Error::is_misuse, &["f16"]);
 }

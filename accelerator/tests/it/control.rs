@@ -2,26 +2,16 @@
 //! conformance list that follows Accelerate's tests.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Barrier, Mutex};
+use std::sync::atomic::Ordering;
+use std::sync::{Barrier, Mutex};
 use std::time::Duration;
 
-use crate::common::{devices, distance, line, loader};
-use accelerator::collective::launcher::{GroupExt, LaunchExt, Rendezvous, StoreHost, StoreServer};
-use accelerator::collective::{Launch, Topology};
+use crate::common::{
+    assert_chain, assert_contains, connected, counted, devices, distance, learn, learner, line,
+    loader,
+};
+use accelerator::collective::Topology;
 use accelerator::prelude::*;
-use burn::optim::SgdConfig;
-
-/// Counts the operations of a rank from now on.
-fn counted(accelerator: &Accelerator) -> Result<Arc<AtomicUsize>> {
-    let count = Arc::new(AtomicUsize::new(0));
-    let counter = count.clone();
-    let observed = accelerator.group().observe(move |_| {
-        counter.fetch_add(1, Ordering::Relaxed);
-    });
-    observed?;
-    Ok(count)
-}
 
 #[test]
 fn c13_a_flag_that_one_rank_raises_is_seen_by_all_once() {
@@ -42,38 +32,47 @@ fn c13_a_flag_that_one_rank_raises_is_seen_by_all_once() {
     }
 }
 
-/// Trains, checks the trigger after every step, and lets the last rank raise it once. Returns the answers of the checks
-/// and the number of operations.
+/// The question that all ranks ask after a window. The last rank gives them a reason for a "yes".
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Question {
+    None,
+    /// It sets the trigger in the sixth micro-step.
+    Trigger,
+    /// It is preempted in the fifth micro-step.
+    Preemption,
+}
+
+/// Trains for twelve micro-steps, and returns the answers of each rank and the number of operations.
 fn steps(
     kind: BackendKind,
     ranks: usize,
     accumulation: usize,
     overlap: Overlap,
-    check: bool,
+    question: Question,
 ) -> Vec<(Vec<bool>, usize)> {
     Accelerator::builder()
         .device(kind)
         .accumulation_steps(accumulation)
         .overlap(overlap)
         .launch(ranks, |accelerator| {
-            let parts = (
-                line(&accelerator.device()),
-                SgdConfig::new().init(),
-                loader(48 * ranks, 4),
-            );
-            let (mut model, mut optimizer, train) = accelerator.prepare(parts)?;
-            let count = counted(&accelerator)?;
+            let (mut model, mut optimizer, train) = learner(&accelerator, loader(48 * ranks, 4))?;
+            let count = counted(&accelerator);
             let mut answers = Vec::new();
             for batch in train.epoch(0) {
                 let batch = batch?;
-                if batch.step() == 5 && accelerator.topology().is_last() {
-                    accelerator.set_trigger();
+                match (question, batch.step()) {
+                    _ if !accelerator.topology().is_last() => {}
+                    (Question::Trigger, 5) => accelerator.set_trigger(),
+                    (Question::Preemption, 4) => accelerator.on_preemption(notice())?,
+                    _ => {}
                 }
-                let gradients = accelerator.backward(distance(&model, &batch), &model, &batch)?;
-                let is_step = gradients.loss().is_some();
-                model = optimizer.step(0.01, model, gradients);
-                if check && is_step {
-                    answers.push(accelerator.check_trigger()?);
+                model = learn(&accelerator, model, &mut optimizer, 0.01, &batch)?;
+                match question {
+                    Question::Trigger if optimizer.outcome() != StepOutcome::Accumulated => {
+                        answers.push(accelerator.check_trigger()?);
+                    }
+                    Question::Preemption => answers.push(accelerator.preempted()?),
+                    _ => {}
                 }
             }
             Ok((answers, count.load(Ordering::Relaxed)))
@@ -87,29 +86,13 @@ fn c13_a_check_after_a_step_needs_no_operation_of_its_own() {
         for ranks in 1..=3 {
             for accumulation in [1, 3] {
                 for overlap in [Overlap::Off, Overlap::On] {
-                    let plain = steps(kind, ranks, accumulation, overlap, false);
-                    let checked = steps(kind, ranks, accumulation, overlap, true);
-                    // The flag is raised in the sixth of twelve micro-steps.
-                    let expected: Vec<bool> = (0..12 / accumulation)
-                        .map(|step| step == 5 / accumulation)
-                        .collect();
-                    for ((_, without), (answers, with)) in plain.iter().zip(checked) {
-                        assert_eq!(
-                            answers, expected,
-                            "{ranks} ranks, {accumulation}, {overlap:?}"
-                        );
-                        assert_eq!(with, *without, "operations of a rank");
-                    }
+                    let expected = (0..12 / accumulation).map(|step| step == 5 / accumulation);
+                    let run = |question| steps(kind, ranks, accumulation, overlap, question);
+                    check(run, Question::Trigger, &expected.collect::<Vec<_>>());
                 }
             }
         }
     }
-}
-
-/// Returns a preemption notice that is due now.
-fn notice() -> Preemption {
-    let preemption = Preemption::new().with_signals([]);
-    preemption.with_deadline(std::time::SystemTime::now())
 }
 
 #[test]
@@ -121,41 +104,25 @@ fn a_preemption_is_told_with_its_window_and_stays() {
         (3, 3, Overlap::Off),
         (2, 3, Overlap::On),
     ] {
-        let plain = steps(BackendKind::Flex, ranks, accumulation, overlap, false);
-        let builder = Accelerator::builder().device(BackendKind::Flex);
-        let builder = builder.accumulation_steps(accumulation).overlap(overlap);
-        let asked = builder.launch(ranks, |accelerator| {
-            let parts = (
-                line(&accelerator.device()),
-                SgdConfig::new().init(),
-                loader(48 * ranks, 4),
-            );
-            let (mut model, mut optimizer, train) = accelerator.prepare(parts)?;
-            let count = counted(&accelerator)?;
-            let mut answers = Vec::new();
-            for batch in train.epoch(0) {
-                let batch = batch?;
-                if batch.step() == 4 && accelerator.topology().is_last() {
-                    accelerator.on_preemption(notice())?;
-                }
-                let gradients = accelerator.backward(distance(&model, &batch), &model, &batch)?;
-                model = optimizer.step(0.01, model, gradients);
-                answers.push(accelerator.preempted()?);
-            }
-            Ok((answers, count.load(Ordering::Relaxed)))
-        });
         // There is nothing to save within a window.
-        let expected: Vec<bool> = (0..12)
-            .map(|step| (step + 1) % accumulation == 0 && step >= 4)
-            .collect();
-        for ((_, without), (answers, with)) in plain.iter().zip(asked.unwrap()) {
-            assert_eq!(
-                answers, expected,
-                "{ranks} ranks, {accumulation}, {overlap:?}"
-            );
-            assert_eq!(with, *without, "operations of a rank");
-        }
+        let expected = (0..12).map(|step| (step + 1) % accumulation == 0 && step >= 4);
+        let run = |question| steps(BackendKind::Flex, ranks, accumulation, overlap, question);
+        check(run, Question::Preemption, &expected.collect::<Vec<_>>());
     }
+}
+
+/// Asserts what all ranks are told, and that no operation is made for it.
+#[track_caller]
+fn check(run: impl Fn(Question) -> Vec<(Vec<bool>, usize)>, question: Question, told: &[bool]) {
+    for ((answers, with), (_, without)) in run(question).iter().zip(run(Question::None)) {
+        assert_eq!((&**answers, *with), (told, without), "{question:?}");
+    }
+}
+
+/// Returns a preemption notice that is due now.
+fn notice() -> Preemption {
+    let preemption = Preemption::new().with_signals([]);
+    preemption.with_deadline(std::time::SystemTime::now())
 }
 
 #[test]
@@ -173,7 +140,7 @@ fn a_preemption_and_the_flag_are_told_each_by_itself() {
             let _gradients = accelerator.backward(distance(&model, &batch), &model, &batch)?;
             answers.push([accelerator.preempted()?, accelerator.check_trigger()?]);
         }
-        let count = counted(&accelerator)?;
+        let count = counted(&accelerator);
         answers.push([accelerator.preempted()?, accelerator.check_trigger()?]);
         assert_eq!(
             count.load(Ordering::Relaxed),
@@ -190,14 +157,9 @@ fn a_preemption_and_the_flag_are_told_each_by_itself() {
 fn a_preemption_in_local_training_is_told_with_the_average() {
     let steps = |asks: bool| {
         let outcomes = accelerator::launch(2, |accelerator| {
-            let parts = (
-                line(&accelerator.device()),
-                SgdConfig::new().init(),
-                loader(48, 4),
-            );
-            let (mut model, mut optimizer, train) = accelerator.prepare(parts)?;
+            let (mut model, mut optimizer, train) = learner(&accelerator, loader(48, 4))?;
             let mut local = LocalSgdConfig::new(3).init(&accelerator, &model)?;
-            let count = counted(&accelerator)?;
+            let count = counted(&accelerator);
             let mut answers = Vec::new();
             for batch in train.epoch(0) {
                 let batch = batch?;
@@ -238,7 +200,7 @@ fn c13_a_flag_that_is_raised_after_the_window_is_told_by_the_next_check() {
                 accelerator.on_main_process(|| accelerator.set_trigger());
                 answers.push(accelerator.check_trigger()?);
             }
-            let count = counted(&accelerator)?;
+            let count = counted(&accelerator);
             // No window has ended since then, so the check asks the other ranks.
             answers.push(accelerator.check_trigger()?);
             answers.push(accelerator.check_trigger()?);
@@ -289,8 +251,7 @@ fn c14_a_collective_where_a_rank_is_alone_is_an_error_there_and_then() {
             accelerator.on_process(0, || accelerator.finish()),
         ];
         for error in alone.into_iter().flatten().map(Result::unwrap_err) {
-            assert!(error.is_misuse(), "{error:?}");
-            assert!(format!("{error:?}").contains("one rank only"), "{error:?}");
+            assert_chain(&error, Error::is_misuse, &["one rank only"]);
         }
         // The group still works.
         accelerator.wait_for_everyone()?;
@@ -299,9 +260,7 @@ fn c14_a_collective_where_a_rank_is_alone_is_an_error_there_and_then() {
             accelerator.main_process_first(meet),
             accelerator.local_main_process_first(meet),
         ] {
-            let error = outcome.unwrap_err();
-            assert!(error.is_misuse(), "{error:?}");
-            assert!(format!("{error:?}").contains("one rank only"), "{error:?}");
+            assert_chain(&outcome.unwrap_err(), Error::is_misuse, &["one rank only"]);
         }
         accelerator.wait_for_everyone()
     })
@@ -327,12 +286,8 @@ fn c14_a_collective_where_a_rank_is_alone_is_an_error_there_and_then() {
                 ),
             ];
             for error in alone.into_iter().flatten().map(Result::unwrap_err) {
-                assert!(error.is_misuse(), "{error:?}");
-                let text = format!("{error:?}");
-                assert!(
-                    text.contains("where collectives are forbidden"),
-                    "{error:?}"
-                );
+                let words = ["where collectives are forbidden"];
+                assert_chain(&error, Error::is_misuse, &words);
             }
             accelerator.wait_for_everyone()?;
             // The next window contains nothing of it.
@@ -348,29 +303,10 @@ fn c14_a_collective_where_a_rank_is_alone_is_an_error_there_and_then() {
     }
 }
 
-/// Runs two hosts of two ranks each, in threads that are connected as processes are.
-fn on_two_hosts<T: Send>(body: impl Fn(Accelerator) -> Result<T> + Send + Sync) -> Vec<Result<T>> {
-    let store = StoreServer::bind(("127.0.0.1", 0), 4, None).unwrap();
-    let rendezvous = Rendezvous::new("127.0.0.1", store.local_addr().port());
-    let rendezvous = rendezvous.with_store(StoreHost::Launcher);
-    std::thread::scope(|scope| {
-        let threads: Vec<_> = (0..4)
-            .map(|rank| {
-                let (body, rendezvous) = (&body, rendezvous.clone());
-                scope.spawn(move || {
-                    let topology = Topology::new(rank, 4)?.with_local(rank % 2, 2)?;
-                    let builder = Accelerator::builder()
-                        .launched_as(Launch::new(topology, rendezvous))
-                        .transport(accelerator::collective::TransportKind::Tcp);
-                    body(builder.build()?)
-                })
-            })
-            .collect();
-        threads
-            .into_iter()
-            .map(|thread| thread.join().unwrap())
-            .collect()
-    })
+/// Runs two hosts of two ranks each.
+fn on_two_hosts<T: Send>(body: impl Fn(Accelerator) -> Result<T> + Sync) -> Vec<Result<T>> {
+    let place = |topology: Topology| topology.with_local(topology.rank() % 2, 2).unwrap();
+    connected(4, place, |_, builder| body(builder.build()?))
 }
 
 #[test]
@@ -410,10 +346,9 @@ fn c14_what_fails_on_the_first_of_a_host_fails_everywhere() {
         Ok(outcome.unwrap_err())
     });
     for (rank, error) in errors.into_iter().map(Result::unwrap).enumerate() {
-        assert!(error.is_other(), "{error:?}");
-        let text = format!("{error:?}");
-        assert!(text.contains("batch size"), "{text}");
-        assert_eq!(text.contains("rank 2 failed"), rank != 2, "{text}");
+        assert_chain(&error, Error::is_other, &["batch size"]);
+        let is_told = format!("{error:?}").contains("rank 2 failed");
+        assert_eq!(is_told, rank != 2, "{error:?}");
     }
 }
 
@@ -508,9 +443,5 @@ fn who_hangs_while_others_wait_is_named() {
         })
         .unwrap();
     assert!(errors.iter().all(Error::is_collective), "{errors:?}");
-    let text = errors[1].to_string();
-    assert!(
-        text.contains("rank 1 waited") && text.contains("for rank 0"),
-        "{text}"
-    );
+    assert_contains(&errors[1].to_string(), &["rank 1 waited", "for rank 0"]);
 }

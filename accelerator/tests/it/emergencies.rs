@@ -1,13 +1,13 @@
 //! Saves by survivors after a rank is lost.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::{Arc, Mutex};
 
 use crate::common::checkpoints::{self, Parts, adam, batch_is_cursed};
 use crate::common::{
-    ColumnBatcher, assert_close, columns, distance, flat, line, loader, of_every_rank,
+    ColumnBatcher, assert_close, assert_contains, assert_error, columns, flat, learn, line, loader,
+    of_every_rank,
 };
-use accelerator::checkpoint::Position;
 use accelerator::hook::{CommunicationHook, GradientBucket, HookError, Ranks, SavedBy};
 use accelerator::prelude::*;
 
@@ -28,18 +28,14 @@ fn survivors_save_the_last_complete_step() {
                 if accelerator.rank() == 0 && batch.step() == 2 {
                     return Err(batch_is_cursed());
                 }
-                let gradients = accelerator.backward(distance(&model, &batch), &model, &batch)?;
-                model = optimizer.step(0.05, model.clone(), gradients);
+                model = learn(&accelerator, model.clone(), &mut optimizer, 0.05, &batch)?;
             }
             Ok(())
         };
         let error = looped().unwrap_err();
         if error.is_peer_lost() {
-            let text = error.to_string();
-            assert!(
-                text.contains("rank 0") && text.contains("accumulation_steps is 0"),
-                "{text}"
-            );
+            let words = ["rank 0", "accumulation_steps is 0"];
+            assert_contains(&error.to_string(), &words);
             let parts = (&model, &optimizer, &train);
             let outcome = accelerator.save_emergency(folder.path(), parts)?;
             saved
@@ -58,7 +54,10 @@ fn survivors_save_the_last_complete_step() {
         "the lowest that lives writes"
     );
 
-    let ((_, optimizer, train), position) = resumed_one_by_one(&folder.path().to_owned());
+    let accelerator = Accelerator::new().unwrap();
+    let parts = (line(&accelerator.device()), adam(), loader(12, 1));
+    let parts: Parts = accelerator.prepare(parts).unwrap();
+    let ((_, optimizer, train), position) = accelerator.resume(folder.path(), parts).unwrap();
     assert_eq!((position.step(), optimizer.steps()), (2, 2));
     let numbers: Vec<_> = train
         .epoch(0)
@@ -70,14 +69,10 @@ fn survivors_save_the_last_complete_step() {
         "the failed step's samples come again"
     );
 
-    let accelerator = Accelerator::new().unwrap();
     let error = accelerator
         .save_emergency(folder.path(), Object(&1))
         .unwrap_err();
-    assert!(
-        error.is_misuse() && error.to_string().contains("save_state"),
-        "{error}"
-    );
+    assert_error(&error, Error::is_misuse, &["save_state"]);
 }
 
 #[test]
@@ -135,9 +130,7 @@ fn a_save_that_lacks_parts_is_passed_over_and_removes_nothing() {
             let mut looped = || -> Result<()> {
                 for batch in train.epoch(0) {
                     let batch = batch?;
-                    let gradients =
-                        accelerator.backward(distance(&model, &batch), &model, &batch)?;
-                    model = optimizer.step(0.05, model.clone(), gradients);
+                    model = learn(&accelerator, model.clone(), &mut optimizer, 0.05, &batch)?;
                     if optimizer.steps() == 3 {
                         accelerator.save_state(&checkpoints, (&model, &optimizer, &train))?;
                     }
@@ -174,15 +167,13 @@ fn a_save_that_lacks_parts_is_passed_over_and_removes_nothing() {
 
     let (resumed, position) = life(None).unwrap().remove(0);
     assert_eq!((position.checkpoint(), position.step()), (Some(1), 3));
-    let text = position.passed_over().join("\n");
-    assert!(
-        text.contains("checkpoint-000002") && text.contains("checkpoint-000003"),
-        "{text}"
-    );
-    assert!(
-        text.contains("emergency") && text.contains("an optimizer"),
-        "{text}"
-    );
+    let words = [
+        "checkpoint-000002",
+        "checkpoint-000003",
+        "emergency",
+        "an optimizer",
+    ];
+    assert_contains(&position.passed_over().join("\n"), &words);
     // All parts are there again, and the limit applies.
     assert_eq!(there(), ["checkpoint-000004", "latest"]);
 
@@ -193,9 +184,7 @@ fn a_save_that_lacks_parts_is_passed_over_and_removes_nothing() {
         let parts = accelerator.prepare((model, optimizer, loader(40, 1)))?;
         let (mut model, mut optimizer, train) = parts;
         for batch in train.epoch(0) {
-            let batch = batch?;
-            let gradients = accelerator.backward(distance(&model, &batch), &model, &batch)?;
-            model = optimizer.step(0.05, model.clone(), gradients);
+            model = learn(&accelerator, model, &mut optimizer, 0.05, &batch?)?;
         }
         accelerator.save_state(&undisturbed, (&model, &optimizer, &train))?;
         Ok(flat(&model))
@@ -216,11 +205,8 @@ fn a_save_that_lacks_parts_is_passed_over_and_removes_nothing() {
     let accelerator = Accelerator::new().unwrap();
     let parts = (line(&accelerator.device()), adam());
     let parts = accelerator.prepare(parts).unwrap();
-    let text = checkpoints::misfit(&accelerator.resume(&checkpoints, parts).unwrap_err());
-    assert!(
-        text.contains("place 2") && text.contains("checkpoint-000001"),
-        "{text}"
-    );
+    let error = accelerator.resume(&checkpoints, parts).unwrap_err();
+    checkpoints::misfit(&error, &["place 2", "checkpoint-000001"]);
 }
 
 /// The settings of regular saves do not count, nor does a folder that a regular save refuses.
@@ -250,19 +236,11 @@ fn the_last_state_is_saved_whatever_a_regular_save_refuses() {
         Ok(accelerator.resume(&folder, Object(0)).unwrap_err())
     });
     for error in errors.unwrap() {
-        let text = error.to_string();
-        assert!(error.is_misuse() && text.contains("tracked run"), "{text}");
+        assert_error(&error, Error::is_misuse, &["tracked run"]);
     }
     let accelerator = Accelerator::new().unwrap();
     let (Object(state), _) = accelerator.resume(saved, Object(0)).unwrap();
     assert_eq!(state, 7);
-}
-
-fn resumed_one_by_one(folder: &PathBuf) -> (Parts, Position) {
-    let accelerator = Accelerator::new().unwrap();
-    let parts = (line(&accelerator.device()), adam(), loader(12, 1));
-    let parts = accelerator.prepare(parts).unwrap();
-    accelerator.resume(folder, parts).unwrap()
 }
 
 /// An all-reduce that counts its calls.
@@ -335,8 +313,7 @@ fn with_hook(ranks: usize, folder: &Path, dies: Dies) -> (Result<Vec<f32>>, Rest
                 if is_third && dies == Dies::BeforeItsStep {
                     return Err(batch_is_cursed());
                 }
-                let gradients = accelerator.backward(distance(&model, &batch), &model, &batch)?;
-                model = optimizer.step(0.05, model.clone(), gradients);
+                model = learn(&accelerator, model.clone(), &mut optimizer, 0.05, &batch)?;
             }
             Ok(())
         };

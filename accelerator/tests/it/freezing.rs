@@ -2,14 +2,14 @@
 
 use std::path::Path;
 
-use crate::common::{assert_close, flat, line, linear, of_every_rank};
+use crate::common::{assert_close, assert_error, flat, line, line_and_sgd, linear, of_every_rank};
 use accelerator::local::DiLoCo;
 use accelerator::precision::LossScale;
 use accelerator::prelude::*;
 use accelerator::{Overlap, OverlapState};
 use burn::module::{Module, ParamGroup};
 use burn::nn::{BatchNorm, BatchNormConfig, Linear};
-use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer, SgdConfig};
+use burn::optim::{AdamWConfig, GradientsParams, SgdConfig};
 use burn::tensor::activation::tanh;
 use burn::tensor::{Device, FloatDType, Tensor, TensorData};
 
@@ -302,20 +302,13 @@ fn an_open_window_is_refused_on_every_rank_and_goes_on() {
             assert_eq!(full.samples(), Some(2.0 * SAMPLES as f64));
             drop(full);
             model = accelerator.prepare(frozen)?;
-            assert!(
-                accelerator
-                    .backward(loss(&model), &model, 1)?
-                    .is_accumulating()
-            );
+            let open = accelerator.backward(loss(&model), &model, 1)?;
+            assert!(open.is_accumulating());
             Ok(error)
         });
         for error in outcomes.unwrap() {
-            assert!(error.is_misuse(), "{error:?}");
-            let text = error.to_string();
-            assert!(
-                text.contains("1 micro-step") && text.contains("`trigger_sync`"),
-                "{text}"
-            );
+            let words = ["1 micro-step", "`trigger_sync`"];
+            assert_error(&error, Error::is_misuse, &words);
         }
     }
 }
@@ -334,11 +327,7 @@ fn the_middle_of_local_training_is_refused_and_goes_on() {
         }
         let frozen = model.clone().at(FROZEN.start);
         let error = accelerator.prepare(frozen).map(drop).unwrap_err();
-        assert!(error.is_misuse(), "{error:?}");
-        assert!(
-            error.to_string().contains("call `average` first"),
-            "{error}"
-        );
+        assert_error(&error, Error::is_misuse, &["call `average` first"]);
         local.finish(&mut model)?;
         Ok(flat(&accelerator.prepare(model.at(FROZEN.start))?))
     });
@@ -355,12 +344,7 @@ fn ranks_that_freeze_different_parts_are_told_and_go_on() {
             .prepare(model.clone().at(step))
             .map(drop)
             .unwrap_err();
-        assert!(error.is_model(), "{error:?}");
-        let text = error.to_string();
-        assert!(
-            text.contains("`base.0.weight`") && text.contains("frozen"),
-            "{text}"
-        );
+        assert_error(&error, Error::is_model, &["`base.0.weight`", "frozen"]);
         let loss = model.loss(0, accelerator.rank(), 2);
         let gradients = accelerator.backward(loss, &model, SAMPLES / 2)?;
         Ok(flat(&optimizer.step(RATE, model, gradients)))
@@ -437,8 +421,7 @@ fn a_frozen_part_may_be_a_model_of_its_own() {
     for ranks in [1, 2] {
         accelerator::launch(ranks, |accelerator| {
             let device = accelerator.device();
-            let (teacher, mut optimizer) =
-                accelerator.prepare((line(&device), SgdConfig::new().init()))?;
+            let (teacher, mut optimizer) = line_and_sgd(&accelerator)?;
             let pair = Pair {
                 student: line(&device),
                 teacher: teacher.clone().no_grad(),
@@ -474,10 +457,7 @@ fn the_outer_momentum_of_what_was_frozen_begins_at_zero() {
             if frozen_first {
                 model = accelerator.prepare(model.at(0))?;
             }
-            let mut optimizer: PreparedOptimizer<_> = {
-                let optimizer: ModuleOptimizer = SgdConfig::new().init();
-                accelerator.prepare(optimizer)?
-            };
+            let mut optimizer = accelerator.prepare(SgdConfig::new().init())?;
             for step in 0..3 {
                 let loss = model.loss(step, accelerator.rank(), 2);
                 let gradients = local.backward(loss, &model, SAMPLES / 2)?;

@@ -1,12 +1,11 @@
 //! Gathering from all ranks: each sample counts once on every path. C4, C12 and C15 are numbers of the conformance list
 //! that follows Accelerate's tests.
 
-use crate::common::{Column, ColumnBatcher, columns, devices, distance, line};
+use crate::common::{Column, ColumnBatcher, assert_error, columns, devices, learn, learner};
 use accelerator::data::AssumeDeterministic;
-use accelerator::metric::{Accuracy, Confusion, TopK};
+use accelerator::metric::{Accuracy, Confusion, Mean, TopK};
 use accelerator::prelude::*;
 use burn::data::dataloader::DataLoaderBuilder as BurnBuilder;
-use burn::optim::SgdConfig;
 use burn::tensor::{Device, FloatDType, Int, Tensor};
 
 fn numbers(batch: &Column, device: &Device) -> Tensor<1, Int> {
@@ -125,8 +124,7 @@ fn c12_an_epoch_that_goes_on_gathers_the_rest_also_on_more_ranks() {
                 .global_batch_size(6)
                 .shuffle(3)
                 .build(columns(41));
-            let model = line(&accelerator.device());
-            accelerator.prepare((model, SgdConfig::new().init(), loader))
+            learner(accelerator, loader)
         };
         let before = accelerator::launch(2, |accelerator| {
             let (mut model, mut optimizer, loader) = parts(&accelerator)?;
@@ -135,8 +133,7 @@ fn c12_an_epoch_that_goes_on_gathers_the_rest_also_on_more_ranks() {
                 let batch = batch?;
                 let all = numbers(&batch, &accelerator.device());
                 seen.extend(list(accelerator.gather_for_metrics(all, &batch)?));
-                let gradients = accelerator.backward(distance(&model, &batch), &model, &batch)?;
-                model = optimizer.step(0.01, model, gradients);
+                model = learn(&accelerator, model, &mut optimizer, 0.01, &batch)?;
             }
             accelerator.save_state(folder.path(), (&model, &optimizer, &loader))?;
             Ok(seen)
@@ -177,18 +174,27 @@ fn c12_what_ranks_with_other_numbers_of_steps_gather_is_gathered_at_the_end() {
 
 #[test]
 fn c12_metrics_of_every_kind_count_each_sample_once() {
+    for tail in [TailPolicy::Exact, TailPolicy::Pad, TailPolicy::Uneven] {
+        metrics_count_each_sample_once(tail);
+    }
+}
+
+fn metrics_count_each_sample_once(tail: TailPolicy) {
     let samples = 23;
     let figures = accelerator::launch(3, |accelerator| {
         let device = accelerator.device().inner();
         let loader = LoaderBuilder::new(ColumnBatcher)
             .batch_size(4)
-            .tail(TailPolicy::Pad)
+            .tail(tail)
             .build(columns(samples));
         let loader = accelerator.prepare(loader)?;
         let (mut accuracy, mut top, mut confusion) =
             (Accuracy::new(), TopK::new(2), Confusion::new(3));
+        let mut mean = Mean::new();
         for batch in loader.epoch(0) {
             let batch = batch?;
+            let real = batch.values.clone().narrow(0, 0, batch.real().max(1));
+            mean.update_with(real.mean(), batch.real());
             // The prediction is always class 1, and class 2 is second.
             let logits = Tensor::<1>::from_floats([0.0, 2.0, 1.0], &device);
             let logits = logits.reshape([1, 3]).repeat_dim(0, batch.num_samples());
@@ -199,6 +205,9 @@ fn c12_metrics_of_every_kind_count_each_sample_once() {
         }
         let (accuracy, top, confusion) = accelerator.reduce_metric((accuracy, top, confusion))?;
         assert_eq!(confusion.samples(), samples as u64);
+        let mean = accelerator.reduce_metric(mean)?;
+        assert_eq!(mean.samples(), 23.0);
+        assert!((mean.value() - 0.1).abs() < 1e-6, "{mean}");
         let of = [0, 1, 2].map(|class| confusion.of(class, 1));
         assert_eq!(confusion.accuracy(), accuracy.value());
         Ok((of, accuracy.value(), top.value()))
@@ -258,13 +267,8 @@ fn c4_a_dimension_that_is_not_there_is_refused_on_every_rank() {
     })
     .unwrap();
     for error in errors {
-        assert!(error.is_misuse(), "{error:?}");
-        assert!(
-            error
-                .to_string()
-                .contains("rank 1: dimension 1 of [2] of F32"),
-            "{error}"
-        );
+        let words = ["rank 1: dimension 1 of [2] of F32"];
+        assert_error(&error, Error::is_misuse, &words);
     }
 }
 
@@ -277,6 +281,12 @@ fn c5_tensors_that_do_not_fit_together_are_named_on_every_rank() {
     fn tensor(accelerator: &Accelerator, others: [usize; 2], one: [usize; 2]) -> Tensor<2> {
         let shape = if accelerator.rank() == 1 { one } else { others };
         Tensor::ones(shape, &accelerator.device())
+    }
+    // Its tensor on rank 1 is of another type.
+    fn of_another_type(accelerator: &Accelerator) -> Tensor<2> {
+        let tensor = tensor(accelerator, [2, 3], [2, 3]);
+        let dtype = [FloatDType::F32, FloatDType::F64][usize::from(accelerator.rank() == 1)];
+        tensor.cast(dtype)
     }
     let calls: [(&str, Call, [&str; 2]); 9] = [
         (
@@ -296,25 +306,13 @@ fn c5_tensors_that_do_not_fit_together_are_named_on_every_rank() {
         ),
         (
             "all_reduce of another type",
-            |x, _| {
-                let tensor = tensor(x, [2, 3], [2, 3]);
-                let tensor = if x.rank() == 1 {
-                    tensor.cast(FloatDType::F64)
-                } else {
-                    tensor
-                };
-                x.reduce(tensor, ReduceOp::Sum).map(drop)
-            },
+            |x, _| x.reduce(of_another_type(x), ReduceOp::Sum).map(drop),
             ["all_reduce sum of [2, 3] of F32", "[2, 3] of F64"],
         ),
         (
             "all_reduce in another way",
             |x, _| {
-                let op = if x.rank() == 1 {
-                    ReduceOp::Max
-                } else {
-                    ReduceOp::Sum
-                };
+                let op = [ReduceOp::Sum, ReduceOp::Max][usize::from(x.rank() == 1)];
                 x.reduce(tensor(x, [2, 3], [2, 3]), op).map(drop)
             },
             ["all_reduce sum of [2, 3]", "all_reduce max of [2, 3]"],
@@ -336,13 +334,8 @@ fn c5_tensors_that_do_not_fit_together_are_named_on_every_rank() {
         (
             "pad_across_processes",
             |x, _| {
-                let tensor = tensor(x, [2, 3], [2, 3]);
-                let tensor = if x.rank() == 1 {
-                    tensor.cast(FloatDType::F64)
-                } else {
-                    tensor
-                };
-                x.pad_across_processes(tensor, 0, 0, PadSide::End).map(drop)
+                let padded = x.pad_across_processes(of_another_type(x), 0, 0, PadSide::End);
+                padded.map(drop)
             },
             [
                 "dimension 0 of [2, 3] of F32",
@@ -409,6 +402,9 @@ fn c15_items_are_split_as_accelerate_does() {
         assert_eq!(plain.concat(), items);
         plain.iter().map(Vec::len).collect::<Vec<_>>()
     };
+    for ranks in 1..6 {
+        (0..20).for_each(|count| drop(shares(ranks, count)));
+    }
     assert_eq!(shares(1, 17), [17]);
     assert_eq!(shares(2, 17), [9, 8]);
     assert_eq!(shares(4, 17), [5, 4, 4, 4]);

@@ -2,21 +2,25 @@
 
 use std::sync::Arc;
 
-use crate::common::{Column, ColumnBatcher, columns, loader};
+use crate::common::{
+    Column, ColumnBatcher, assert_chain, assert_contains, assert_error, columns, loader,
+};
 use accelerator::data::AssumeDeterministic;
-use accelerator::metric::Mean;
 use accelerator::plan::WeightedSampler;
 use accelerator::prelude::*;
 use burn::data::dataloader::{DataLoader, DataLoaderBuilder as BurnBuilder};
 use burn::data::dataset::transform::{SamplerDataset, SamplerDatasetOptions, ShuffledDataset};
 use burn::data::dataset::{Dataset, DatasetError, InMemDataset};
 
-/// Returns every rank's batches of an epoch: sample numbers, how many are real, and whether the batch is idle.
+/// The numbers of a batch, how many are real, and whether the batch is idle.
+type Share = (Vec<usize>, usize, bool);
+
+/// Returns every rank's batches of an epoch.
 fn shares(
     ranks: usize,
     epoch: u64,
     build: impl Fn() -> accelerator::data::Loader<Column> + Send + Sync,
-) -> Vec<Vec<(Vec<usize>, usize, bool)>> {
+) -> Vec<Vec<Share>> {
     accelerator::launch(ranks, |accelerator| {
         let loader = accelerator.prepare(build())?;
         loader
@@ -70,46 +74,6 @@ fn workers_do_not_change_the_order() {
 }
 
 #[test]
-fn metrics_see_each_sample_once() {
-    for tail in [TailPolicy::Exact, TailPolicy::Pad, TailPolicy::Uneven] {
-        let gathered = accelerator::launch(2, |accelerator| {
-            let loader = LoaderBuilder::new(ColumnBatcher)
-                .batch_size(16)
-                .tail(tail)
-                .build(columns(99));
-            let loader = accelerator.prepare(loader)?;
-            let mut values = Vec::new();
-            let mut mean = Mean::new();
-            // Uneven ranks run different numbers of steps, so they gather at the end.
-            for batch in loader.epoch(0) {
-                let batch = batch?;
-                mean.update_with(
-                    batch
-                        .values
-                        .clone()
-                        .narrow(0, 0, batch.real().max(1))
-                        .mean(),
-                    batch.real(),
-                );
-                if tail != TailPolicy::Uneven {
-                    let all = accelerator.gather_for_metrics(batch.values.clone(), &batch)?;
-                    values.extend(all.into_data().try_to_vec::<f32>().unwrap());
-                }
-            }
-            let mean = accelerator.reduce_metric(mean)?;
-            assert_eq!(mean.samples(), 99.0);
-            assert!((mean.value() - 3.9).abs() < 1e-6, "{mean}");
-            Ok(values)
-        })
-        .unwrap();
-        if tail != TailPolicy::Uneven {
-            let wanted: Vec<f32> = (0..99).map(|n| n as f32 / 10.0 - 1.0).collect();
-            assert_eq!(gathered, [wanted.clone(), wanted], "in order");
-        }
-    }
-}
-
-#[test]
 fn it_is_a_burn_loader_too() {
     accelerator::launch(3, |accelerator| {
         let loader: Arc<dyn DataLoader<Column>> = Arc::new(accelerator.prepare(loader(10, 3))?);
@@ -155,30 +119,15 @@ fn a_loader_of_burns_is_shared_out_batch_by_batch() {
     })
     .unwrap();
     // Eight batches go to three ranks, so the third is idle in the last round.
-    assert_eq!(
-        ranks[0],
-        [
-            (vec![0, 1], 2, false),
-            (vec![6, 7], 2, false),
-            (vec![12, 13], 2, true)
-        ]
-    );
-    assert_eq!(
-        ranks[1],
-        [
-            (vec![2, 3], 2, false),
-            (vec![8, 9], 2, false),
-            (vec![14], 1, true)
-        ]
-    );
-    assert_eq!(
-        ranks[2],
-        [
-            (vec![4, 5], 2, false),
-            (vec![10, 11], 2, false),
-            (vec![12, 13], 0, true)
-        ]
-    );
+    let last = [
+        (vec![12, 13], 2, true),
+        (vec![14], 1, true),
+        (vec![12, 13], 0, true),
+    ];
+    for (rank, last) in last.into_iter().enumerate() {
+        let full = |first: usize| (vec![first, first + 1], 2, false);
+        assert_eq!(ranks[rank], [full(2 * rank), full(6 + 2 * rank), last]);
+    }
 }
 
 struct Broken {
@@ -190,6 +139,11 @@ struct Broken {
 enum Fault {
     Error,
     Panic,
+}
+
+/// Tells whether reading is to blame for an error.
+fn is_readers(error: &Error) -> bool {
+    error.is_data() || error.is_panic()
 }
 
 impl Dataset<usize> for Broken {
@@ -221,9 +175,7 @@ fn a_data_set_that_fails_ends_the_epoch_with_its_error() {
             let loader = accelerator.prepare(loader).unwrap();
             let batches: Vec<_> = loader.epoch(0).collect();
             assert_eq!(batches.len(), 3, "two batches and an error");
-            let error = batches[2].as_ref().unwrap_err();
-            assert!(error.is_data() || error.is_panic());
-            assert!(format!("{error:?}").contains(text), "{error:?}");
+            assert_chain(batches[2].as_ref().unwrap_err(), is_readers, &[text]);
         }
     }
 }
@@ -242,10 +194,7 @@ fn an_epoch_can_be_left_early() {
 fn sizes_that_make_no_sense_are_refused() {
     let accelerator = Accelerator::new().unwrap();
     let error = accelerator.prepare(loader(10, 0)).unwrap_err();
-    assert!(
-        error.is_config() && format!("{error:?}").contains("batch size"),
-        "{error:?}"
-    );
+    assert_chain(&error, Error::is_config, &["batch size"]);
     for (tail, size) in [(TailPolicy::Exact, 1), (TailPolicy::Pad, 5)] {
         let error = accelerator::launch(2, |accelerator| {
             let loader = LoaderBuilder::new(ColumnBatcher)
@@ -255,9 +204,8 @@ fn sizes_that_make_no_sense_are_refused() {
             accelerator.prepare(loader).map(|_| ())
         })
         .unwrap_err();
-        assert!(error.is_config(), "{error:?}");
-        let text = format!("a global batch of {size}");
-        assert!(format!("{error:?}").contains(&text), "{error:?}");
+        let word = format!("a global batch of {size}");
+        assert_chain(&error, Error::is_config, &[&word]);
     }
 }
 
@@ -268,16 +216,10 @@ fn a_global_batch_that_does_not_divide_is_shared_as_evenly_as_possible() {
             .global_batch_size(5)
             .build(columns(12))
     };
-    let ranks = accelerator::launch(2, |accelerator| {
-        let loader = accelerator.prepare(build())?;
-        loader
-            .epoch(0)
-            .map(|batch| Ok(batch?.numbers.clone()))
-            .collect::<Result<Vec<_>>>()
-    })
-    .unwrap();
-    assert_eq!(ranks[0], [vec![0, 1, 2], vec![5, 6, 7], vec![10]]);
-    assert_eq!(ranks[1], [vec![3, 4], vec![8, 9], vec![11]]);
+    let numbers = |batches: Vec<Share>| batches.into_iter().map(|batch| batch.0);
+    let [zero, one] = shares(2, 0, build).try_into().unwrap();
+    assert!(numbers(zero).eq([vec![0, 1, 2], vec![5, 6, 7], vec![10]]));
+    assert!(numbers(one).eq([vec![3, 4], vec![8, 9], vec![11]]));
 }
 
 #[test]
@@ -328,23 +270,15 @@ fn prepared_of_each<D: Dataset<usize> + 'static>(
 fn a_data_set_that_each_rank_has_drawn_by_itself_is_refused() {
     let shuffled = |seed: u64| ShuffledDataset::new(columns(64), seed);
     for outcome in prepared_of_each(|rank| shuffled(rank as u64)) {
-        let error = outcome.unwrap_err();
-        let text = error.to_string();
-        assert!(error.is_config(), "{error:?}");
-        assert!(
-            text.contains("the data set of a loader differs between ranks: rank 0 has the item "),
-            "{text}"
-        );
+        let words = ["the data set of a loader differs between ranks: rank 0 has the item "];
+        assert_error(&outcome.unwrap_err(), Error::is_config, &words);
     }
     // The error shows once what each process has.
     for outcome in prepared_of_each(|rank| InMemDataset::new(vec![7000 + rank; 64])) {
         let text = outcome.unwrap_err().to_string();
         let found = "rank 0 has the item 0 (`7000`), and rank 1 has the item 0 (`7001`)";
         assert_eq!(text.matches("differs between ranks").count(), 1, "{text}");
-        assert!(
-            text.contains(found) && text.contains("without_item_check"),
-            "{text}"
-        );
+        assert_contains(&text, &[found, "without_item_check"]);
     }
     for outcome in prepared_of_each(|_| shuffled(7)) {
         outcome.unwrap();
@@ -359,12 +293,12 @@ fn a_data_set_that_draws_for_each_read_is_refused_on_several_ranks() {
     let seeded = prepared_of_each(|_| drawn(sizes().with_seed(7)));
     for outcome in own.into_iter().chain(seeded) {
         let text = outcome.unwrap_err().to_string();
-        assert!(
-            text.contains("items that change from one read to the next")
-                && text.contains("`SamplerDataset` draws anew at each read, also `with_seed`")
-                && text.contains("`weighted`"),
-            "{text}"
-        );
+        let words = [
+            "items that change from one read to the next",
+            "`SamplerDataset` draws anew at each read, also `with_seed`",
+            "`weighted`",
+        ];
+        assert_contains(&text, &words);
         assert!(!text.contains("start every rank with the same"), "{text}");
     }
     // A single process may draw at random.
@@ -381,18 +315,11 @@ fn a_data_set_that_cannot_be_read_is_told_to_every_rank() {
         let broken = |at| Broken { at, how };
         // The last item is one of those that are compared.
         for outcome in prepared_of_each(|_| broken(9)) {
-            let error = outcome.unwrap_err();
-            assert!(error.is_data() || error.is_panic(), "{error:?}");
-            assert!(format!("{error:?}").contains(cause), "{error:?}");
+            assert_chain(&outcome.unwrap_err(), is_readers, &[cause]);
         }
         for outcome in prepared_of_each(|rank| broken([99, 9][rank])) {
-            let error = outcome.unwrap_err();
-            let text = error.to_string();
-            assert!(error.is_data() || error.is_panic(), "{error:?}");
-            assert!(
-                text.contains("rank 1 failed to read") && text.contains(cause),
-                "{text}"
-            );
+            let words = ["rank 1 failed to read", cause];
+            assert_error(&outcome.unwrap_err(), is_readers, &words);
         }
     }
 }
@@ -441,10 +368,7 @@ fn a_loader_that_one_rank_refuses_is_told_to_every_rank() {
     assert_eq!(outcomes[0], outcomes[1]);
     let [length, weights, batch, empty, burns] = &outcomes[0];
     for text in [length, weights] {
-        assert!(
-            text.contains("rank 1 has ") && text.contains("give each"),
-            "{text}"
-        );
+        assert_contains(text, &["rank 1 has ", "give each"]);
     }
     assert!(batch.contains("a global batch of 1"), "{batch}");
     for text in [empty, burns] {

@@ -1,12 +1,15 @@
 //! Rounds of local training: what ranks share, what is refused, and what is saved.
 
-use crate::common::{Column, ColumnBatcher, columns, distance, flat, line, linear, of_every_rank};
+use crate::common::{
+    Column, ColumnBatcher, assert_error, columns, distance, flat, line, line_and_sgd, linear,
+    of_every_rank,
+};
 use accelerator::Weight;
 use accelerator::nn::SyncBatchNorm;
-use accelerator::optim::{Manual, Sharded};
+use accelerator::optim::Sharded;
 use accelerator::prelude::*;
 use burn::lr_scheduler::exponential::ExponentialLrSchedulerConfig;
-use burn::module::{Module, ModuleVisitor, Param};
+use burn::module::Module;
 use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
 use burn::optim::SgdConfig;
 use burn::tensor::activation::relu;
@@ -115,11 +118,6 @@ fn a_rank_whose_gradients_overflow_skips_alone_and_keeps_pace() {
     assert_eq!(others[0], others[1]);
 }
 
-/// Returns a prepared line and its optimizer.
-fn prepared(accelerator: &Accelerator) -> Result<(Linear, PreparedOptimizer<Manual>)> {
-    accelerator.prepare((line(&accelerator.device()), SgdConfig::new().init()))
-}
-
 fn loss(accelerator: &Accelerator, model: &Linear) -> Tensor<1> {
     let input = Tensor::<2>::full(
         [4, 1],
@@ -134,7 +132,7 @@ fn replicas_that_differ_are_neither_reduced_nor_saved() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("model.safetensors");
     accelerator::launch(2, |accelerator| {
-        let (mut model, mut optimizer) = prepared(&accelerator)?;
+        let (mut model, mut optimizer) = line_and_sgd(&accelerator)?;
         let mut local = LocalSgdConfig::new(8).init(&accelerator, &model)?;
         for steps in 1..3 {
             let gradients = local.backward(loss(&accelerator, &model), &model, 4)?;
@@ -151,10 +149,8 @@ fn replicas_that_differ_are_neither_reduced_nor_saved() {
             ];
             for error in errors {
                 let error = error.unwrap_err();
-                assert!(error.is_misuse(), "{error:?}");
-                let text = format!("took {steps} steps of its own");
-                assert!(error.to_string().contains(&text), "{error:?}");
-                assert!(error.to_string().contains("`average`"), "{error:?}");
+                let words = [&*format!("took {steps} steps of its own"), "`average`"];
+                assert_error(&error, Error::is_misuse, &words);
             }
         }
         local.average(&mut model)?;
@@ -177,7 +173,7 @@ fn replicas_that_differ_are_neither_reduced_nor_saved() {
 #[test]
 fn calls_out_of_order_are_refused() {
     accelerator::launch(2, |accelerator| {
-        let (mut model, mut optimizer) = prepared(&accelerator)?;
+        let (mut model, mut optimizer) = line_and_sgd(&accelerator)?;
         let mut local = LocalSgdConfig::new(1).init(&accelerator, &model)?;
         let before = flat(&model);
         let gradients = local.backward(loss(&accelerator, &model), &model, 4)?;
@@ -188,8 +184,7 @@ fn calls_out_of_order_are_refused() {
             assert!(text.contains("rank 0 was not ready"), "{text}");
         } else {
             let error = local.step(&mut model).unwrap_err();
-            let text = error.to_string();
-            assert!(error.is_misuse() && text.contains("not used yet"), "{text}");
+            assert_error(&error, Error::is_misuse, &["not used yet"]);
             assert_eq!(flat(&model), before);
             model = optimizer.step(RATE, model, gradients);
         }
@@ -202,10 +197,9 @@ fn calls_out_of_order_are_refused() {
         let gradients = local.backward(loss(&accelerator, &model), &model, open)?;
         assert!(gradients.is_accumulating());
         let error = local.average(&mut model).unwrap_err();
-        assert!(error.is_misuse(), "{error:?}");
-        assert!(error.to_string().contains("1 micro-steps"), "{error}");
+        assert_error(&error, Error::is_misuse, &["1 micro-steps"]);
 
-        let (other, _) = prepared(&accelerator)?;
+        let (other, _) = line_and_sgd(&accelerator)?;
         let mut diloco = DiLoCoConfig::new(4).init(&accelerator, &other)?;
         let window = Weight::from(4).trigger_sync();
         let gradients = diloco.backward(loss(&accelerator, &model), &model, window)?;
@@ -220,7 +214,7 @@ fn calls_out_of_order_are_refused() {
 #[test]
 fn training_that_begins_in_the_middle_of_a_round_is_refused() {
     accelerator::launch(2, |accelerator| {
-        let (mut model, mut optimizer) = prepared(&accelerator)?;
+        let (mut model, mut optimizer) = line_and_sgd(&accelerator)?;
         let mut local = LocalSgdConfig::new(4).init(&accelerator, &model)?;
         let gradients = local.backward(loss(&accelerator, &model), &model, 4)?;
         model = optimizer.step(RATE, model, gradients);
@@ -239,7 +233,7 @@ fn training_that_begins_in_the_middle_of_a_round_is_refused() {
 #[test]
 fn ranks_with_different_numbers_of_steps_are_told_so() {
     accelerator::launch(2, |accelerator| {
-        let (mut model, mut optimizer) = prepared(&accelerator)?;
+        let (mut model, mut optimizer) = line_and_sgd(&accelerator)?;
         let mut local = LocalSgdConfig::new(3).init(&accelerator, &model)?;
         // Rank 1 reaches the end of a round, and rank 0 the end of its samples.
         for _ in 0..1 + 2 * accelerator.rank() {
@@ -254,9 +248,7 @@ fn ranks_with_different_numbers_of_steps_are_told_so() {
             0 => local.average(&mut model).unwrap_err(),
             _ => local.step(&mut model).unwrap_err(),
         };
-        assert!(error.is_misuse(), "{error:?}");
-        let text = error.to_string();
-        assert!(text.contains("1 on rank 0, 3 on rank 1"), "{text}");
+        assert_error(&error, Error::is_misuse, &["1 on rank 0, 3 on rank 1"]);
         assert_eq!(flat(&model), before);
         Ok(())
     })
@@ -266,41 +258,23 @@ fn ranks_with_different_numbers_of_steps_are_told_so() {
 #[test]
 fn settings_that_cannot_be_are_refused() {
     accelerator::launch(2, |accelerator| {
-        let (model, _) = prepared(&accelerator)?;
+        let (model, _) = line_and_sgd(&accelerator)?;
         let mine = 4 + accelerator.rank() as u64;
-        let errors = [
-            LocalSgdConfig::new(0).init(&accelerator, &model).map(drop),
-            LocalSgdConfig::new(mine)
-                .init(&accelerator, &model)
-                .map(drop),
-            DiLoCoConfig::new(4)
-                .with_outer_rate(f64::NAN)
-                .init(&accelerator, &model)
-                .map(drop),
-            DiLoCoConfig::new(4)
-                .with_outer_momentum(1.0)
-                .init(&accelerator, &model)
-                .map(drop),
-        ];
-        for error in errors {
-            assert!(error.unwrap_err().is_config());
+        let sgd = |period| LocalSgdConfig::new(period).init(&accelerator, &model).err();
+        let diloco = |rate, momentum| {
+            let config = DiLoCoConfig::new(4).with_outer_rate(rate);
+            let config = config.with_outer_momentum(momentum);
+            config.init(&accelerator, &model).err()
+        };
+        for error in [sgd(0), sgd(mine), diloco(f64::NAN, 0.9), diloco(0.7, 1.0)] {
+            assert!(error.unwrap().is_config());
         }
         // If one rank alone has a wrong setting, all ranks get an error.
-        let wrong = [4, 0][accelerator.rank()];
         let rate = [0.7, f64::NAN][accelerator.rank()];
-        let errors = [
-            LocalSgdConfig::new(wrong)
-                .init(&accelerator, &model)
-                .map(drop),
-            DiLoCoConfig::new(4)
-                .with_outer_rate(rate)
-                .init(&accelerator, &model)
-                .map(drop),
-        ];
-        for error in errors {
-            let error = error.unwrap_err();
-            assert!(error.is_config() && !error.is_collective(), "{error:?}");
-            assert!(error.to_string().contains("rank 1 has"), "{error:?}");
+        for error in [sgd([4, 0][accelerator.rank()]), diloco(rate, 0.9)] {
+            let error = error.unwrap();
+            assert!(!error.is_collective(), "{error:?}");
+            assert_error(&error, Error::is_config, &["rank 1 has"]);
         }
         let strange: Linear = LinearConfig::new(1, 1).init(&accelerator.device());
         let error = LocalSgdConfig::new(4).init(&accelerator, &strange);
@@ -330,8 +304,8 @@ fn loaders_that_are_uneven_are_refused() {
 }
 
 fn assert_sharded(error: &Error) {
-    assert!(error.is_misuse() && !error.is_collective(), "{error:?}");
-    assert!(error.to_string().contains("without `Sharded`"), "{error}");
+    assert!(!error.is_collective(), "{error:?}");
+    assert_error(error, Error::is_misuse, &["without `Sharded`"]);
 }
 
 #[test]
@@ -354,7 +328,7 @@ fn a_sharded_optimizer_is_refused_before_the_first_local_step() {
 #[test]
 fn a_sharded_optimizer_beside_another_one_steps_nothing_and_is_told() {
     accelerator::launch(2, |accelerator| {
-        let (mut model, mut optimizer) = prepared(&accelerator)?;
+        let (mut model, mut optimizer) = line_and_sgd(&accelerator)?;
         let mut sharded = accelerator.prepare(Sharded(SgdConfig::new().init()))?;
         let before = flat(&model);
         let mut local = LocalSgdConfig::new(2).init(&accelerator, &model)?;
@@ -394,7 +368,7 @@ fn spoilt<L: LocalTraining<Linear>>(
     init: impl Fn(&Accelerator, &Linear) -> Result<L> + Send + Sync,
 ) -> Vec<Error> {
     accelerator::launch(3, |accelerator| {
-        let (mut model, mut optimizer) = prepared(&accelerator)?;
+        let (mut model, mut optimizer) = line_and_sgd(&accelerator)?;
         let mut local = init(&accelerator, &model)?;
         let loss = loss(&accelerator, &model);
         let loss = match accelerator.rank() {
@@ -420,9 +394,8 @@ fn the_rank_that_would_spread_what_is_not_finite_is_named_on_every_rank() {
         let sgd = spoilt(by, |ours, model| LocalSgdConfig::new(1).init(ours, model));
         let diloco = spoilt(by, |ours, model| DiLoCoConfig::new(1).init(ours, model));
         for error in sgd.into_iter().chain(diloco) {
-            assert!(error.is_not_finite(), "{error:?}");
-            let text = error.to_string();
-            assert!(text.contains("not finite: `weight` on rank 1;"), "{text}");
+            let words = ["not finite: `weight` on rank 1;"];
+            assert_error(&error, Error::is_not_finite, &words);
         }
     }
 }
@@ -430,7 +403,7 @@ fn the_rank_that_would_spread_what_is_not_finite_is_named_on_every_rank() {
 #[test]
 fn a_sum_of_parameters_that_overflows_is_told_as_such() {
     let errors = accelerator::launch(2, |accelerator| {
-        let (mut model, mut optimizer) = prepared(&accelerator)?;
+        let (mut model, mut optimizer) = line_and_sgd(&accelerator)?;
         let mut local = LocalSgdConfig::new(1).init(&accelerator, &model)?;
         let gradients = local.backward(model.weight.val().sum(), &model, 4)?;
         model = optimizer.step(3e38, model, gradients);
@@ -438,13 +411,8 @@ fn a_sum_of_parameters_that_overflows_is_told_as_such() {
         Ok(local.step(&mut model).unwrap_err())
     });
     for error in errors.unwrap() {
-        assert!(error.is_not_finite(), "{error:?}");
-        assert!(
-            error
-                .to_string()
-                .contains("too large to be added up: the sum of `weight`"),
-            "{error}"
-        );
+        let words = ["too large to be added up: the sum of `weight`"];
+        assert_error(&error, Error::is_not_finite, &words);
     }
 }
 
@@ -462,9 +430,7 @@ fn layers_that_ask_other_ranks_in_each_forward_are_refused() {
             LocalSgdConfig::new(4).init(&accelerator, &model).err(),
             DiLoCoConfig::new(4).init(&accelerator, &model).err(),
         ] {
-            let error = error.unwrap();
-            assert!(error.is_misuse(), "{error:?}");
-            assert!(error.to_string().contains("`BatchNorm`"), "{error}");
+            assert_error(&error.unwrap(), Error::is_misuse, &["`BatchNorm`"]);
         }
         accelerator.wait_for_everyone()
     })
@@ -493,7 +459,7 @@ enum Leaves {
 fn a_rank_that_is_lost_in_an_average_is_named_and_the_model_is_as_it_was() {
     for leaves in [Leaves::BeforeTheAverage, Leaves::WithinIt] {
         accelerator::launch(3, |accelerator| {
-            let (mut model, mut optimizer) = prepared(&accelerator)?;
+            let (mut model, mut optimizer) = line_and_sgd(&accelerator)?;
             let mut local = DiLoCoConfig::new(2).init(&accelerator, &model)?;
             for _ in 0..2 {
                 let gradients = local.backward(loss(&accelerator, &model), &model, 4)?;
@@ -522,20 +488,6 @@ fn a_rank_that_is_lost_in_an_average_is_named_and_the_model_is_as_it_was() {
         })
         .unwrap();
     }
-}
-
-/// Returns every float of a model, including the running statistics.
-fn everything(model: &Net) -> Vec<f32> {
-    struct All(Vec<f32>);
-    impl ModuleVisitor for All {
-        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-            let data = param.val().into_data();
-            self.0.extend(data.try_to_vec::<f32>().unwrap());
-        }
-    }
-    let mut all = All(Vec::new());
-    model.valid().visit(&mut all);
-    all.0
 }
 
 /// Training resumes from a checkpoint between rounds, in mid-epoch, with the same bits.
@@ -571,12 +523,12 @@ fn resumed_is_uninterrupted() {
                         assert_eq!(outcome, LocalOutcome::Averaged);
                         let parts = (&model, &optimizer, &train, &local);
                         accelerator.save_state(folder.path(), parts)?;
-                        return Ok(everything(&model));
+                        return Ok(flat(&model.valid()));
                     }
                 }
             }
             local.finish(&mut model)?;
-            Ok(everything(&model))
+            Ok(flat(&model.valid()))
         });
         of_every_rank(outcomes.unwrap())
     };

@@ -1,10 +1,11 @@
 //! Model files: in one piece or in shards, for Burn or for PyTorch, and the parts of them that fit a model.
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use crate::common::flat;
+use crate::common::checkpoints::names;
+use crate::common::{assert_chain, devices, flat};
 use accelerator::model::{FileLayout, LoadOptions, SaveOptions};
 use accelerator::prelude::*;
 use burn::module::{Module, Param};
@@ -58,22 +59,12 @@ fn folder() -> tempfile::TempDir {
     tempfile::tempdir().unwrap()
 }
 
-/// Returns the sorted names in a folder.
-fn files(folder: &Path) -> Vec<String> {
-    let mut names: Vec<_> = folder
-        .read_dir()
-        .unwrap()
-        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
-        .collect();
-    names.sort();
-    names
-}
-
-fn assert_mentions(error: &Error, words: &[&str]) {
-    let text = format!("{error:?}");
-    for word in words {
-        assert!(text.contains(word), "`{word}` is missing in: {text}");
-    }
+/// Returns a folder, the path of a model file in it, a single rank and its device.
+fn setup() -> (tempfile::TempDir, PathBuf, Accelerator, Device) {
+    let (folder, accelerator) = (folder(), alone());
+    let path = folder.path().join("model.safetensors");
+    let device = accelerator.device();
+    (folder, path, accelerator, device)
 }
 
 fn index_of(path: &Path) -> (u64, BTreeMap<String, String>) {
@@ -85,9 +76,7 @@ fn index_of(path: &Path) -> (u64, BTreeMap<String, String>) {
 
 #[test]
 fn a_large_model_is_written_in_shards_and_read_back_bit_for_bit() {
-    let folder = folder();
-    let path = folder.path().join("model.safetensors");
-    let (accelerator, device) = (alone(), alone().device());
+    let (folder, path, accelerator, device) = setup();
     let net = Net::trained(&device);
     // The shards have 72 + 8, 8 + 8 + 8 + 8, 96 and 12 bytes.
     let options = SaveOptions::new().with_max_shard_size(80);
@@ -96,7 +85,7 @@ fn a_large_model_is_written_in_shards_and_read_back_bit_for_bit() {
     let shard = |number| format!("model-{number:05}-of-00004.safetensors");
     let mut expected: Vec<_> = (1..=4).map(shard).collect();
     expected.push("model.safetensors.index.json".to_owned());
-    assert_eq!(files(folder.path()), expected);
+    assert_eq!(names(folder.path()), expected);
     let (total, map) = index_of(&folder.path().join(&expected[4]));
     assert_eq!(total, 72 + 8 + 4 * 8 + 96 + 12);
     assert_eq!(map.len(), NAMES.len());
@@ -117,24 +106,29 @@ fn a_large_model_is_written_in_shards_and_read_back_bit_for_bit() {
 
 #[test]
 fn a_small_model_is_one_file_that_burn_reads() {
-    let folder = folder();
-    let path = folder.path().join("model.safetensors");
-    let device = alone().device();
-    let net = Net::trained(&device);
-    let options = SaveOptions::new().with_max_shard_size(1 << 20);
-    alone().save_model_with(&net, &path, &options).unwrap();
-    assert_eq!(files(folder.path()), ["model.safetensors"]);
+    for kind in devices() {
+        let folder = folder();
+        let path = folder.path().join("model.safetensors");
+        let accelerator = Accelerator::builder().device(kind).build().unwrap();
+        let device = accelerator.device();
+        let net = accelerator.prepare(Net::trained(&device)).unwrap();
+        let options = SaveOptions::new().with_max_shard_size(1 << 20);
+        accelerator.save_model_with(&net, &path, &options).unwrap();
+        assert_eq!(names(folder.path()), ["model.safetensors"]);
+        let loaded = accelerator.load_model(Net::new(&device), &path).unwrap();
+        assert_eq!(flat(&loaded), flat(&net.valid()));
 
-    let mut other = Net::new(&device);
-    let mut store = SafetensorsStore::from_file(&path);
-    other.load_from(&mut store).unwrap();
-    assert_eq!(flat(&other), flat(&net.valid()));
+        let mut other = Net::new(&device);
+        let mut store = SafetensorsStore::from_file(&path);
+        other.load_from(&mut store).unwrap();
+        assert_eq!(flat(&other), flat(&net.valid()));
 
-    let back = folder.path().join("back.safetensors");
-    let mut store = SafetensorsStore::from_file(&back);
-    other.save_into(&mut store).unwrap();
-    let again = alone().load_model(Net::new(&device), &back).unwrap();
-    assert_eq!(flat(&again), flat(&net.valid()));
+        let back = folder.path().join("back.safetensors");
+        let mut store = SafetensorsStore::from_file(&back);
+        other.save_into(&mut store).unwrap();
+        let again = accelerator.load_model(Net::new(&device), &back).unwrap();
+        assert_eq!(flat(&again), flat(&net.valid()));
+    }
 }
 
 #[test]
@@ -160,10 +154,7 @@ fn a_manifest_of_another_program_beside_a_model_is_not_a_checkpoints() {
 
 #[test]
 fn what_an_older_save_left_goes_when_the_next_is_complete() {
-    let folder = folder();
-    let path = folder.path().join("model.safetensors");
-    let accelerator = alone();
-    let device = accelerator.device();
+    let (folder, path, accelerator, device) = setup();
     let stranger = "model-final-00001-of-00002.safetensors";
     std::fs::write(folder.path().join(stranger), "not ours").unwrap();
     let save = |net: &Net, size| {
@@ -173,15 +164,15 @@ fn what_an_older_save_left_goes_when_the_next_is_complete() {
         assert_eq!(flat(&loaded), flat(&net.valid()), "shards of {size} bytes");
     };
     let shards = || {
-        let names = files(folder.path());
+        let names = names(folder.path());
         names.iter().filter(|name| name.contains("-of-")).count() - 1
     };
     // The number of shards grows, stays, falls to one file, and grows again.
     for (size, expected) in [(120, 2), (80, 4), (80, 4), (0, 0), (120, 2), (1 << 20, 0)] {
         save(&Net::trained(&device), size);
-        assert_eq!(shards(), expected, "{:?}", files(folder.path()));
+        assert_eq!(shards(), expected, "{:?}", names(folder.path()));
     }
-    assert_eq!(files(folder.path()), [stranger, "model.safetensors"]);
+    assert_eq!(names(folder.path()), [stranger, "model.safetensors"]);
 }
 
 /// Two jobs save to one path at the same time, as if one had been started by mistake.
@@ -209,17 +200,14 @@ fn two_jobs_that_save_to_one_path_leave_the_model_of_one_of_them() {
         let saved = alone().load_model(Net::new(&device), path).unwrap();
         let saved = flat(&saved);
         assert!(models.iter().any(|net| flat(&net.valid()) == saved));
-        let names = files(folder.path());
+        let names = names(folder.path());
         assert!(!names.iter().any(|name| name.starts_with('.')), "{names:?}");
     }
 }
 
 #[test]
 fn an_index_is_never_left_beside_shards_of_two_saves() {
-    let folder = folder();
-    let path = folder.path().join("model.safetensors");
-    let accelerator = alone();
-    let device = accelerator.device();
+    let (folder, path, accelerator, device) = setup();
     let options = SaveOptions::new().with_max_shard_size(80);
     accelerator
         .save_model_with(&Net::new(&device), &path, &options)
@@ -237,15 +225,13 @@ fn an_index_is_never_left_beside_shards_of_two_saves() {
     let error = accelerator
         .load_model(Net::new(&device), &path)
         .unwrap_err();
-    assert_mentions(&error, &["no such file", "model.safetensors.index.json"]);
+    let words = ["no such file", "model.safetensors.index.json"];
+    assert_chain(&error, Error::is_io, &words);
 }
 
 #[test]
 fn pytorchs_layout_turns_linear_weights_and_renames_norms() {
-    let folder = folder();
-    let path = folder.path().join("model.safetensors");
-    let accelerator = alone();
-    let device = accelerator.device();
+    let (_folder, path, accelerator, device) = setup();
     let net = Net::trained(&device);
     let options = SaveOptions::new().with_layout(FileLayout::PyTorch);
     accelerator.save_model_with(&net, &path, &options).unwrap();
@@ -278,8 +264,7 @@ fn pytorchs_layout_turns_linear_weights_and_renames_norms() {
     let error = accelerator
         .load_model_with(Net::new(&device), &path, &wrong)
         .unwrap_err();
-    assert!(error.is_model());
-    assert_mentions(&error, &["PyTorch", "Burn", "with_layout"]);
+    assert_chain(&error, Error::is_model, &["PyTorch", "Burn", "with_layout"]);
 }
 
 #[test]
@@ -326,10 +311,7 @@ impl Mixed {
 
 #[test]
 fn flags_and_counts_are_kept_and_lie_aligned() {
-    let folder = folder();
-    let path = folder.path().join("mixed.safetensors");
-    let accelerator = alone();
-    let device = accelerator.device();
+    let (_folder, path, accelerator, device) = setup();
     let model = Mixed::new(&device, [true, false, true], [-3, 1 << 20], [0.5, f32::NAN]);
     accelerator.save_model(&model, &path).unwrap();
     let other = Mixed::new(&device, [false; 3], [0; 2], [0.0; 2]);
@@ -360,10 +342,7 @@ fn a_tied_parameter_is_written_once_while_it_is_one() {
         first: Linear,
         second: Linear,
     }
-    let folder = folder();
-    let path = folder.path().join("model.safetensors");
-    let accelerator = alone();
-    let device = accelerator.device();
+    let (_folder, path, accelerator, device) = setup();
     let line = |bias| -> Linear { LinearConfig::new(64, 64).with_bias(bias).init(&device) };
     let first = line(false);
     let tied = Tied {
@@ -399,10 +378,7 @@ fn everything_that_does_not_fit_is_listed_and_partial_loading_takes_the_rest() {
         output: Linear,
         extra: Linear,
     }
-    let folder = folder();
-    let path = folder.path().join("model.safetensors");
-    let accelerator = alone();
-    let device = accelerator.device();
+    let (_folder, path, accelerator, device) = setup();
     let net = Net::trained(&device);
     accelerator.save_model(&net, &path).unwrap();
     let other = || Other {
@@ -414,9 +390,9 @@ fn everything_that_does_not_fit_is_listed_and_partial_loading_takes_the_rest() {
         extra: LinearConfig::new(5, 1).init(&device),
     };
     let error = accelerator.load_model(other(), &path).unwrap_err();
-    assert!(error.is_model());
-    assert_mentions(
+    assert_chain(
         &error,
+        Error::is_model,
         &[
             "5 of 9 parameters",
             "2 missing from the file: `extra.weight`, `extra.bias`",
@@ -451,10 +427,7 @@ fn everything_that_does_not_fit_is_listed_and_partial_loading_takes_the_rest() {
 
 #[test]
 fn names_can_be_changed_on_the_way() {
-    let folder = folder();
-    let path = folder.path().join("model.safetensors");
-    let accelerator = alone();
-    let device = accelerator.device();
+    let (_folder, path, accelerator, device) = setup();
     #[derive(Debug, Module)]
     struct Outer {
         module: Net,
@@ -466,7 +439,8 @@ fn names_can_be_changed_on_the_way() {
     let error = accelerator
         .load_model(Net::new(&device), &path)
         .unwrap_err();
-    assert_mentions(&error, &["strip_prefix(\"module.\")", "8 of the missing"]);
+    let words = ["strip_prefix(\"module.\")", "8 of the missing"];
+    assert_chain(&error, Error::is_model, &words);
 
     let options = LoadOptions::new().strip_prefix("module.");
     let (loaded, report) = accelerator
@@ -480,8 +454,9 @@ fn names_can_be_changed_on_the_way() {
     let error = accelerator
         .load_model_with(Net::new(&device), &path, &away)
         .unwrap_err();
-    assert_mentions(
+    assert_chain(
         &error,
+        Error::is_model,
         &["1 missing from the file: `conv.bias`", "module.conv.bias"],
     );
 
@@ -489,19 +464,16 @@ fn names_can_be_changed_on_the_way() {
     let error = accelerator
         .load_model_with(Net::new(&device), &path, &clash)
         .unwrap_err();
-    assert!(error.is_config());
-    assert_mentions(
+    assert_chain(
         &error,
+        Error::is_config,
         &["module.conv.weight", "module.conv.bias", "conv.same"],
     );
 }
 
 #[test]
 fn another_float_type_is_an_error_unless_a_cast_is_asked_for() {
-    let folder = folder();
-    let path = folder.path().join("half.safetensors");
-    let accelerator = alone();
-    let device = accelerator.device();
+    let (_folder, path, accelerator, device) = setup();
     // The values are 1.0 and -2.5 in bf16.
     let header = br#"{"weight":{"dtype":"BF16","shape":[2,1],"data_offsets":[0,4]}}"#;
     let mut file = (header.len() as u64).to_le_bytes().to_vec();
@@ -510,8 +482,11 @@ fn another_float_type_is_an_error_unless_a_cast_is_asked_for() {
     std::fs::write(&path, file).unwrap();
     let line = || -> Linear { LinearConfig::new(2, 1).with_bias(false).init(&device) };
     let error = accelerator.load_model(line(), &path).unwrap_err();
-    assert!(error.is_model());
-    assert_mentions(&error, &["`weight` (expected f32, found bf16)"]);
+    assert_chain(
+        &error,
+        Error::is_model,
+        &["`weight` (expected f32, found bf16)"],
+    );
 
     let options = LoadOptions::new().cast_floats();
     let (loaded, _) = accelerator
@@ -551,18 +526,15 @@ fn every_rank_gets_rank_zeros_values_report_and_errors() {
     for (values, report, unfit, absent) in ranks {
         assert_eq!(values, flat(&saved.valid()));
         assert_eq!(report.loaded, NAMES);
-        assert!(unfit.is_model() && !unfit.is_io(), "{unfit:?}");
-        assert_mentions(&unfit, &["2 missing", "`bias`"]);
+        assert!(!unfit.is_io(), "{unfit:?}");
+        assert_chain(&unfit, Error::is_model, &["2 missing", "`bias`"]);
         assert!(absent.is_io() && !absent.is_model(), "{absent:?}");
     }
 }
 
 #[test]
 fn damaged_files_are_told_from_models_that_do_not_fit() {
-    let folder = folder();
-    let path = folder.path().join("model.safetensors");
-    let accelerator = alone();
-    let device = accelerator.device();
+    let (folder, path, accelerator, device) = setup();
     let options = SaveOptions::new().with_max_shard_size(80);
     let net = Net::trained(&device);
     accelerator.save_model(&net, &path).unwrap();
@@ -575,16 +547,15 @@ fn damaged_files_are_told_from_models_that_do_not_fit() {
     for kept in [0, 7, 8, 50, whole.len() - 1] {
         std::fs::write(&path, &whole[..kept]).unwrap();
         let error = load();
-        assert!(error.is_io(), "{kept} bytes: {error:?}");
-        assert_mentions(&error, &["model.safetensors"]);
+        assert_chain(&error, Error::is_io, &["model.safetensors"]);
     }
     std::fs::write(&path, [&whole[..], b"more"].concat()).unwrap();
-    assert_mentions(&load(), &["accounts for"]);
+    assert_chain(&load(), Error::is_io, &["accounts for"]);
     // The header claims to be as long as all memory.
     let mut huge = whole.clone();
     huge[..8].fill(0xff);
     std::fs::write(&path, &huge).unwrap();
-    assert_mentions(&load(), &["announces a header"]);
+    assert_chain(&load(), Error::is_io, &["announces a header"]);
 
     std::fs::remove_file(&path).unwrap();
     accelerator.save_model_with(&net, &path, &options).unwrap();
@@ -598,8 +569,7 @@ fn damaged_files_are_told_from_models_that_do_not_fit() {
     ] {
         std::fs::write(&index, good.replace(from, to)).unwrap();
         let error = load();
-        assert!(error.is_io(), "{error:?}");
-        assert_mentions(&error, &[word]);
+        assert_chain(&error, Error::is_io, &[word]);
     }
 }
 
@@ -712,7 +682,7 @@ json.dump({"metadata": {}, "weight_map":
     let error = accelerator
         .load_model_with(Net::new(&device), &path, &options)
         .unwrap_err();
-    assert_mentions(&error, &["PyTorch's layout"]);
+    assert_chain(&error, Error::is_model, &["PyTorch's layout"]);
 
     let options = options.with_layout(FileLayout::PyTorch);
     for name in ["model.safetensors", "parts.safetensors.index.json"] {

@@ -1,11 +1,12 @@
 //! Half precision with full-precision master weights (C10: steps that overflow are skipped).
 
-use crate::common::{flat, line, of_every_rank};
+use crate::common::{assert_contains, assert_error, flat, known, line, of_every_rank};
+use crate::overlap::harness::parameters;
 use accelerator::precision::{LossScale, in_full};
 use accelerator::prelude::*;
 use accelerator::{GradientReduction, Overlap, OverlapState};
 use burn::lr_scheduler::step::StepLrSchedulerConfig;
-use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
+use burn::module::{Module, ModuleMapper, Param};
 use burn::nn::conv::{Conv2d, Conv2dConfig};
 use burn::nn::{BatchNorm, BatchNormConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig};
 use burn::optim::{AdamWConfig, SgdConfig};
@@ -47,25 +48,6 @@ impl Net {
         self.last
             .forward(self.frozen.forward(self.layer_norm.forward(x)))
     }
-}
-
-/// Returns the model with values that are always the same, whatever else draws from the generator.
-fn known<M: Module>(model: M) -> M {
-    struct Known(f32);
-    impl ModuleMapper for Known {
-        fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-            let (id, old, mapper) = param.consume();
-            let mean = if D == 1 { 0.5 } else { 0.0 };
-            let values = (0..old.shape().num_elements()).map(|_| {
-                self.0 += 1.0;
-                mean + 0.2 * (self.0 * 1.7).sin()
-            });
-            let values = TensorData::new(values.collect::<Vec<f32>>(), old.shape());
-            let new = Tensor::from_data(values, (&old.device(), old.dtype()));
-            Param::from_mapped_value(id, new.set_require_grad(old.is_require_grad()), mapper)
-        }
-    }
-    model.map(&mut Known(0.0))
 }
 
 #[derive(Clone, Copy)]
@@ -332,21 +314,13 @@ fn what_a_device_cannot_compute_in_is_refused() {
             let builder = Accelerator::builder()
                 .device(BackendKind::NdArray)
                 .precision(precision);
-            let error = builder.build().unwrap_err();
-            assert!(error.is_device(), "{error:?}");
-            let text = error.to_string();
-            assert!(
-                text.contains(&precision.to_string()) && text.contains("ndarray"),
-                "{text}"
-            );
+            let words = [&*precision.to_string(), "ndarray"];
+            assert_error(&builder.build().unwrap_err(), Error::is_device, &words);
         }
     }
     let rule = LossScale::new().with_backoff(2.0);
     let error = Accelerator::builder().loss_scale(rule).build().unwrap_err();
-    assert!(
-        error.is_config() && error.to_string().contains("backoff"),
-        "{error}"
-    );
+    assert_error(&error, Error::is_config, &["backoff"]);
 }
 
 #[test]
@@ -467,18 +441,6 @@ impl ModuleMapper for InType {
     }
 }
 
-fn parameters<M: Module>(model: &M) -> Vec<TensorData> {
-    struct Reader(Vec<TensorData>);
-    impl ModuleVisitor for Reader {
-        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-            self.0.push(param.val().into_data());
-        }
-    }
-    let mut reader = Reader(Vec::new());
-    model.visit(&mut reader);
-    reader.0
-}
-
 #[test]
 fn masters_of_every_type_get_the_same_bits_with_overlap_and_without() {
     let (auto, staged) = (GradientReduction::Auto, GradientReduction::Staged);
@@ -531,14 +493,15 @@ fn what_was_not_cast_is_named_with_the_call_that_casts_it() {
         text.unwrap_or_else(|| (*panic.downcast_ref::<&str>().unwrap()).to_owned())
     };
     let text = said(&|model| drop(model.forward(Tensor::<2>::ones([4, 2], &device))));
-    let first = text.lines().next().unwrap();
-    assert!(first.contains("accelerator.to_working(input)"), "{text}");
-    assert!(first.contains("bf16") && first.contains("f32"), "{text}");
-    assert!(first.contains("inside the model"), "{text}");
-    assert!(
-        text.contains("dtype mismatch"),
-        "Burn's words are kept: {text}"
-    );
+    let words = [
+        "accelerator.to_working(input)",
+        "bf16",
+        "f32",
+        "inside the model",
+    ];
+    assert_contains(text.lines().next().unwrap(), &words);
+    // Burn's words are kept.
+    assert_contains(&text, &["dtype mismatch"]);
     // Other panics stay as they are.
     let own = "a column of this table has the dtype of another one";
     assert_eq!(said(&|_| panic!("{own}")), own);

@@ -3,8 +3,8 @@
 use std::sync::{Mutex, mpsc};
 use std::time::Duration;
 
-use crate::common::devices;
-use accelerator::collective::launcher::{LaunchExt, Rendezvous, StoreHost, StoreServer};
+use crate::common::{assert_chain, assert_contains, assert_error, child, connected, devices};
+use accelerator::collective::launcher::StoreServer;
 use accelerator::collective::{Launch, Topology, TransportKind};
 use accelerator::prelude::*;
 use accelerator::{AcceleratorBuilder, GradientReduction, Overlap};
@@ -41,37 +41,6 @@ fn tensors_are_gathered_reduced_and_broadcast() {
 }
 
 #[test]
-fn shapes_that_cannot_be_joined_are_named() {
-    let errors = accelerator::launch(2, |accelerator| {
-        let columns = 2 + accelerator.rank();
-        let tensor = Tensor::<2>::zeros([1, columns], &accelerator.device());
-        Ok(accelerator.gather(tensor).unwrap_err().to_string())
-    })
-    .unwrap();
-    assert_eq!(errors[0], errors[1]);
-    assert!(
-        errors[0].contains("[1, 2]") && errors[0].contains("[1, 3]"),
-        "{}",
-        errors[0]
-    );
-}
-
-#[test]
-fn a_collective_on_one_rank_only_is_an_error_there_and_then() {
-    accelerator::launch(2, |accelerator| {
-        let inside = accelerator.on_main_process(|| accelerator.wait_for_everyone());
-        if let Some(inside) = inside {
-            let error = inside.unwrap_err();
-            assert!(error.is_misuse(), "{error:?}");
-            assert!(format!("{error:?}").contains("one rank only"), "{error:?}");
-        }
-        // The group still works.
-        accelerator.wait_for_everyone()
-    })
-    .unwrap();
-}
-
-#[test]
 fn the_main_process_goes_first_or_all_fail() {
     let order = Mutex::new(Vec::new());
     accelerator::launch(3, |accelerator| {
@@ -95,20 +64,8 @@ fn the_main_process_goes_first_or_all_fail() {
     })
     .unwrap();
     for error in errors {
-        assert!(error.is_other(), "the same kind everywhere: {error:?}");
-        assert!(format!("{error:?}").contains("batch size"), "{error:?}");
+        assert_chain(&error, Error::is_other, &["batch size"]);
     }
-}
-
-#[test]
-fn the_first_failure_of_a_launch_is_the_one_reported() {
-    let error = accelerator::launch(3, |accelerator| {
-        assert!(accelerator.rank() != 1, "rank one stumbles");
-        accelerator.wait_for_everyone()
-    })
-    .unwrap_err();
-    assert!(error.is_panic());
-    assert!(error.to_string().contains("rank 1") && error.to_string().contains("stumbles"));
 }
 
 #[test]
@@ -121,15 +78,13 @@ fn who_outlives_a_rank_that_panics_hears_what_it_said() {
         Ok(())
     })
     .unwrap_err();
-    assert!(error.is_panic(), "{error:?}");
+    assert_error(&error, Error::is_panic, &["rank 1", "stumbles"]);
     let heard = heard.into_inner().unwrap();
     assert_eq!(heard.len(), 2);
     for error in heard {
-        assert!(error.is_peer_lost(), "{error:?}");
         assert_eq!(error.culprit().unwrap().rank(), 1);
-        let text = error.to_string();
-        assert!(text.contains("it panicked: rank one stumbles"), "{text}");
-        assert!(text.contains("tests/it/processes.rs:"), "{text}");
+        let words = ["it panicked: rank one stumbles", "tests/it/processes.rs:"];
+        assert_error(&error, Error::is_peer_lost, &words);
     }
 }
 
@@ -177,9 +132,7 @@ fn ranks_take_turns() {
 fn a_turn_that_communicates_is_told_so_there_and_then() {
     accelerator::launch(2, |accelerator| {
         let inside = accelerator.in_rank_order(|| accelerator.wait_for_everyone())?;
-        let error = inside.unwrap_err();
-        assert!(error.is_misuse(), "{error:?}");
-        assert!(format!("{error:?}").contains("one rank only"), "{error:?}");
+        assert_chain(&inside.unwrap_err(), Error::is_misuse, &["one rank only"]);
         // No rank gets a turn if the others cannot come.
         let ran = accelerator.on_main_process(|| accelerator.in_rank_order(|| panic!("it ran")));
         assert!(ran.is_none_or(|outcome: Result<()>| outcome.unwrap_err().is_misuse()));
@@ -215,10 +168,7 @@ fn a_turn_that_panics_leaves_nobody_waiting() {
     .unwrap();
     assert_eq!(outcomes[1], "panicked");
     for text in [&outcomes[0], &outcomes[2]] {
-        assert!(
-            text.contains("rank 1") && text.contains("it stumbles"),
-            "{text}"
-        );
+        assert_contains(text, &["rank 1", "it stumbles"]);
     }
     assert_eq!(ran.into_inner().unwrap(), [0, 1]);
 }
@@ -234,118 +184,83 @@ fn a_rank_that_does_something_else_is_found_before_anybody_speaks() {
     })
     .unwrap();
     for error in errors {
-        assert!(error.is_collective(), "{error:?}");
-        let text = format!("{error:?}");
-        assert!(
-            text.contains("barrier") && text.contains("all_gather_object"),
-            "{text}"
-        );
+        let words = ["barrier", "all_gather_object"];
+        assert_chain(&error, Error::is_collective, &words);
     }
 }
 
 #[test]
 fn settings_that_contradict_each_other_are_refused() {
-    let error = Accelerator::builder()
-        .transport(TransportKind::Threads)
-        .build()
-        .unwrap_err();
-    assert!(error.is_config() && error.to_string().contains("launch"));
-    let error = Accelerator::builder()
-        .transport(TransportKind::Tcp)
-        .launch(2, |_| Ok(()))
-        .unwrap_err();
-    assert!(error.is_config() && error.to_string().contains("accel-launch"));
-    let error = Accelerator::builder().launch(0, |_| Ok(())).unwrap_err();
-    assert!(error.is_config());
-    let error = Accelerator::builder().bucket_size(10).build().unwrap_err();
-    assert!(error.is_config() && error.to_string().contains("bucket_size"));
+    let builder = Accelerator::builder;
+    let tcp = builder().transport(TransportKind::Tcp);
+    for (error, word) in [
+        (
+            builder().transport(TransportKind::Threads).build().err(),
+            "launch",
+        ),
+        (tcp.launch(2, |_| Ok(())).err(), "accel-launch"),
+        (builder().launch(0, |_| Ok(())).err(), ""),
+        (builder().bucket_size(10).build().err(), "bucket_size"),
+    ] {
+        assert_error(&error.unwrap(), Error::is_config, &[word]);
+    }
 }
 
-/// Connects two ranks as processes are, each with its own number of local ranks and its own settings, and returns their
-/// outcomes.
-fn connected(ranks: [(usize, AcceleratorBuilder); 2]) -> [Result<Accelerator>; 2] {
-    let store = StoreServer::bind(("127.0.0.1", 0), 2, None).unwrap();
-    let rendezvous = Rendezvous::new("127.0.0.1", store.local_addr().port());
-    let rendezvous = rendezvous.with_store(StoreHost::Launcher);
-    std::thread::scope(|scope| {
-        let mut number = 0..;
-        let threads = ranks.map(|(local, builder)| {
-            let rank = number.next().unwrap();
-            let topology = Topology::new(rank, 2).unwrap();
-            let topology = topology.with_local(rank % local, local).unwrap();
-            let builder = builder
-                .launched_as(Launch::new(topology, rendezvous.clone()))
-                .transport(TransportKind::Tcp);
-            scope.spawn(move || builder.build())
-        });
-        threads.map(|thread| thread.join().unwrap())
-    })
+type Change<'a> = &'a (dyn Fn(AcceleratorBuilder) -> AcceleratorBuilder + Sync);
+
+/// Connects two ranks, each with its own number of local ranks and its own settings.
+fn two(ranks: [(usize, Change<'_>); 2]) -> Vec<Result<Accelerator>> {
+    let place = |topology: Topology| {
+        let (rank, (local, _)) = (topology.rank(), ranks[topology.rank()]);
+        topology.with_local(rank % local, local).unwrap()
+    };
+    connected(2, place, |rank, builder| ranks[rank].1(builder).build())
+}
+
+/// Returns the error of two ranks, which must be the same.
+fn error_of_both(outcomes: Vec<Result<Accelerator>>) -> Error {
+    let [first, second] = outcomes.try_into().unwrap();
+    let (first, second) = (first.unwrap_err(), second.unwrap_err());
+    assert_eq!(first.to_string(), second.to_string());
+    first
 }
 
 #[test]
 fn ranks_for_which_overlap_comes_to_different_things_are_refused_alike() {
     // The host was started wrongly: rank 0 sees two hosts, and rank 1 sees one.
-    let overlap = |overlap| Accelerator::builder().overlap(overlap);
-    let outcomes = connected([(1, overlap(Overlap::Auto)), (2, overlap(Overlap::Auto))]);
-    let errors = outcomes.map(|outcome| outcome.unwrap_err());
-    for error in &errors {
-        assert!(error.is_config(), "{error:?}");
-        assert_eq!(error.to_string(), errors[0].to_string());
-    }
-    let text = errors[0].to_string();
-    for part in [
+    let [auto, on, off] = [Overlap::Auto, Overlap::On, Overlap::Off]
+        .map(|overlap| move |builder: AcceleratorBuilder| builder.overlap(overlap));
+    let error = error_of_both(two([(1, &auto), (2, &auto)]));
+    let words = [
         "overlap (set by ACCEL_OVERLAP or `overlap`) differs between ranks: rank 0 has",
         "rank 0 has on (`auto`, on the device `flex`, with 1 of 2 ranks on its host)",
         "rank 1 has off (`auto`, on the device `flex`, with 2 of 2 ranks on its host); start",
-    ] {
-        assert!(text.contains(part), "{part} is not in: {text}");
-    }
+    ];
+    assert_error(&error, Error::is_config, &words);
     // The settings may differ if they mean the same.
-    for ranks in [
-        [(1, Overlap::Auto), (1, Overlap::On)],
-        [(2, Overlap::Off), (2, Overlap::Auto)],
-    ] {
-        for outcome in connected(ranks.map(|(local, asked)| (local, overlap(asked)))) {
-            outcome.unwrap();
-        }
+    for outcomes in [two([(1, &auto), (1, &on)]), two([(2, &off), (2, &auto)])] {
+        assert!(outcomes.iter().all(Result::is_ok), "{outcomes:?}");
     }
 }
 
 /// The scale that all ranks use would have different bits on each.
 #[test]
 fn ranks_that_sum_gradients_in_different_places_are_refused_alike() {
-    let reduction = |asked| (2, Accelerator::builder().gradient_reduction(asked));
-    let ranks = [GradientReduction::Staged, GradientReduction::Auto];
-    let errors = connected(ranks.map(reduction)).map(|outcome| outcome.unwrap_err());
-    for error in &errors {
-        assert!(error.is_config(), "{error:?}");
-        assert_eq!(error.to_string(), errors[0].to_string());
-    }
-    let text = errors[0].to_string();
-    for part in [
+    use GradientReduction::{Auto, Nccl, Staged};
+
+    let [auto, staged, nccl] = [Auto, Staged, Nccl]
+        .map(|asked| move |builder: AcceleratorBuilder| builder.gradient_reduction(asked));
+    let error = error_of_both(two([(2, &staged), (2, &auto)]));
+    let words = [
         "where gradients are summed (set by the kind of device, ACCEL_REDUCTION and ACCEL_COMPRESSION; ",
         "rank 0 has on the device (of `flex`), and rank 1 has in memory (of `flex`); start",
-    ] {
-        assert!(text.contains(part), "{part} is not in: {text}");
-    }
-    let ranks = [GradientReduction::Staged; 2];
-    for outcome in connected(ranks.map(reduction)) {
-        outcome.unwrap();
-    }
-}
-
-/// The error comes before training.
-#[test]
-fn nccl_that_cannot_be_is_refused_alike() {
-    let nccl = || {
-        let builder = Accelerator::builder();
-        (2, builder.gradient_reduction(GradientReduction::Nccl))
-    };
-    let errors = connected([nccl(), nccl()]).map(|outcome| outcome.unwrap_err());
-    for error in &errors {
-        assert!(error.is_device(), "{error:?}");
-        assert_eq!(error.to_string(), errors[0].to_string());
-    }
+    ];
+    assert_error(&error, Error::is_config, &words);
+    let outcomes = two([(2, &staged); 2]);
+    assert!(outcomes.iter().all(Result::is_ok), "{outcomes:?}");
+    // A reduction that is not there is an error before training.
+    let error = error_of_both(two([(2, &nccl); 2]));
+    assert!(error.is_device(), "{error:?}");
 }
 
 /// Starts two ranks that know neither their local ranks nor that they share a host, and returns their outcomes.
@@ -389,12 +304,8 @@ fn a_rank_opens_its_device_when_it_knows_its_local_rank() {
     let [other, without] = started_by_hand([Accelerator::builder(), without]);
     let own = without.unwrap_err();
     assert!(own.is_device(), "{own:?}");
-    let error = other.unwrap_err();
-    assert!(error.is_peer_lost(), "{error:?}");
-    assert!(
-        error.to_string().contains(&format!("device `{missing}`")),
-        "{error}"
-    );
+    let word = format!("device `{missing}`");
+    assert_error(&other.unwrap_err(), Error::is_peer_lost, &[&word]);
 }
 
 #[test]
@@ -447,35 +358,12 @@ fn build_in_a_child() {
 
 #[test]
 fn a_plan_of_faults_that_cannot_be_carried_out_is_refused() {
-    let refused = |plan: &str| {
-        let child = std::process::Command::new(std::env::current_exe().unwrap())
-            .args([
-                "--ignored",
-                "--exact",
-                "processes::build_in_a_child",
-                "--nocapture",
-            ])
-            .env("ACCEL_FAULTS", plan)
-            .output()
-            .unwrap();
-        let text = String::from_utf8_lossy(&child.stdout).into_owned();
-        assert!(child.status.success() && text.contains("refused"), "{text}");
-        text
+    let refused = |plan: &str, word: &str| {
+        let (is_well, text) = child("processes::build_in_a_child", "ACCEL_FAULTS", plan);
+        assert!(is_well, "{text}");
+        assert_contains(&text, &["refused", word]);
     };
-    assert!(refused("rank=0 step=1 sing").contains("sing"));
+    refused("rank=0 step=1 sing", "sing");
     #[cfg(not(feature = "faults"))]
-    assert!(refused("rank=0 step=1 exit 7").contains("built without"));
-}
-
-#[test]
-fn shares_cover_everything() {
-    for world_size in 1..6 {
-        for count in 0..20 {
-            let items: Vec<_> = (0..count).collect();
-            let shares = accelerator::launch(world_size, |accelerator| {
-                Ok(accelerator.split_between_processes(&items).to_vec())
-            });
-            assert_eq!(shares.unwrap().concat(), items);
-        }
-    }
+    refused("rank=0 step=1 exit 7", "built without");
 }

@@ -96,19 +96,3 @@ fn state_of_a_replaced_parameter_is_named_when_it_is_saved() {
     assert!(text.contains("`head.weight`"), "{text}");
     assert!(text.contains("Param::initialized(param.id,"), "{text}");
 }
-
-#[test]
-fn an_unfrozen_parameter_is_named() {
-    let accelerator = Accelerator::new().unwrap();
-    let device = accelerator.device();
-    let mut model = Net::new(&device);
-    model.head = model.head.no_grad();
-    let mut model = accelerator.prepare(model).unwrap();
-    model.head = model.head.set_require_grad(true);
-    let error = accelerator.backward(model.loss(&device), &model, 2);
-    let text = error.map(drop).unwrap_err().to_string();
-    assert!(
-        text.contains("`head.weight`") && text.contains("frozen"),
-        "{text}"
-    );
-}

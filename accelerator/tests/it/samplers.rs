@@ -1,13 +1,13 @@
 //! The program's own orders and batches, weights, places of samples, and nested loaders.
 
 use crate::common::{
-    Column, ColumnBatcher, assert_close, columns, distance, flat, line, loader, of_every_rank,
+    Column, ColumnBatcher, assert_chain, assert_close, assert_error, columns, flat, learn, learner,
+    loader, of_every_rank,
 };
 use accelerator::data::{AssumeDeterministic, Loader, SamplePlace};
 use accelerator::plan::WeightedSampler;
 use accelerator::prelude::*;
 use burn::data::dataloader::DataLoaderBuilder as BurnBuilder;
-use burn::optim::SgdConfig;
 
 fn builder() -> LoaderBuilder<usize, Column> {
     LoaderBuilder::new(ColumnBatcher)
@@ -35,14 +35,15 @@ fn shares(
     .unwrap()
 }
 
+/// Joins the batches of all ranks step by step.
+fn joined(ranks: &[Vec<Vec<usize>>]) -> Vec<usize> {
+    let steps = 0..ranks[0].len();
+    let all = steps.flat_map(|step| ranks.iter().flat_map(move |rank| rank[step].clone()));
+    all.collect()
+}
+
 fn five() -> Vec<Vec<u64>> {
-    vec![
-        vec![0, 1, 2],
-        vec![3, 4],
-        vec![5, 6, 7, 8],
-        vec![9, 10, 11],
-        vec![12, 13],
-    ]
+    [0..3, 3..5, 5..9, 9..12, 12..14].map(Vec::from_iter).into()
 }
 
 /// C1: the tables of batch samplers without a batch size hold for loaders.
@@ -66,27 +67,21 @@ fn c1_given_batches_go_round_as_in_accelerate() {
 
 #[test]
 fn given_batches_of_all_ranks_are_learnt_from_as_one_batch() {
-    let learn = |ranks, batches: fn(u64) -> Vec<Vec<u64>>| {
+    let trained = |ranks, batches: fn(u64) -> Vec<Vec<u64>>| {
         let weights = accelerator::launch(ranks, |accelerator| {
             let loader = builder().batch_sampler(batches).build(columns(14));
-            let parts = (line(&accelerator.device()), SgdConfig::new().init(), loader);
-            let (mut model, mut optimizer, train) = accelerator.prepare(parts)?;
+            let (mut model, mut optimizer, train) = learner(&accelerator, loader)?;
             assert_eq!(train.steps(), None);
-            for epoch in 0..3 {
-                for batch in train.epoch(epoch) {
-                    let batch = batch?;
-                    let loss = distance(&model, &batch);
-                    let gradients = accelerator.backward(loss, &model, &batch)?;
-                    model = optimizer.step(0.1, model, gradients);
-                }
+            for batch in (0..3).flat_map(|epoch| train.epoch(epoch)) {
+                model = learn(&accelerator, model, &mut optimizer, 0.1, &batch?)?;
             }
             Ok(flat(&model))
         });
         of_every_rank(weights.unwrap())
     };
     // Each batch joins what two ranks use in a step. In the last step, only rank 0 has samples.
-    let joined = |_| vec![(0..5).collect(), (5..12).collect(), vec![12, 13]];
-    assert_close(&learn(2, |_| five()), &learn(1, joined), 1e-6);
+    let whole = |_| [0..5, 5..12, 12..14].map(Vec::from_iter).into();
+    assert_close(&trained(2, |_| five()), &trained(1, whole), 1e-6);
 }
 
 #[test]
@@ -103,13 +98,8 @@ fn ranks_that_sample_differently_are_named_on_every_rank() {
     })
     .unwrap();
     for error in errors {
-        assert!(error.is_data(), "{error:?}");
-        let text = error.to_string();
-        assert!(
-            text.contains("ranks 0, 2: ") && text.contains("rank 1: "),
-            "{text}"
-        );
-        assert!(text.contains("epoch 1"), "{text}");
+        let words = ["ranks 0, 2: ", "rank 1: ", "epoch 1"];
+        assert_error(&error, Error::is_data, &words);
     }
 }
 
@@ -123,10 +113,7 @@ fn a_sample_that_is_not_there_is_named_on_every_rank() {
     })
     .unwrap();
     for error in errors {
-        assert!(
-            error.is_data() && error.to_string().contains("sample 8"),
-            "{error:?}"
-        );
+        assert_error(&error, Error::is_data, &["sample 8"]);
     }
 }
 
@@ -139,13 +126,8 @@ fn draws_by_weight_are_those_of_the_plan_at_every_world_size() {
             let builder = builder().global_batch_size(6);
             builder.weighted(sampler(), 30, 7).build(columns(20))
         });
-        let steps = 0..drawn[0].len();
-        let all = steps.flat_map(|step| drawn.iter().flat_map(move |rank| rank[step].clone()));
-        assert_eq!(
-            all.map(|n| n as u64).collect::<Vec<_>>(),
-            wanted,
-            "{ranks} ranks"
-        );
+        let all = joined(&drawn).into_iter().map(|n| n as u64);
+        assert_eq!(all.collect::<Vec<_>>(), wanted, "{ranks} ranks");
     }
     let distinct = shares(2, 0, || {
         let builder = builder().batch_size(3);
@@ -161,10 +143,7 @@ fn draws_by_weight_are_those_of_the_plan_at_every_world_size() {
     let error = builder()
         .weighted_without_replacement(sampler(), 20, 7)
         .unwrap_err();
-    assert!(
-        error.is_config() && format!("{error:?}").contains("only 19"),
-        "{error:?}"
-    );
+    assert_chain(&error, Error::is_config, &["only 19"]);
 }
 
 #[test]
@@ -188,20 +167,12 @@ fn given_orders_and_batches_go_on_in_mid_epoch() {
         let folder = tempfile::tempdir().unwrap();
         // The first step runs in one process, and the rest after a resume.
         let ranks = accelerator::launch(2, |accelerator| {
-            let fresh = || {
-                (
-                    line(&accelerator.device()),
-                    SgdConfig::new().init(),
-                    build(),
-                )
-            };
-            let (mut model, mut optimizer, train) = accelerator.prepare(fresh())?;
+            let (model, mut optimizer, train) = learner(&accelerator, build())?;
             let whole: Vec<_> = train.epoch(1).map(|batch| seen(&batch.unwrap())).collect();
             let batch = train.epoch(1).next().unwrap()?;
-            let gradients = accelerator.backward(distance(&model, &batch), &model, &batch)?;
-            model = optimizer.step(0.1, model, gradients);
+            let model = learn(&accelerator, model, &mut optimizer, 0.1, &batch)?;
             accelerator.save_state(folder.path(), (&model, &optimizer, &train))?;
-            let parts = accelerator.prepare(fresh())?;
+            let parts = learner(&accelerator, build())?;
             let ((_, _, train), position) = accelerator.resume(folder.path(), parts)?;
             assert_eq!(position.epoch(), 1);
             let rest: Vec<_> = train.epoch(1).map(|batch| seen(&batch.unwrap())).collect();
@@ -235,39 +206,26 @@ fn an_epoch_does_not_go_on_in_another_order_than_it_began_in() {
     let all: [&Build; 3] = [&listed, &batched, &weighted];
     for build in all {
         let folder = tempfile::tempdir().unwrap();
-        let fresh = |accelerator: &Accelerator, salt| {
-            let parts = (
-                line(&accelerator.device()),
-                SgdConfig::new().init(),
-                build(salt),
-            );
-            accelerator.prepare(parts)
-        };
         let errors = accelerator::launch(2, |accelerator| {
-            let (mut model, mut optimizer, train) = fresh(&accelerator, 1)?;
+            let (model, mut optimizer, train) = learner(&accelerator, build(1))?;
             let batch = train.epoch(1).next().unwrap()?;
-            let gradients = accelerator.backward(distance(&model, &batch), &model, &batch)?;
-            model = optimizer.step(0.1, model, gradients);
+            let model = learn(&accelerator, model, &mut optimizer, 0.1, &batch)?;
             accelerator.save_state(folder.path(), (&model, &optimizer, &train))?;
-            let parts = fresh(&accelerator, 2)?;
+            let parts = learner(&accelerator, build(2))?;
             let ((_, _, train), _) = accelerator.resume(folder.path(), parts)?;
             // No other epoch was used.
             assert!(train.epoch(0).all(|batch| batch.is_ok()));
             let error = train.epoch(1).next().unwrap().unwrap_err();
             accelerator.wait_for_everyone()?;
-            let parts = fresh(&accelerator, 1)?;
+            let parts = learner(&accelerator, build(1))?;
             let ((_, _, train), _) = accelerator.resume(folder.path(), parts)?;
             assert!(train.epoch(1).all(|batch| batch.is_ok()));
             Ok(error)
         })
         .unwrap();
         for error in errors {
-            assert!(error.is_checkpoint(), "{error:?}");
-            let text = error.to_string();
-            assert!(
-                text.contains("epoch 1") && text.contains("4 samples"),
-                "{text}"
-            );
+            let words = ["epoch 1", "4 samples"];
+            assert_error(&error, Error::is_checkpoint, &words);
         }
     }
 }
@@ -284,24 +242,15 @@ fn c11_uneven_ranks_are_joined() {
         .map(|rank| (0..rank.len()).collect())
         .collect();
     assert_eq!(steps, [vec![0, 1], vec![0]]);
-    let learn = |ranks, size| {
+    let trained = |ranks, size| {
         let weights = accelerator::launch(ranks, |accelerator| {
-            let parts = (
-                line(&accelerator.device()),
-                SgdConfig::new().init(),
-                loader(3, size),
-            );
-            let (mut model, mut optimizer, train) = accelerator.prepare(parts)?;
+            let (mut model, mut optimizer, train) = learner(&accelerator, loader(3, size))?;
             let mut weights = Vec::new();
             for batch in train.epoch(0) {
                 let batch = batch?;
-                weights.push(if batch.is_idle() {
-                    0
-                } else {
-                    batch.num_samples()
-                });
-                let gradients = accelerator.backward(distance(&model, &batch), &model, &batch)?;
-                model = optimizer.step(0.1, model, gradients);
+                let is_idle = batch.is_idle();
+                weights.push(if is_idle { 0 } else { batch.num_samples() });
+                model = learn(&accelerator, model, &mut optimizer, 0.1, &batch)?;
             }
             let all = accelerator.gather_object(&weights)?;
             assert!(ranks == 1 || all == [[1, 1], [1, 0]], "{all:?}");
@@ -309,7 +258,7 @@ fn c11_uneven_ranks_are_joined() {
         });
         of_every_rank(weights.unwrap())
     };
-    assert_close(&learn(2, 1), &learn(1, 2), 1e-6);
+    assert_close(&trained(2, 1), &trained(1, 2), 1e-6);
 }
 
 /// C16: the same seed gives the same order on every number of ranks, and another seed another order.
@@ -322,16 +271,7 @@ fn c16_orders_follow_seed_and_epoch_alone() {
                 .shuffle(seed)
                 .build(columns(24))
         };
-        let ranks = shares(ranks, epoch, build);
-        let steps = 0..ranks[0].len();
-        steps
-            .flat_map(|step| {
-                ranks
-                    .iter()
-                    .flat_map(|rank| rank[step].clone())
-                    .collect::<Vec<_>>()
-            })
-            .collect()
+        joined(&shares(ranks, epoch, build))
     };
     let epochs = |ranks, seed| -> Vec<Vec<usize>> {
         (0..3).map(|epoch| order(ranks, seed, epoch)).collect()
@@ -364,45 +304,22 @@ fn every_kind(accelerator: &Accelerator) -> Vec<(&'static str, PreparedLoader<Co
     let given = two()
         .batch_sampler(|_| five()[..4].to_vec())
         .build(columns(13));
-    vec![
-        (
-            "planned",
-            accelerator.prepare(two().build(columns(13))).unwrap(),
-        ),
-        (
-            "inline",
-            accelerator
-                .prepare(two().num_workers(0).build(columns(13)))
-                .unwrap(),
-        ),
-        (
-            "sampler",
-            accelerator
-                .prepare(two().sampler(|_| (0..13).collect()).build(columns(13)))
-                .unwrap(),
-        ),
-        ("batches", accelerator.prepare(given).unwrap()),
-        (
-            "stream",
-            accelerator.prepare(two().build_stream(numbers)).unwrap(),
-        ),
-        (
-            "parts",
-            accelerator
-                .prepare(two().build_sharded_stream(own))
-                .unwrap(),
-        ),
-        (
-            "dispatched",
-            accelerator
-                .prepare(two().build_dispatched_stream(numbers))
-                .unwrap(),
-        ),
-        (
-            "Burn's",
-            accelerator.prepare(AssumeDeterministic(burns)).unwrap(),
-        ),
-    ]
+    let sampler = |_| (0..13).collect();
+    let ours = [
+        ("planned", two().build(columns(13))),
+        ("inline", two().num_workers(0).build(columns(13))),
+        ("sampler", two().sampler(sampler).build(columns(13))),
+        ("batches", given),
+        ("stream", two().build_stream(numbers)),
+        ("parts", two().build_sharded_stream(own)),
+        ("dispatched", two().build_dispatched_stream(numbers)),
+    ];
+    let mut all: Vec<_> = ours
+        .map(|(name, loader)| (name, accelerator.prepare(loader).unwrap()))
+        .into();
+    let burns = accelerator.prepare(AssumeDeterministic(burns));
+    all.push(("Burn's", burns.unwrap()));
+    all
 }
 
 /// C25: loaders within loaders, of which the inner one is read to its end, left, or begun later.

@@ -2,7 +2,10 @@
 
 use std::path::Path;
 
-use crate::common::{ColumnBatcher, assert_close, distance, flat, line, loader, of_every_rank};
+use crate::common::{
+    ColumnBatcher, assert_close, assert_contains, assert_error, distance, flat, line, loader,
+    of_every_rank,
+};
 use accelerator::AcceleratorBuilder;
 use accelerator::optim::Scheduled;
 use accelerator::prelude::*;
@@ -62,12 +65,8 @@ fn c9_a_schedule_counts_steps_or_those_of_every_process() {
         };
         for ranks in [1, 2] {
             assert_close(&rates(ranks, accumulation, by_step), &falling(0.05), 1e-6);
-            let each = 0.05 * ranks as f32;
-            assert_close(
-                &rates(ranks, accumulation, by_process),
-                &falling(each),
-                1e-6,
-            );
+            let found = rates(ranks, accumulation, by_process);
+            assert_close(&found, &falling(0.05 * ranks as f32), 1e-6);
         }
     }
 }
@@ -97,11 +96,8 @@ fn a_schedule_by_process_goes_on_where_it_was_saved() {
 
         let by_step = (SgdConfig::new().init(), linear());
         let other = accelerator.prepare((line(&accelerator.device()), by_step))?;
-        let error = accelerator.resume(folder, other).unwrap_err().to_string();
-        assert!(
-            error.contains("by process") && error.contains("by step"),
-            "{error}"
-        );
+        let error = accelerator.resume(folder, other).unwrap_err();
+        assert_contains(&error.to_string(), &["by process", "by step"]);
         Ok(vec![saved, next])
     });
     assert_close(&of_every_rank(rates.unwrap()), &[0.9, 0.8], 1e-6);
@@ -128,12 +124,8 @@ fn a_plan_tells_what_there_will_be() {
     let plans = Accelerator::builder()
         .accumulation_steps(3)
         .launch(2, |accelerator| {
-            let optimizer = SgdConfig::new().init();
-            let parts = (
-                line(&accelerator.device()),
-                (optimizer, PerProcess(linear())),
-                loader(50, 4),
-            );
+            let optimizer = (SgdConfig::new().init(), PerProcess(linear()));
+            let parts = (line(&accelerator.device()), optimizer, loader(50, 4));
             let (model, optimizer, train) = accelerator.prepare(parts)?;
             let plan = accelerator.plan(&train, 5).with_schedule(&optimizer);
             let by_epoch = (SgdConfig::new().init(), PerEpoch(linear()));
@@ -154,11 +146,7 @@ fn a_plan_tells_what_there_will_be() {
         assert_eq!(plan.steps_per_epoch, Some(3));
         assert_eq!(plan.effective_batch, Some(24));
         assert_eq!((plan.steps, plan.rate_steps), (Some(15), Some(29)));
-        let text = plan.to_string();
-        assert!(
-            text.contains("2 ranks") && text.contains("29 steps"),
-            "{text}"
-        );
+        assert_contains(&plan.to_string(), &["2 ranks", "29 steps"]);
     }
 }
 
@@ -225,12 +213,8 @@ fn a_schedule_that_gives_another_rate_at_another_number_of_ranks_is_refused() {
         let folder = tempfile::tempdir().unwrap();
         life(folder.path(), 2, 5, PlanOrder::BeforeResume).unwrap();
         let error = life(folder.path(), ranks, 1, PlanOrder::BeforeResume).unwrap_err();
-        assert!(error.is_checkpoint(), "{error:?}");
-        let text = error.to_string();
-        assert!(
-            text.contains("the optimizer at place 2") && text.contains("resume_loader"),
-            "{text}"
-        );
+        let words = ["the optimizer at place 2", "resume_loader"];
+        assert_error(&error, Error::is_checkpoint, &words);
         // The same number of ranks may change its schedule.
         life(folder.path(), 2, 1, PlanOrder::BeforeResume).unwrap();
     }
@@ -272,12 +256,8 @@ fn another_rate_is_refused_where_a_step_has_as_many_samples_at_another_number_of
         let folder = tempfile::tempdir().unwrap();
         step_at(builder(), folder.path(), 2, 2, 0.1).unwrap();
         let error = step_at(builder(), folder.path(), 1, 2, 0.2).unwrap_err();
-        assert!(error.is_checkpoint(), "{error:?}");
-        let text = error.to_string();
-        assert!(
-            text.contains("as many samples a step") && text.contains("changed on purpose"),
-            "{text}"
-        );
+        let words = ["as many samples a step", "changed on purpose"];
+        assert_error(&error, Error::is_checkpoint, &words);
         // The error says how: first at the old number of ranks.
         step_at(builder(), folder.path(), 2, 2, 0.2).unwrap();
         step_at(builder(), folder.path(), 1, 2, 0.2).unwrap();

@@ -3,12 +3,12 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
-use crate::common::{devices, flat};
+use crate::common::{devices, flat, known};
 use accelerator::collective::launcher::GroupExt;
 use accelerator::optim::{InitFused, Manual, Sharded};
 use accelerator::prelude::*;
 use accelerator::{AcceleratorBuilder, AveragedGradients, Clip, Compression};
-use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
+use burn::module::{Module, ModuleVisitor, Param};
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::{AdamWConfig, LambConfig, ModuleOptimizer, SgdConfig};
 use burn::tensor::activation::tanh;
@@ -26,27 +26,13 @@ struct Net {
 
 impl Net {
     fn new(device: &Device) -> Self {
-        struct Known(f32);
-        impl ModuleMapper for Known {
-            fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-                let (id, old, mapper) = param.consume();
-                let values = (0..old.shape().num_elements()).map(|_| {
-                    self.0 += 1.0;
-                    0.3 * (self.0 * 1.7).sin()
-                });
-                let values = TensorData::new(values.collect::<Vec<f32>>(), old.shape());
-                let new = Tensor::from_data(values, &old.device());
-                Param::from_mapped_value(id, new.set_require_grad(true), mapper)
-            }
-        }
         let linear = |inputs, outputs| LinearConfig::new(inputs, outputs).init(device);
-        let net = Self {
+        known(Self {
             first: linear(2, 60),
             wide: linear(60, 300),
             late: linear(60, 70),
             last: linear(300, 1),
-        };
-        net.map(&mut Known(0.0))
+        })
     }
 
     fn loss(&self, place: Place, device: &Device) -> Tensor<1> {

@@ -1,10 +1,8 @@
 //! Running statistics over all ranks.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 
-use crate::common::devices;
-use accelerator::collective::launcher::GroupExt;
+use crate::common::{counted, devices};
 use accelerator::prelude::*;
 use burn::module::Module;
 use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
@@ -88,15 +86,10 @@ fn statistics_become_those_of_everything_that_was_seen() {
 #[test]
 fn what_is_the_same_everywhere_stays_and_models_without_buffers_send_nothing() {
     accelerator::launch(3, |accelerator| {
-        let operations = Arc::new(AtomicUsize::new(0));
-        let count = operations.clone();
         let model = accelerator.prepare(accelerator.init(Net::new))?;
         let line: Linear =
             accelerator.prepare(accelerator.init(|device| LinearConfig::new(3, 3).init(device)))?;
-        let observed = accelerator.group().observe(move |_| {
-            count.fetch_add(1, Ordering::Relaxed);
-        });
-        observed.unwrap();
+        let operations = counted(&accelerator);
         let frozen = model.frozen.weight.val().into_data();
         accelerator.sync_buffers(&line)?;
         assert_eq!(operations.load(Ordering::Relaxed), 0);
@@ -116,12 +109,7 @@ fn parameters_are_neither_compared_nor_sent_where_frozen_ones_differ() {
         let own = accelerator.rank() as f64 + 1.0;
         model.frozen.weight = model.frozen.weight.map(|weight| weight * own);
         let before = model.frozen.weight.val().into_data();
-        let operations = Arc::new(AtomicUsize::new(0));
-        let count = operations.clone();
-        let observed = accelerator.group().observe(move |_| {
-            count.fetch_add(1, Ordering::Relaxed);
-        });
-        observed.unwrap();
+        let operations = counted(&accelerator);
         accelerator.sync_buffers(&model.frozen)?;
         // This model has no parameter that takes a gradient.
         accelerator.sync_buffers(&model.frozen.valid())?;

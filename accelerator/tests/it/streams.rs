@@ -5,12 +5,12 @@ use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
 
 use crate::common::{
-    Column, ColumnBatcher, assert_close, columns, distance, flat, line, of_every_rank,
+    Column, ColumnBatcher, assert_chain, assert_close, assert_contains, assert_error, columns,
+    flat, learn, learner, of_every_rank,
 };
 use accelerator::data::{Loader, SampleStream, StreamError, StreamItems, StreamPart};
 use accelerator::prelude::*;
 use burn::data::dataloader::batcher::Batcher;
-use burn::optim::SgdConfig;
 use burn::tensor::Device;
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize};
@@ -26,16 +26,11 @@ const KINDS: [Kind; 3] = [Kind::Dispatched, Kind::Interleaved, Kind::Parts];
 /// The kinds that go through the samples in the order of a single rank.
 const IN_ORDER: [Kind; 2] = [Kind::Dispatched, Kind::Interleaved];
 
-/// The numbers below `.0`, which are dealt out to the parts in turn.
-#[derive(Clone)]
-struct Numbers(usize);
-
-impl SampleStream for Numbers {
-    type Item = usize;
-
-    fn read(&self, part: StreamPart) -> Result<StreamItems<usize>, StreamError> {
-        let mine = (part.index()..self.0).step_by(part.count());
-        Ok(Box::new(mine.map(Ok)))
+/// Returns a stream of the numbers below `samples`, which are dealt out to the parts in turn.
+fn numbers(samples: usize) -> impl SampleStream<Item = usize> {
+    move |part: StreamPart| {
+        let mine = (part.index()..samples).step_by(part.count());
+        mine.map(std::io::Result::Ok)
     }
 }
 
@@ -65,6 +60,26 @@ fn seen(batch: &Batch<Column>) -> Seen {
     (batch.numbers.clone(), batch.real(), batch.is_last())
 }
 
+/// Returns a loader of the first numbers: of a stream, or of a listed data set.
+fn of_kind(
+    kind: Option<Kind>,
+    builder: LoaderBuilder<usize, Column>,
+    samples: usize,
+) -> Loader<Column> {
+    match kind {
+        Some(kind) => build(kind, builder, numbers(samples)),
+        None => {
+            let listed = move |_| (0..samples as u64).collect();
+            builder.sampler(listed).build(columns(samples))
+        }
+    }
+}
+
+/// Returns the batches of an epoch.
+fn epoch(loader: &PreparedLoader<Column>) -> Result<Vec<Seen>> {
+    loader.epoch(0).map(|batch| Ok(seen(&batch?))).collect()
+}
+
 fn shares(
     ranks: usize,
     kind: Kind,
@@ -73,14 +88,13 @@ fn shares(
     tail: TailPolicy,
 ) -> Vec<Vec<Seen>> {
     accelerator::launch(ranks, |accelerator| {
-        let loader = build(kind, builder(batch_size, tail), Numbers(samples));
+        let loader = build(kind, builder(batch_size, tail), numbers(samples));
         let loader = accelerator.prepare(loader)?;
-        // A second pass gives the same.
+        // Passes before it change nothing.
         for _ in 0..2 {
-            let epoch: Result<Vec<_>> = loader.epoch(0).collect();
-            epoch?;
+            epoch(&loader)?;
         }
-        loader.epoch(0).map(|batch| Ok(seen(&batch?))).collect()
+        epoch(&loader)
     })
     .unwrap()
 }
@@ -97,7 +111,7 @@ fn c2_rounds_keep_the_order_of_the_stream() {
                     true => builder.global_batch_size(size),
                     false => builder.batch_size(size),
                 };
-                let loader = accelerator.prepare(build(kind, builder, Numbers(32 * ranks)))?;
+                let loader = accelerator.prepare(build(kind, builder, numbers(32 * ranks)))?;
                 let mut all = Vec::new();
                 for batch in loader.epoch(0) {
                     let batch = batch?;
@@ -140,11 +154,7 @@ fn the_last_round_is_divided_as_accelerate_dispatches_it() {
 fn tail_policies_do_what_they_do_of_a_data_set() {
     let planned = |ranks, samples, size, tail| {
         let rows = accelerator::launch(ranks, |accelerator| {
-            let loader = accelerator.prepare(builder(size, tail).build(columns(samples)))?;
-            loader
-                .epoch(0)
-                .map(|batch| Ok(seen(&batch?)))
-                .collect::<Result<Vec<_>>>()
+            epoch(&accelerator.prepare(builder(size, tail).build(columns(samples)))?)
         });
         // A data set without a step is refused, but a stream cannot be known to have none.
         rows.unwrap_or_else(|error| {
@@ -172,22 +182,13 @@ fn tail_policies_do_what_they_do_of_a_data_set() {
 #[test]
 fn parts_end_together_and_idle_until_then() {
     // Rank 0 has 0, 2, …, 8, and rank 1 has only 1 and 3.
-    struct Ragged;
-    impl SampleStream for Ragged {
-        type Item = usize;
-
-        fn read(&self, part: StreamPart) -> Result<StreamItems<usize>, StreamError> {
-            let len = [5, 2][part.index()];
-            Ok(Box::new((0..len).map(move |n| Ok(2 * n + part.index()))))
-        }
-    }
+    let ragged = |part: StreamPart| {
+        let index = part.index();
+        (0..[5, 2][index]).map(move |n| std::io::Result::Ok(2 * n + index))
+    };
     let shares = |tail| {
         accelerator::launch(2, |accelerator| {
-            let loader = accelerator.prepare(builder(2, tail).build_sharded_stream(Ragged))?;
-            loader
-                .epoch(0)
-                .map(|batch| Ok(seen(&batch?)))
-                .collect::<Result<Vec<_>>>()
+            epoch(&accelerator.prepare(builder(2, tail).build_sharded_stream(ragged))?)
         })
         .unwrap()
     };
@@ -209,17 +210,13 @@ fn parts_end_together_and_idle_until_then() {
 #[test]
 fn a_part_that_is_empty_is_named_on_every_rank() {
     let errors = accelerator::launch(3, |accelerator| {
-        let loader = builder(2, TailPolicy::Exact).build_sharded_stream(Numbers(2));
+        let loader = builder(2, TailPolicy::Exact).build_sharded_stream(numbers(2));
         let loader = accelerator.prepare(loader)?;
         Ok(loader.epoch(0).next().unwrap().unwrap_err())
     })
     .unwrap();
     for error in errors {
-        assert!(error.is_data(), "{error:?}");
-        assert!(
-            error.to_string().contains("ranks 2 hold no sample"),
-            "{error:?}"
-        );
+        assert_error(&error, Error::is_data, &["ranks 2 hold no sample"]);
     }
 }
 
@@ -235,7 +232,7 @@ fn c12_metrics_see_each_sample_once() {
             (21, 5, TailPolicy::Drop, 20),
         ] {
             let gathered = accelerator::launch(2, |accelerator| {
-                let loader = build(kind, builder(size, tail), Numbers(samples));
+                let loader = build(kind, builder(size, tail), numbers(samples));
                 let loader = accelerator.prepare(loader)?;
                 let mut rows = 0;
                 for batch in loader.epoch(0) {
@@ -257,12 +254,9 @@ fn c12_metrics_see_each_sample_once() {
 
 /// Trains an epoch and returns the weights.
 fn train(accelerator: &Accelerator, loader: Loader<Column>) -> Result<Vec<f32>> {
-    let parts = (line(&accelerator.device()), SgdConfig::new().init(), loader);
-    let (mut model, mut optimizer, train) = accelerator.prepare(parts)?;
+    let (mut model, mut optimizer, train) = learner(accelerator, loader)?;
     for batch in train.epoch(0) {
-        let batch = batch?;
-        let gradients = accelerator.backward(distance(&model, &batch), &model, &batch)?;
-        model = optimizer.step(0.1, model, gradients);
+        model = learn(accelerator, model, &mut optimizer, 0.1, &batch?)?;
     }
     Ok(flat(&model))
 }
@@ -282,39 +276,23 @@ fn ranks_learn_from_a_stream_what_one_learns_from_a_data_set() {
         for kind in KINDS {
             let many = accelerator::launch(ranks, |accelerator| {
                 let builder = builder(size, TailPolicy::Exact);
-                train(&accelerator, build(kind, builder, Numbers(samples)))
+                train(&accelerator, build(kind, builder, numbers(samples)))
             });
             assert_close(&of_every_rank(many.unwrap()), &one, 1e-6);
         }
     }
 }
 
-struct Broken {
-    after: usize,
-    panics: bool,
-}
-
-impl SampleStream for Broken {
-    type Item = usize;
-
-    fn read(&self, _part: StreamPart) -> Result<StreamItems<usize>, StreamError> {
-        let (after, panics) = (self.after, self.panics);
-        let items = (0..).map(move |n| match n < after {
-            true => Ok(n),
-            false if panics => panic!("the reader fell over"),
-            false => Err("the disk is gone".into()),
-        });
-        Ok(Box::new(items))
-    }
-}
-
 #[test]
 fn errors_of_rank_0s_reader_reach_every_rank() {
-    for (after, workers) in [(0, 1), (9, 1), (9, 0)] {
+    for (after, workers, panics) in [(0, 1, false), (9, 1, false), (9, 0, false), (3, 1, true)] {
         let outcomes = accelerator::launch(3, |accelerator| {
-            let broken = Broken {
-                after,
-                panics: false,
+            let broken = move |_: StreamPart| {
+                (0..).map(move |n| match n < after {
+                    true => Ok(n),
+                    false if panics => panic!("the reader fell over"),
+                    false => Err("the disk is gone"),
+                })
             };
             let builder = builder(2, TailPolicy::Exact).num_workers(workers);
             let loader = accelerator.prepare(builder.build_dispatched_stream(broken))?;
@@ -331,36 +309,14 @@ fn errors_of_rank_0s_reader_reach_every_rank() {
                 (after / 6, 0),
                 "what came before is given out"
             );
-            assert!(error.is_data(), "{error:?}");
-            let text = format!("{error:?}");
-            assert!(text.contains("the disk is gone"), "{text}");
-            assert_eq!(
-                text.contains("rank 0 failed to read the stream"),
-                rank > 0,
-                "{text}"
-            );
+            if panics {
+                assert_error(&error, Error::is_panic, &["the reader fell over"]);
+                continue;
+            }
+            assert_chain(&error, Error::is_data, &["the disk is gone"]);
+            let is_told = format!("{error:?}").contains("rank 0 failed to read the stream");
+            assert_eq!(is_told, rank > 0, "{error:?}");
         }
-    }
-}
-
-#[test]
-fn a_reader_that_panics_is_an_error_on_every_rank() {
-    let errors = accelerator::launch(2, |accelerator| {
-        let broken = Broken {
-            after: 3,
-            panics: true,
-        };
-        let loader = builder(1, TailPolicy::Exact).build_dispatched_stream(broken);
-        let loader = accelerator.prepare(loader)?;
-        Ok(loader.epoch(0).find_map(Result::err).unwrap())
-    })
-    .unwrap();
-    for error in errors {
-        assert!(error.is_panic(), "{error:?}");
-        assert!(
-            error.to_string().contains("the reader fell over"),
-            "{error:?}"
-        );
     }
 }
 
@@ -404,12 +360,8 @@ fn a_sample_that_cannot_be_read_fails_every_rank_whosever_it_is() {
         });
         for (error, good_batches) in outcomes.unwrap() {
             assert_eq!(good_batches, good);
-            assert!(error.is_data(), "{error:?}");
-            let text = format!("{error:?}");
-            assert!(
-                text.contains("cannot be read") && text.contains("seven is broken"),
-                "{text}"
-            );
+            let words = ["cannot be read", "seven is broken"];
+            assert_chain(&error, Error::is_data, &words);
         }
     }
 }
@@ -428,17 +380,13 @@ fn a_batcher_that_panics_on_one_rank_is_an_error_on_every_rank() {
             let errors = accelerator::launch(3, |accelerator| {
                 // Sample 3 is in rank 1's first batch if dispatched, and in rank 0's second batch in parts.
                 let builder = LoaderBuilder::new(Falls).batch_size(2).num_workers(workers);
-                let loader = accelerator.prepare(build(kind, builder, Numbers(40)))?;
+                let loader = accelerator.prepare(build(kind, builder, numbers(40)))?;
                 let error = loader.epoch(0).find_map(Result::err).unwrap();
                 accelerator.wait_for_everyone()?;
                 Ok(error)
             });
             for error in errors.unwrap() {
-                assert!(error.is_panic(), "{kind:?}, {workers} workers: {error:?}");
-                assert!(
-                    error.to_string().contains("the batcher fell over"),
-                    "{error:?}"
-                );
+                assert_error(&error, Error::is_panic, &["the batcher fell over"]);
             }
         }
     }
@@ -447,57 +395,30 @@ fn a_batcher_that_panics_on_one_rank_is_an_error_on_every_rank() {
 /// An evaluation on one rank alone, or epochs counted differently, would do this.
 #[test]
 fn ranks_that_read_different_data_are_named_on_every_rank() {
-    type Read = fn(&[PreparedLoader<Column>], usize) -> Option<Result<Batch<Column>>>;
-    let cases: [(Read, [&str; 2]); 3] = [
-        (
-            |loaders, rank| loaders[usize::from(rank == 1)].epoch(0).next(),
-            [
-                "step 0 of epoch 0 of loader 0",
-                "step 0 of epoch 0 of loader 1",
-            ],
-        ),
-        (
-            |loaders, rank| loaders[1].epoch(4 + u64::from(rank == 1)).next(),
-            [
-                "step 0 of epoch 4 of loader 1",
-                "step 0 of epoch 5 of loader 1",
-            ],
-        ),
-        (
-            |loaders, rank| {
-                let skipped = u64::from(rank == 1);
-                loaders[0].epoch(1).skip_first_batches(skipped).next()
-            },
-            [
-                "step 0 of epoch 1 of loader 0",
-                "step 1 of epoch 1 of loader 0",
-            ],
-        ),
+    // The step, epoch and loader of most ranks, and those of rank 1.
+    let cases = [
+        ([0, 0, 0], [0, 0, 1]),
+        ([0, 4, 1], [0, 5, 1]),
+        ([0, 1, 0], [1, 1, 0]),
     ];
-    let streams = [Some(Kind::Dispatched), Some(Kind::Parts), None];
-    for kind in streams {
-        for (read, [most, one]) in cases {
+    for kind in [Some(Kind::Dispatched), Some(Kind::Parts), None] {
+        for (most, one) in cases {
             let errors = accelerator::launch(3, |accelerator| {
-                let loader = || {
-                    let builder = builder(2, TailPolicy::Exact);
-                    let listed = |_| (0..18).collect();
-                    accelerator.prepare(match kind {
-                        Some(kind) => build(kind, builder, Numbers(18)),
-                        None => builder.sampler(listed).build(columns(18)),
-                    })
-                };
+                let loader =
+                    || accelerator.prepare(of_kind(kind, builder(2, TailPolicy::Exact), 18));
                 let loaders = [loader()?, loader()?];
-                let error = read(&loaders, accelerator.rank()).unwrap().unwrap_err();
+                let [step, epoch, loader] = if accelerator.rank() == 1 { one } else { most };
+                let epoch = loaders[loader].epoch(epoch as u64);
+                let batch = epoch.skip_first_batches(step as u64).next();
                 accelerator.wait_for_everyone()?;
-                Ok(error)
+                Ok(batch.unwrap().unwrap_err())
+            });
+            let [most, one] = [most, one].map(|[step, epoch, loader]| {
+                format!("step {step} of epoch {epoch} of loader {loader}")
             });
             for error in errors.unwrap() {
-                assert!(error.is_misuse(), "{kind:?}: {error:?}");
-                let text = error.to_string();
-                assert!(
-                    text.contains(&format!("ranks 0, 2: {most}; rank 1: {one}")),
-                    "{text}"
-                );
+                let words = format!("ranks 0, 2: {most}; rank 1: {one}");
+                assert_error(&error, Error::is_misuse, &[&words]);
             }
         }
     }
@@ -506,28 +427,21 @@ fn ranks_that_read_different_data_are_named_on_every_rank() {
 /// An evaluation on rank 0 alone would do this. Every rank learns what each was doing, in terms of its program.
 #[test]
 fn a_rank_that_reads_no_data_is_told_apart_from_those_that_do() {
-    let listed = |_| (0..18).collect();
     for kind in [Some(Kind::Dispatched), Some(Kind::Parts), None] {
         let errors = accelerator::launch(2, |accelerator| {
-            let builder = builder(2, TailPolicy::Exact);
-            let loader = accelerator.prepare(match kind {
-                Some(kind) => build(kind, builder, Numbers(18)),
-                None => builder.sampler(listed).build(columns(18)),
-            })?;
+            let loader = accelerator.prepare(of_kind(kind, builder(2, TailPolicy::Exact), 18))?;
             Ok(match accelerator.rank() {
                 0 => loader.epoch(0).next().unwrap().unwrap_err(),
                 _ => accelerator.gather_object(&0.5).unwrap_err(),
             })
         });
         for error in errors.unwrap() {
-            assert!(error.is_collective(), "{error:?}");
-            let text = format!("{error:?}");
-            for side in [
+            let sides = [
                 "rank 0: the next batch of a loader (",
                 "rank 1: gather_object (all_gather_object ",
-            ] {
-                assert!(text.contains(side), "{kind:?}: {side} is not in: {text}");
-            }
+            ];
+            assert_chain(&error, Error::is_collective, &sides);
+            let text = format!("{error:?}");
             assert_eq!(text.matches("tests/it/streams.rs:").count(), 2, "{text}");
             assert!(!text.contains("cannot be read as"), "{text}");
         }
@@ -554,33 +468,29 @@ fn a_part_that_fails_fails_every_rank() {
     })
     .unwrap();
     for error in &errors {
-        assert!(
-            error.is_data() && format!("{error:?}").contains("no such file"),
-            "{error:?}"
-        );
+        assert_chain(error, Error::is_data, &["no such file"]);
     }
-    assert!(
-        errors[0]
-            .to_string()
-            .contains("rank 1 failed to read its part"),
-        "{:?}",
-        errors[0]
-    );
+    assert_contains(&errors[0].to_string(), &["rank 1 failed to read its part"]);
+}
+
+/// Returns a stream without an end that counts the samples that were read.
+fn endless(count: &Arc<AtomicUsize>) -> impl SampleStream<Item = usize> + use<> {
+    let count = count.clone();
+    move |_: StreamPart| {
+        let count = count.clone();
+        (0..).map(move |n: usize| {
+            count.fetch_add(1, Ordering::SeqCst);
+            std::io::Result::Ok(n)
+        })
+    }
 }
 
 #[test]
 fn rank_0_alone_reads_a_dispatched_stream_and_not_far_ahead() {
     let read: Vec<Arc<AtomicUsize>> = (0..2).map(|_| Arc::default()).collect();
     let limit = accelerator::launch(2, |accelerator| {
-        let mine = read[accelerator.rank()].clone();
-        let endless = move |_: StreamPart| {
-            let mine = mine.clone();
-            (0..).map(move |n: usize| {
-                mine.fetch_add(1, Ordering::SeqCst);
-                std::io::Result::Ok(n)
-            })
-        };
         let builder = builder(4, TailPolicy::Exact).prefetch(3);
+        let endless = endless(&read[accelerator.rank()]);
         let loader = accelerator.prepare(builder.build_dispatched_stream(endless))?;
         for batch in loader.epoch(0).take(5) {
             batch?;
@@ -588,10 +498,7 @@ fn rank_0_alone_reads_a_dispatched_stream_and_not_far_ahead() {
         Ok(())
     });
     limit.unwrap();
-    let (first, second) = (
-        read[0].load(Ordering::SeqCst),
-        read[1].load(Ordering::SeqCst),
-    );
+    let [first, second] = [0, 1].map(|rank| read[rank].load(Ordering::SeqCst));
     assert_eq!(second, 0);
     // Five rounds of eight were used, three wait, and one is being sent, with one sample to know of more.
     assert!((40..=8 * (5 + 3 + 1) + 1).contains(&first), "{first}");
@@ -616,16 +523,8 @@ fn a_batch_waits_for_what_tells_of_more_and_no_further() {
     for (kind, tail, expected) in cases {
         let read = accelerator::launch(2, |accelerator| {
             let read = Arc::<AtomicUsize>::default();
-            let count = read.clone();
-            let endless = move |_: StreamPart| {
-                let count = count.clone();
-                (0..).map(move |n: usize| {
-                    count.fetch_add(1, Ordering::SeqCst);
-                    std::io::Result::Ok(n)
-                })
-            };
             let builder = builder(4, tail).num_workers(0);
-            let loader = accelerator.prepare(build(kind, builder, endless))?;
+            let loader = accelerator.prepare(build(kind, builder, endless(&read)))?;
             let mut epoch = loader.epoch(0);
             assert!(!epoch.next().unwrap()?.is_last());
             Ok(read.load(Ordering::SeqCst))
@@ -670,34 +569,27 @@ fn an_epoch_that_is_left_early_does_not_wait_for_its_reader() {
 
 #[test]
 fn settings_that_do_not_fit_a_stream_are_refused() {
-    let refused = |loader: Loader<Column>| {
+    let shuffled = builder(2, TailPolicy::Exact).shuffle(3);
+    let uneven = builder(2, TailPolicy::Uneven);
+    for (loader, word) in [
+        (shuffled.build_stream(numbers(9)), "shuffled by 3"),
+        (uneven.build_dispatched_stream(numbers(9)), "`build_stream`"),
+    ] {
         let accelerator = Accelerator::new().unwrap();
         let error = accelerator.prepare(loader).unwrap_err();
-        assert!(error.is_config(), "{error:?}");
-        error.to_string()
-    };
-    let text = refused(
-        builder(2, TailPolicy::Exact)
-            .shuffle(3)
-            .build_stream(Numbers(9)),
-    );
-    assert!(text.contains("shuffled by 3"), "{text}");
-    let text = refused(builder(2, TailPolicy::Uneven).build_dispatched_stream(Numbers(9)));
-    assert!(text.contains("`build_stream`"), "{text}");
+        assert_error(&error, Error::is_config, &[word]);
+    }
 }
 
 #[test]
 fn ranks_that_share_a_stream_differently_are_told() {
     let error = accelerator::launch(2, |accelerator| {
         let kind = IN_ORDER[accelerator.rank()];
-        let loader = build(kind, builder(2, TailPolicy::Exact), Numbers(9));
+        let loader = build(kind, builder(2, TailPolicy::Exact), numbers(9));
         accelerator.prepare(loader).map(drop)
     })
     .unwrap_err();
-    assert!(
-        error.is_config() && error.to_string().contains("dispatched from rank 0"),
-        "{error:?}"
-    );
+    assert_error(&error, Error::is_config, &["dispatched from rank 0"]);
 }
 
 #[test]
@@ -737,7 +629,7 @@ fn skipped_batches_are_not_read_where_the_stream_can_skip() {
     );
     for kind in KINDS {
         let steps = accelerator::launch(2, |accelerator| {
-            let loader = build(kind, builder(2, TailPolicy::Exact), Numbers(13));
+            let loader = build(kind, builder(2, TailPolicy::Exact), numbers(13));
             let loader = accelerator.prepare(loader)?;
             let whole: Vec<_> = loader.epoch(0).map(|batch| seen(&batch.unwrap())).collect();
             for skipped in 0..6 {
@@ -767,12 +659,7 @@ fn part_of_a_run(
     stop: u64,
 ) -> Result<(Vec<f32>, Vec<usize>)> {
     let outcomes = accelerator::launch(ranks, |accelerator| {
-        let parts = (
-            line(&accelerator.device()),
-            SgdConfig::new().init(),
-            build(),
-        );
-        let parts = accelerator.prepare(parts)?;
+        let parts = learner(&accelerator, build())?;
         let ((mut model, mut optimizer, train), position) = accelerator.resume(folder, parts)?;
         let mut numbers = Vec::new();
         let mut step = position.step();
@@ -780,8 +667,7 @@ fn part_of_a_run(
             for batch in train.epoch(epoch) {
                 let batch = batch?;
                 numbers.extend(batch.numbers[..batch.real()].to_vec());
-                let gradients = accelerator.backward(distance(&model, &batch), &model, &batch)?;
-                model = optimizer.step(0.1, model, gradients);
+                model = learn(&accelerator, model, &mut optimizer, 0.1, &batch)?;
                 step += 1;
                 if step == stop {
                     break 'epochs;
@@ -802,7 +688,7 @@ const TO_THE_END: u64 = u64::MAX;
 fn a_stream_goes_on_in_mid_epoch() {
     for kind in KINDS {
         for tail in [TailPolicy::Exact, TailPolicy::Pad] {
-            let build = || build(kind, builder(3, tail), Numbers(20));
+            let build = || build(kind, builder(3, tail), numbers(20));
             let (once, twice) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
             let (whole, mut all) = part_of_a_run(once.path(), 2, build, TO_THE_END).unwrap();
             for stop in [2, 3, 6] {
@@ -821,16 +707,12 @@ fn a_stream_goes_on_in_mid_epoch() {
 fn another_number_of_ranks_goes_on_with_a_stream_but_not_with_parts() {
     for kind in KINDS {
         let folder = tempfile::tempdir().unwrap();
-        let build = || build(kind, builder(2, TailPolicy::Exact), Numbers(20));
+        let build = || build(kind, builder(2, TailPolicy::Exact), numbers(20));
         let (_, before) = part_of_a_run(folder.path(), 3, build, 2).unwrap();
         let outcome = part_of_a_run(folder.path(), 2, build, TO_THE_END);
         if kind == Kind::Parts {
-            let error = outcome.unwrap_err();
-            assert!(error.is_checkpoint(), "{error:?}");
-            assert!(
-                error.to_string().contains("build_dispatched_stream"),
-                "{error:?}"
-            );
+            let words = ["build_dispatched_stream"];
+            assert_error(&outcome.unwrap_err(), Error::is_checkpoint, &words);
             continue;
         }
         let (_, after) = outcome.unwrap();

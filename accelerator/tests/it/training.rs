@@ -1,6 +1,10 @@
 //! The training loop: averages over windows, and the steps of the optimizer and its schedule.
 
-use crate::common::{assert_close, columns, devices, distance, flat, line, loader, of_every_rank};
+use crate::common::{
+    assert_close, assert_contains, assert_error, columns, devices, distance, flat, learn, learner,
+    line, loader, of_every_rank,
+};
+use accelerator::Weight;
 use accelerator::prelude::*;
 use burn::data::dataloader::batcher::Batcher;
 use burn::lr_scheduler::step::StepLrSchedulerConfig;
@@ -22,10 +26,7 @@ fn one_rank_does_what_plain_burn_does_bit_for_bit() {
         let mut plain_optimizer = AdamWConfig::new().init();
         for batch in train.epoch(0) {
             let batch = batch.unwrap();
-            let gradients = accelerator
-                .backward(distance(&model, &batch), &model, &batch)
-                .unwrap();
-            model = optimizer.step(0.1, model, gradients);
+            model = learn(&accelerator, model, &mut optimizer, 0.1, &batch).unwrap();
 
             let gradients = distance(&plain, &batch).backward();
             let gradients = GradientsParams::from_grads(gradients, &plain);
@@ -42,12 +43,10 @@ fn after_one_epoch(kind: BackendKind, ranks: usize, samples: usize, global: usiz
     let outcomes = Accelerator::builder()
         .device(kind)
         .launch(ranks, |accelerator| {
-            let device = accelerator.device();
             let train = LoaderBuilder::new(crate::common::ColumnBatcher)
                 .global_batch_size(global)
                 .build(columns(samples));
-            let parts = (line(&device), SgdConfig::new().init(), train);
-            let (mut model, mut optimizer, train) = accelerator.prepare(parts)?;
+            let (mut model, mut optimizer, train) = learner(&accelerator, train)?;
             for batch in train.epoch(0) {
                 let batch = batch?;
                 let mut loss = distance(&model, &batch);
@@ -152,9 +151,7 @@ fn a_window_averages_over_its_samples_and_ends_with_the_epoch() {
         .accumulation_steps(3)
         .build()
         .unwrap();
-    let device = accelerator.device();
-    let parts = (line(&device), SgdConfig::new().init(), loader(14, 4));
-    let (mut model, mut optimizer, train) = accelerator.prepare(parts).unwrap();
+    let (mut model, mut optimizer, train) = learner(&accelerator, loader(14, 4)).unwrap();
     let mut outcomes = Vec::new();
     let mut samples = Vec::new();
     for batch in train.epoch(0) {
@@ -175,14 +172,9 @@ fn a_window_averages_over_its_samples_and_ends_with_the_epoch() {
 
     // Training with whole windows as batches gives the same.
     let plain = Accelerator::new().unwrap();
-    let parts = (line(&device), SgdConfig::new().init(), loader(14, 12));
-    let (mut whole, mut optimizer, train) = plain.prepare(parts).unwrap();
+    let (mut whole, mut optimizer, train) = learner(&plain, loader(14, 12)).unwrap();
     for batch in train.epoch(0) {
-        let batch = batch.unwrap();
-        let gradients = plain
-            .backward(distance(&whole, &batch), &whole, &batch)
-            .unwrap();
-        whole = optimizer.step(0.05, whole, gradients);
+        whole = learn(&plain, whole, &mut optimizer, 0.05, &batch.unwrap()).unwrap();
     }
     assert_close(&flat(&model), &flat(&whole), 1e-6);
 }
@@ -199,18 +191,13 @@ fn a_schedule_advances_with_optimizer_steps_or_with_epochs() {
             .with_gamma(0.5)
             .init()
             .unwrap();
-        let train = loader(8, 2);
-        let optimizer = SgdConfig::new().init();
-        let model = line(&device);
-        let (mut model, mut optimizer, train) = if by_epoch {
-            accelerator
-                .prepare((model, (optimizer, PerEpoch(halving)), train))
-                .unwrap()
-        } else {
-            accelerator
-                .prepare((model, (optimizer, halving), train))
-                .unwrap()
+        let sgd = SgdConfig::new().init();
+        let optimizer = match by_epoch {
+            true => accelerator.prepare((sgd, PerEpoch(halving))),
+            false => accelerator.prepare((sgd, halving)),
         };
+        let mut optimizer = optimizer.unwrap();
+        let (mut model, train) = accelerator.prepare((line(&device), loader(8, 2))).unwrap();
         assert_eq!(optimizer.learning_rate(), None);
         let mut rates = Vec::new();
         for epoch in 0..2 {
@@ -246,21 +233,14 @@ fn two_models_have_a_window_each() {
                 accelerator.prepare(parts)?;
             for batch in train.epoch(0) {
                 let batch = batch?;
-                let loss = distance(&generator, &batch);
-                let gradients = accelerator.backward(loss, &generator, &batch)?;
-                generator = first.step(0.05, generator, gradients);
+                generator = learn(&accelerator, generator, &mut first, 0.05, &batch)?;
                 // The second model's window is out of step with the first's.
                 if batch.step() > 0 {
-                    let loss = distance(&critic, &batch);
-                    let gradients = accelerator.backward(loss, &critic, &batch)?;
-                    critic = second.step(0.05, critic, gradients);
+                    critic = learn(&accelerator, critic, &mut second, 0.05, &batch)?;
                 }
             }
-            Ok((
-                first.steps(),
-                second.steps(),
-                flat(&generator) != flat(&critic),
-            ))
+            let differ = flat(&generator) != flat(&critic);
+            Ok((first.steps(), second.steps(), differ))
         })
         .unwrap();
     // The last of the second model's three micro-steps closes its window.
@@ -291,57 +271,10 @@ fn two_models_in_another_order_on_another_rank_are_told_apart() {
                 Ok(error)
             });
             for error in errors.unwrap() {
-                assert!(error.is_misuse(), "{error:?}");
-                let text = error.to_string();
-                assert!(text.contains("different models"), "{text}");
-                assert!(
-                    text.contains("ranks 0, 2: ") && text.contains("rank 1: "),
-                    "{text}"
-                );
+                let words = ["different models", "ranks 0, 2: ", "rank 1: "];
+                assert_error(&error, Error::is_misuse, &words);
             }
         }
-    }
-}
-
-#[test]
-fn clipping_is_by_one_norm_over_all_parameters() {
-    for kind in devices() {
-        let results = |ranks| {
-            Accelerator::builder()
-                .device(kind)
-                .launch(ranks, |accelerator| {
-                    let device = accelerator.device();
-                    let model = line(&device);
-                    let train = LoaderBuilder::new(crate::common::ColumnBatcher)
-                        .global_batch_size(6)
-                        .build(columns(6));
-                    let (model, mut optimizer, train) =
-                        accelerator.prepare((model, SgdConfig::new().init(), train))?;
-                    let batch = train.epoch(0).next().unwrap()?;
-                    let mut gradients =
-                        accelerator.backward(distance(&model, &batch), &model, &batch)?;
-                    let norm = gradients.norm().unwrap();
-                    let before = flat(&model);
-                    let model = optimizer.step(1.0, model, gradients.clip_norm(norm / 2.0));
-                    assert!(matches!(
-                        optimizer.outcome(),
-                        StepOutcome::Stepped { norm: Some(n), .. } if n == norm
-                    ));
-                    let moved: f64 = flat(&model)
-                        .iter()
-                        .zip(&before)
-                        .map(|(after, before)| f64::from(after - before).powi(2))
-                        .sum();
-                    Ok((norm, moved.sqrt()))
-                })
-                .unwrap()[0]
-        };
-        let (norm, moved) = results(1);
-        assert!(norm > 1.0);
-        assert!((moved - norm / 2.0).abs() < 1e-5, "{moved} of {norm}");
-        let (norm_of_two, moved_by_two) = results(2);
-        assert!((norm_of_two - norm).abs() < 1e-5);
-        assert!((moved_by_two - moved).abs() < 1e-5);
     }
 }
 
@@ -387,9 +320,7 @@ fn a_gradient_that_only_some_ranks_have_is_averaged_with_zeros() {
 fn tokens_can_weigh_instead_of_samples() {
     // Rank 0 has the mean over 1 token, and rank 1 that over 3.
     let rates = accelerator::launch(2, |accelerator| {
-        let device = accelerator.device();
-        let (model, mut optimizer, train) =
-            accelerator.prepare((line(&device), SgdConfig::new().init(), loader(4, 2)))?;
+        let (model, mut optimizer, train) = learner(&accelerator, loader(4, 2))?;
         let batch = train.epoch(0).next().unwrap()?;
         let slope = model.weight.val().reshape([1]);
         let tokens = 1 + 2 * accelerator.rank() as u32;
@@ -415,7 +346,7 @@ fn misuse_is_answered_before_anything_moves() {
         .unwrap();
     let batch = train.epoch(0).next().unwrap().unwrap();
     let loss = || distance(&model, &batch);
-    let text = |loss, model: &Linear, weight: accelerator::Weight| {
+    let text = |loss, model: &Linear, weight: Weight| {
         let error = accelerator.backward(loss, model, weight).unwrap_err();
         assert!(error.is_misuse(), "{error:?}");
         error.to_string()
@@ -428,24 +359,21 @@ fn misuse_is_answered_before_anything_moves() {
         (1e300, "is 1e300"),
         (2e12, "is 2000000000000.0"),
         (1e-300, "is 1e-300"),
+        (1e-20, "is 1e-20; expected"),
     ] {
-        let text = text(loss(), &model, accelerator::Weight::from(weight));
-        assert!(
-            text.contains(shown) && text.contains("range of f32"),
-            "{text}"
-        );
+        let text = text(loss(), &model, Weight::from(weight));
+        assert_contains(&text, &[shown, "range of f32"]);
+        assert_eq!(text.contains("e-13"), shown.ends_with("expected"), "{text}");
     }
-    let negative = text(loss(), &model, accelerator::Weight::from(-1.0));
-    assert!(
-        negative.contains("is -1.0") && negative.contains("0 or more"),
-        "{negative}"
-    );
+    let negative = text(loss(), &model, Weight::from(-1.0));
+    assert_contains(&negative, &["is -1.0; expected", "0 or more"]);
+    assert!(!negative.contains("e-13"), "{negative}");
     // Weights may be many tokens, or add up to 1 over many samples.
     for weight in [1e12, 1e-12] {
-        let gradients = accelerator.backward(loss(), &model, accelerator::Weight::from(weight));
+        let gradients = accelerator.backward(loss(), &model, Weight::from(weight));
         assert!(gradients.unwrap().norm().unwrap() > 0.0);
     }
-    assert!(text(loss(), &model, accelerator::Weight::from(0)).contains("0 over all ranks"));
+    assert!(text(loss(), &model, Weight::from(0)).contains("0 over all ranks"));
     let two = Tensor::cat(vec![loss(), loss()], 0);
     assert!(text(two, &model, batch.weight()).contains("2 elements"));
     let untracked = distance(&model.valid(), &batch);
@@ -473,10 +401,8 @@ fn a_parameter_that_was_unfrozen_after_prepare_is_refused_on_any_number_of_ranks
         })
         .unwrap();
         for error in errors {
-            assert!(
-                error.is_misuse() && error.to_string().contains("2 parameters"),
-                "{error}"
-            );
+            let words = ["2 parameters", "`right.weight`", "frozen"];
+            assert_error(&error, Error::is_misuse, &words);
         }
     }
 }

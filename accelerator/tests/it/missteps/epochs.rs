@@ -2,8 +2,11 @@
 
 use std::path::Path;
 
-use super::logged;
-use crate::common::{Column, ColumnBatcher, columns, distance, line, loader};
+use super::{assert_told_once, log_of, logged};
+use crate::common::{
+    Column, ColumnBatcher, assert_error, columns, distance, learn, learner, line, line_and_sgd,
+    loader,
+};
 use accelerator::Weight;
 use accelerator::checkpoint::{Object, PerRank};
 use accelerator::data::{AssumeDeterministic, Batch, Loader, StreamPart};
@@ -19,11 +22,8 @@ type Load = fn() -> Loader<Column>;
 /// is a checkpoint.
 fn epoch(ranks: usize, folder: &Path, until: Option<usize>) -> Vec<(Mean, Mean)> {
     let run = |accelerator: Accelerator| {
-        let model = line(&accelerator.device());
-        let parts = (model, SgdConfig::new().init(), loader(22, 2));
-        let parts = accelerator.prepare(parts)?;
+        let (model, optimizer, train) = learner(&accelerator, loader(22, 2))?;
         let (own, all) = (PerRank(Mean::new()), Object(Mean::new()));
-        let (model, optimizer, train) = parts;
         let ((mut model, mut optimizer, train, PerRank(own), Object(all)), position) =
             accelerator.resume(folder, (model, optimizer, train, own, all))?;
         let mut own = own;
@@ -96,18 +96,9 @@ fn a_data_set_that_makes_no_step_is_refused_when_it_is_prepared() {
         });
         for [empty, burns, short] in errors.unwrap() {
             for error in [&empty, &burns] {
-                let text = error.to_string();
-                assert!(text.contains("has no samples"), "{text}");
+                assert_error(error, Error::is_config, &["has no samples"]);
             }
-            assert!(
-                [&empty, &burns, &short].iter().all(|e| e.is_config()),
-                "{empty:?} {burns:?} {short:?}"
-            );
-            let text = short.to_string();
-            assert!(
-                text.contains("3 samples") && text.contains("drop"),
-                "{text}"
-            );
+            assert_error(&short, Error::is_config, &["3 samples", "drop"]);
         }
     }
 }
@@ -135,16 +126,10 @@ fn an_epoch_without_batches_is_told_once() {
             assert_eq!(skipped, (0, String::new()));
             assert!(stream.0 > 0 && sampled.0 == 0);
             for (_, text) in [stream, sampled] {
-                assert_eq!(
-                    text.matches("epoch 0 of a loader had no batches").count(),
-                    usize::from(rank == 0),
-                    "{text}"
-                );
-                assert_eq!(
-                    text.matches("WARN").count(),
-                    usize::from(rank == 0),
-                    "{text}"
-                );
+                for word in ["epoch 0 of a loader had no batches", "WARN"] {
+                    let count = text.matches(word).count();
+                    assert_eq!(count, usize::from(rank == 0), "{text}");
+                }
             }
         }
     }
@@ -159,10 +144,8 @@ fn warnings_after_breaks(
 ) -> Vec<String> {
     let builder = Accelerator::builder().accumulation_steps(3);
     let texts = builder.launch(ranks, |accelerator| {
-        let parts = (line(&accelerator.device()), SgdConfig::new().init());
-        let (mut model, mut optimizer) = accelerator.prepare(parts)?;
-        let train = accelerator.prepare(loader(4 * ranks, 1))?;
-        let (done, text) = logged(|| -> Result<()> {
+        let (mut model, mut optimizer, train) = learner(&accelerator, loader(4 * ranks, 1))?;
+        log_of(|| {
             for (epoch, batches) in batches.into_iter().enumerate() {
                 for batch in train.epoch(epoch as u64).take(batches) {
                     let batch = batch?;
@@ -173,9 +156,7 @@ fn warnings_after_breaks(
                 }
             }
             accelerator.finish()
-        });
-        done?;
-        Ok(text)
+        })
     });
     texts.unwrap()
 }
@@ -207,8 +188,7 @@ fn logged_after_resume(
 ) -> Vec<String> {
     let folder = tempfile::tempdir().unwrap();
     let life = |accelerator: Accelerator, batches: Option<[usize; 2]>| {
-        let parts = (line(&accelerator.device()), SgdConfig::new().init());
-        let (model, optimizer) = accelerator.prepare(parts)?;
+        let (model, optimizer) = line_and_sgd(&accelerator)?;
         let (train, valid) = accelerator.prepare((loader(4 * ranks, 1), loader(4 * ranks, 1)))?;
         let parts = (model, optimizer, train, valid);
         let ((mut model, mut optimizer, train, valid), position) =
@@ -221,9 +201,7 @@ fn logged_after_resume(
                 let most = batches.map_or(usize::MAX, |batches| batches[epoch as usize]);
                 for batch in train.epoch(epoch).take(most) {
                     let batch = batch?;
-                    let gradients =
-                        accelerator.backward(distance(&model, &batch), &model, &batch)?;
-                    model = optimizer.step(0.1, model.clone(), gradients);
+                    model = learn(&accelerator, model.clone(), &mut optimizer, 0.1, &batch)?;
                 }
                 for batch in valid.epoch(0).take(most) {
                     let _ = batch?.real();
@@ -247,11 +225,8 @@ fn an_epoch_that_is_trained_again_after_a_resume_is_told_once() {
     for ranks in [1, 2] {
         for saved_after in [[ALL, 2], [ALL, 0], [ALL, ALL]] {
             let texts = logged_after_resume(ranks, saved_after, |_| 0);
-            let text = &texts[0];
-            assert_eq!(text.matches("WARN").count(), 1, "{text}");
-            assert!(text.contains("epoch 0 is trained again"), "{text}");
-            assert!(text.contains("position.epoch().."), "{text}");
-            assert!(texts[1..].iter().all(String::is_empty), "{texts:?}");
+            let words = ["epoch 0 is trained again", "position.epoch().."];
+            assert_told_once(&texts, &words);
         }
         for (saved_after, first) in [
             ([ALL, 2], (|epoch| epoch) as fn(u64) -> u64),
@@ -292,8 +267,7 @@ fn a_data_set_that_draws_at_each_read_is_told_where_one_rank_resumes() {
             let (resumed, text) = logged(|| accelerator.resume(folder.path(), parts));
             let ((mut model, mut optimizer, train, valid), _) = resumed?;
             let batch = train.epoch(0).next().unwrap()?;
-            let gradients = accelerator.backward(distance(&model, &batch), &model, &batch)?;
-            model = optimizer.step(0.1, model, gradients);
+            model = learn(&accelerator, model, &mut optimizer, 0.1, &batch)?;
             let _ = valid.epoch(0).next().unwrap()?;
             accelerator.save_state(folder.path(), (&model, &optimizer, &train, &valid))?;
             Ok(text)
@@ -313,18 +287,11 @@ fn an_epoch_that_goes_on_in_a_second_pass_is_not_taken_for_one_that_was_left() {
             .accumulation_steps(2)
             .build()
             .unwrap();
-        let parts = (
-            line(&accelerator.device()),
-            SgdConfig::new().init(),
-            loader(24, 2),
-        );
-        let (mut model, mut optimizer, train) = accelerator.prepare(parts).unwrap();
+        let (mut model, mut optimizer, train) = learner(&accelerator, loader(24, 2)).unwrap();
         let rest = train.epoch(0).skip_first_batches(3);
         for batch in train.epoch(0).take(3).chain(rest) {
             let batch = batch.unwrap();
-            let loss = distance(&model, &batch);
-            let gradients = accelerator.backward(loss, &model, &batch).unwrap();
-            model = optimizer.step(0.1, model, gradients);
+            model = learn(&accelerator, model, &mut optimizer, 0.1, &batch).unwrap();
         }
         accelerator.finish().unwrap();
     });
@@ -338,12 +305,7 @@ fn batches_that_are_left_out_of_an_epoch_that_goes_on_are_told_once() {
     let steps = |resume: bool, skip: u64| {
         logged(|| {
             let accelerator = Accelerator::new().unwrap();
-            let parts = (
-                line(&accelerator.device()),
-                SgdConfig::new().init(),
-                loader(24, 2),
-            );
-            let mut parts = accelerator.prepare(parts).unwrap();
+            let mut parts = learner(&accelerator, loader(24, 2)).unwrap();
             if resume {
                 parts = accelerator.resume(folder.path(), parts).unwrap().0;
             }
@@ -351,9 +313,7 @@ fn batches_that_are_left_out_of_an_epoch_that_goes_on_are_told_once() {
             for epoch in 0..2 {
                 for batch in train.epoch(epoch).skip_first_batches(skip) {
                     let batch = batch.unwrap();
-                    let loss = distance(&model, &batch);
-                    let gradients = accelerator.backward(loss, &model, &batch).unwrap();
-                    model = optimizer.step(0.1, model, gradients);
+                    model = learn(&accelerator, model, &mut optimizer, 0.1, &batch).unwrap();
                     if !resume && batch.step() == 3 {
                         let parts = (&model, &optimizer, &train);
                         accelerator.save_state(folder.path(), parts).unwrap();
@@ -372,26 +332,28 @@ fn batches_that_are_left_out_of_an_epoch_that_goes_on_are_told_once() {
     let (_, text) = steps(true, 0);
     assert!(!text.contains("WARN"), "nothing is left out: {text}");
     let (_, text) = steps(true, 4);
-    assert_eq!(text.matches("WARN").count(), 1, "{text}");
-    assert!(text.contains("goes on behind step 4 of epoch 0"), "{text}");
-    assert!(text.contains("4 more"), "{text}");
+    assert_told_once(&[text], &["goes on behind step 4 of epoch 0", "4 more"]);
 }
 
 #[test]
 fn micro_steps_that_no_step_came_of_are_told_at_the_end() {
     for ranks in [1, 2] {
         let texts = warnings_after_breaks(ranks, [4, 2], Batch::weight);
-        let text = &texts[0];
-        assert_eq!(text.matches("2 micro-steps").count(), 1, "{text}");
-        assert!(text.contains("no optimizer step"), "{text}");
-        assert!(text.contains("run the epoch to its end"), "{text}");
-        assert!(texts[1..].iter().all(String::is_empty), "{texts:?}");
+        let words = [
+            "2 micro-steps",
+            "no optimizer step",
+            "run the epoch to its end",
+        ];
+        assert_told_once(&texts, &words);
         // The library cannot know where the epochs end.
         let texts = warnings_after_breaks(ranks, [4, 4], |batch| Weight::from(batch.num_samples()));
+        let words = [
+            "2 micro-steps",
+            "`backward` was given a number",
+            "pass `&batch`",
+        ];
+        assert_told_once(&texts, &words);
         let text = &texts[0];
-        assert_eq!(text.matches("2 micro-steps").count(), 1, "{text}");
-        assert!(text.contains("`backward` was given a number"), "{text}");
-        assert!(text.contains("pass `&batch`"), "{text}");
         assert!(!text.contains("run the epoch to its end"), "{text}");
     }
 }

@@ -1,12 +1,11 @@
 //! Losses that are the same on all ranks, or not finite.
 
-use super::logged;
-use crate::common::{distance, line, loader};
+use super::{assert_told_once, log_of};
+use crate::common::{assert_error, distance, learner, line_and_sgd, loader};
 use accelerator::AcceleratorBuilder;
 use accelerator::hook::PowerSgd;
 use accelerator::prelude::*;
 use burn::nn::Linear;
-use burn::optim::SgdConfig;
 use burn::tensor::Tensor;
 
 /// Returns the logs of rank 0 and rank 1 over `steps` steps, with a loss that depends on the rank and the step.
@@ -17,9 +16,8 @@ fn logged_in_steps(
 ) -> Vec<String> {
     let train = |accelerator: Accelerator| {
         let device = accelerator.device();
-        let parts = (line(&device), SgdConfig::new().init());
-        let (mut model, mut optimizer) = accelerator.prepare(parts)?;
-        let (done, text) = logged(|| -> Result<()> {
+        let (mut model, mut optimizer) = line_and_sgd(&accelerator)?;
+        log_of(|| {
             for step in 0..steps {
                 let output = model.forward(Tensor::<2>::ones([2, 1], &device)).mean();
                 let wanted = loss(accelerator.rank(), step);
@@ -28,9 +26,7 @@ fn logged_in_steps(
                 model = optimizer.step(0.1, model, gradients);
             }
             Ok(())
-        });
-        done?;
-        Ok(text)
+        })
     };
     builder.launch(2, train).unwrap()
 }
@@ -44,15 +40,13 @@ fn ranks_that_compute_the_same_losses_are_warned_of_once() {
     ];
     for builder in builders {
         let texts = logged_in_steps(builder, 40, |_, step| 1.0 + step as f32);
-        assert_eq!(texts[0].matches("to the bit").count(), 1, "{texts:?}");
-        for part in [
+        let words = [
+            "to the bit",
             "all 2 ranks",
             "no data loader was prepared",
             "accelerator.prepare",
-        ] {
-            assert!(texts[0].contains(part), "{part} in {texts:?}");
-        }
-        assert_eq!(texts[1], "");
+        ];
+        assert_told_once(&texts, &words);
     }
     let allowed = Accelerator::builder().allow_same_batches();
     assert_eq!(logged_in_steps(allowed, 40, |_, _| 1.0), ["", ""]);
@@ -83,10 +77,8 @@ fn losses_that_are_the_same_for_a_reason_are_not_warned_of() {
 #[test]
 fn the_same_losses_of_batches_that_are_known_to_be_others_are_not_warned_of() {
     let texts = accelerator::launch(2, |accelerator| {
-        let parts = (line(&accelerator.device()), SgdConfig::new().init());
-        let (mut model, mut optimizer) = accelerator.prepare(parts)?;
-        let train = accelerator.prepare(loader(64, 2))?;
-        let (done, text) = logged(|| -> Result<()> {
+        let (mut model, mut optimizer, train) = learner(&accelerator, loader(64, 2))?;
+        log_of(|| {
             for batch in train.epoch(0) {
                 let batch = batch?;
                 // The loss does not depend on the samples.
@@ -95,9 +87,7 @@ fn the_same_losses_of_batches_that_are_known_to_be_others_are_not_warned_of() {
                 model = optimizer.step(0.1, model, gradients);
             }
             Ok(())
-        });
-        done?;
-        Ok(text)
+        })
     });
     assert_eq!(texts.unwrap(), ["", ""]);
 }
@@ -116,9 +106,8 @@ fn a_loss_that_is_not_finite_is_told_once_with_rank_and_step() {
     for (ranks, accumulation) in [(1, 1), (1, 2), (3, 1), (3, 2)] {
         let builder = Accelerator::builder().accumulation_steps(accumulation);
         let texts = builder.launch(ranks, |accelerator| {
-            let parts = (line(&accelerator.device()), SgdConfig::new().init());
-            let (mut model, mut optimizer) = accelerator.prepare(parts)?;
-            let (done, text) = logged(|| -> Result<()> {
+            let (mut model, mut optimizer) = line_and_sgd(&accelerator)?;
+            log_of(|| {
                 for step in 0..4 {
                     for _ in 0..accumulation {
                         let loss = loss_with_nan(&accelerator, &model, step);
@@ -127,9 +116,7 @@ fn a_loss_that_is_not_finite_is_told_once_with_rank_and_step() {
                     }
                 }
                 Ok(())
-            });
-            done?;
-            Ok(text)
+            })
         });
         let mut texts = texts.unwrap();
         let last = texts.pop().unwrap();
@@ -147,8 +134,7 @@ fn a_training_can_be_stopped_where_a_loss_is_not_finite() {
             .accumulation_steps(accumulation)
             .stop_at_non_finite_loss();
         let errors = builder.launch(ranks, |accelerator| {
-            let parts = (line(&accelerator.device()), SgdConfig::new().init());
-            let (mut model, mut optimizer) = accelerator.prepare(parts)?;
+            let (mut model, mut optimizer) = line_and_sgd(&accelerator)?;
             for call in 0..2 * accumulation {
                 let loss = loss_with_nan(&accelerator, &model, (call / accumulation) as u64);
                 match accelerator.backward(loss, &model, 2) {
@@ -164,14 +150,9 @@ fn a_training_can_be_stopped_where_a_loss_is_not_finite() {
             panic!("rank {} goes on", accelerator.rank());
         });
         for error in errors.unwrap() {
-            assert!(error.is_not_finite(), "{error:?}");
-            let text = error.to_string();
-            assert!(text.contains("step 1"), "{text}");
-            let wanted = format!("NaN on rank {}", ranks - 1);
-            assert!(
-                text.contains(&wanted) && text.matches("NaN").count() == 1,
-                "{text}"
-            );
+            let words = ["step 1", &*format!("NaN on rank {}", ranks - 1)];
+            assert_error(&error, Error::is_not_finite, &words);
+            assert_eq!(error.to_string().matches("NaN").count(), 1, "{error}");
         }
     }
 }
@@ -184,8 +165,7 @@ fn local_training_is_stopped_on_the_rank_whose_loss_is_not_finite() {
             .accumulation_steps(accumulation)
             .stop_at_non_finite_loss();
         let errors = builder.launch(2, |accelerator| {
-            let parts = (line(&accelerator.device()), SgdConfig::new().init());
-            let (mut model, mut optimizer) = accelerator.prepare(parts)?;
+            let (mut model, mut optimizer) = line_and_sgd(&accelerator)?;
             let mut local = LocalSgdConfig::new(4).init(&accelerator, &model)?;
             for step in 0..3 {
                 for _ in 0..accumulation {
@@ -202,8 +182,7 @@ fn local_training_is_stopped_on_the_rank_whose_loss_is_not_finite() {
         let [first, last] = errors.unwrap().try_into().unwrap();
         assert!(first.is_none(), "{first:?}");
         let (step, error) = last.unwrap();
-        assert!(step == 1 && error.is_not_finite(), "{step} {error:?}");
-        let text = error.to_string();
-        assert!(text.contains("NaN on rank 1"), "{text}");
+        assert_eq!(step, 1, "{error:?}");
+        assert_error(&error, Error::is_not_finite, &["NaN on rank 1"]);
     }
 }

@@ -11,6 +11,10 @@ mod steps;
 use std::io::Write;
 use std::sync::{Arc, Mutex};
 
+use accelerator::prelude::*;
+
+use crate::common::assert_contains;
+
 #[derive(Clone, Default)]
 struct Lines(Arc<Mutex<Vec<u8>>>);
 
@@ -22,6 +26,20 @@ impl Write for Lines {
     fn flush(&mut self) -> std::io::Result<()> {
         Ok(())
     }
+}
+
+/// Returns what this thread logs during `work`, which must succeed.
+fn log_of<T>(work: impl FnOnce() -> Result<T>) -> Result<String> {
+    let (done, text) = logged(work);
+    done.map(|_| text)
+}
+
+/// Asserts that rank 0 logs all of the words, one of them as the only warning, and that no other rank logs anything.
+#[track_caller]
+fn assert_told_once(texts: &[String], words: &[&str]) {
+    assert_eq!(texts[0].matches("WARN").count(), 1, "{texts:?}");
+    assert_contains(&texts[0], words);
+    assert!(texts[1..].iter().all(String::is_empty), "{texts:?}");
 }
 
 /// Returns the result of `work` and what this thread logs meanwhile.

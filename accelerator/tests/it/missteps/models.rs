@@ -1,7 +1,7 @@
 //! Losses, gradients and clones of models that were not prepared or are not trained.
 
-use super::logged;
-use crate::common::{distance, flat, line, loader};
+use super::log_of;
+use crate::common::{assert_contains, assert_error, distance, flat, line, line_and_sgd, loader};
 use accelerator::Weight;
 use accelerator::prelude::*;
 use burn::module::Module;
@@ -40,12 +40,8 @@ fn a_loss_of_another_model_is_refused_on_every_rank() {
             Ok((error, samples))
         });
         for (error, samples) in outcomes.unwrap() {
-            assert!(error.is_misuse(), "{error:?}");
-            let text = error.to_string();
-            assert!(
-                text.contains("none of its 2 parameters (`weight`, …)"),
-                "{text}"
-            );
+            let words = ["none of its 2 parameters (`weight`, …)"];
+            assert_error(&error, Error::is_misuse, &words);
             let with_samples = if ranks == 3 { 2 } else { 1 };
             assert_eq!(samples, Some((2 * with_samples * accumulation) as f64));
         }
@@ -81,10 +77,7 @@ fn a_frozen_model_is_told_as_such() {
     let input = Tensor::<2>::ones([2, 1], &device);
     let loss = frozen.forward(model.forward(input)).mean();
     let error = accelerator.backward(loss, &frozen, 2).unwrap_err();
-    assert!(
-        error.is_misuse() && error.to_string().contains("no trainable parameter"),
-        "{error}"
-    );
+    assert_error(&error, Error::is_misuse, &["no trainable parameter"]);
 }
 
 #[test]
@@ -99,9 +92,8 @@ fn gradients_of_another_model_are_no_step() {
             Ok(flat(&optimizer.step(0.1, other, gradients)))
         })
         .unwrap_err();
-        assert!(error.is_panic(), "{error:?}");
-        let text = error.to_string();
-        assert!(text.contains("gradients are of another model"), "{text}");
+        let words = ["gradients are of another model"];
+        assert_error(&error, Error::is_panic, &words);
     }
 }
 
@@ -154,9 +146,7 @@ fn a_prepared_model_without_a_backward_is_warned_of_when_the_job_ends() {
                 }
             }
             drop(model);
-            let (done, text) = logged(|| accelerator.finish());
-            done?;
-            Ok(text)
+            log_of(|| accelerator.finish())
         });
         let texts = texts.unwrap();
         assert_eq!(
@@ -178,8 +168,7 @@ fn a_model_that_goes_on_from_a_checkpoint_is_known_as_what_it_became_alone() {
     let folder = tempfile::tempdir().unwrap();
     for life in 0..2 {
         let texts = accelerator::launch(2, |accelerator| {
-            let parts = (line(&accelerator.device()), SgdConfig::new().init());
-            let (model, optimizer) = accelerator.prepare(parts)?;
+            let (model, optimizer) = line_and_sgd(&accelerator)?;
             let before = model.clone();
             let ((mut model, mut optimizer), position) =
                 accelerator.resume(folder.path(), (model, optimizer))?;
@@ -194,9 +183,7 @@ fn a_model_that_goes_on_from_a_checkpoint_is_known_as_what_it_became_alone() {
             let gradients = accelerator.backward(loss(&model), &model, 2)?;
             model = optimizer.step(0.1, model, gradients);
             accelerator.save_state(folder.path(), (&model, &optimizer))?;
-            let (done, text) = logged(|| accelerator.finish());
-            done?;
-            Ok(text)
+            log_of(|| accelerator.finish())
         });
         assert_eq!(texts.unwrap(), ["", ""], "life {life}");
     }
@@ -225,11 +212,10 @@ fn a_clone_from_before_prepare_is_refused_on_any_number_of_ranks() {
             Ok([stranger, forward])
         });
         for [stranger, forward] in errors.unwrap() {
-            assert!(stranger.is_misuse() && forward.is_misuse());
-            let text = stranger.to_string();
-            assert!(text.contains("clone from before `prepare`"), "{text}");
-            let text = forward.to_string();
-            assert!(text.contains("does not depend on this model"), "{text}");
+            let words = ["clone from before `prepare`"];
+            assert_error(&stranger, Error::is_misuse, &words);
+            let words = ["does not depend on this model"];
+            assert_error(&forward, Error::is_misuse, &words);
         }
     }
 }
@@ -265,9 +251,11 @@ fn a_model_on_a_device_that_records_no_gradients_is_refused_when_it_is_prepared(
             Ok(errors.map(|error| error.to_string()))
         });
         for texts in texts.unwrap() {
-            for (text, path) in texts.iter().zip(["weight", "weight", "second.weight"]) {
-                assert!(text.contains(&format!("`{path}`")), "{text}");
-                assert!(text.contains("`accelerator.device()`"), "{text}");
+            for (text, path) in texts
+                .iter()
+                .zip(["`weight`", "`weight`", "`second.weight`"])
+            {
+                assert_contains(text, &[path, "`accelerator.device()`"]);
             }
         }
     }

@@ -2,14 +2,11 @@
 
 use std::path::Path;
 
-use super::logged;
+use super::{log_of, logged};
 use crate::common::checkpoints::adam;
-use crate::common::{Column, distance, line, loader};
-use accelerator::data::Batch;
-use accelerator::optim::{Manual, PreparedOptimizer};
+use crate::common::{distance, learn, line, line_and_sgd, loader};
 use accelerator::prelude::*;
 use burn::lr_scheduler::cosine::CosineAnnealingLrSchedulerConfig;
-use burn::nn::Linear;
 use burn::optim::momentum::MomentumConfig;
 use burn::optim::{AdamConfig, AdamWConfig, ModuleOptimizer, SgdConfig};
 use burn::tensor::Tensor;
@@ -62,7 +59,7 @@ fn cosine_step(
     rate: f64,
 ) -> Result<String> {
     let texts = accelerator::launch(ranks, |accelerator| {
-        let (done, text) = logged(|| {
+        log_of(|| {
             let device = accelerator.device();
             let (model, mut train) = accelerator.prepare((line(&device), loader(64, 2)))?;
             if loader_first {
@@ -83,8 +80,7 @@ fn cosine_step(
                 model = optimizer.step(model, gradients);
             }
             accelerator.save_state(folder, (&model, &optimizer, &train))
-        });
-        done.map(|_| text)
+        })
     });
     texts.map(|texts| texts.into_iter().next().unwrap())
 }
@@ -151,10 +147,8 @@ fn optimizers_that_are_resumed_in_another_order_are_told() {
             .prepare((first, second, optimizers.0, optimizers.1, loader(24, 2)))
             .unwrap()
     };
-    let step = |model: Linear, optimizer: &mut PreparedOptimizer<Manual>, batch: &Batch<Column>| {
-        let loss = distance(&model, batch);
-        let gradients = accelerator.backward(loss, &model, batch).unwrap();
-        optimizer.step(0.1, model, gradients)
+    let step = |model, optimizer: &mut _, batch: &_| {
+        learn(&accelerator, model, optimizer, 0.1, batch).unwrap()
     };
     let (first, second, mut a, mut b, train) = parts();
     let batch = train.epoch(0).next().unwrap().unwrap();
@@ -182,15 +176,13 @@ fn what_becomes_of_a_batch_on_fewer_ranks_is_logged() {
     let folder = tempfile::tempdir().unwrap();
     for (ranks, told) in [(2, false), (1, true), (1, false)] {
         let texts = accelerator::launch(ranks, |accelerator| {
-            let parts = (line(&accelerator.device()), SgdConfig::new().init());
-            let (model, optimizer) = accelerator.prepare(parts)?;
+            let (model, optimizer) = line_and_sgd(&accelerator)?;
             let (train, valid) = accelerator.prepare((loader(24, 2), loader(24, 2)))?;
             let parts = (model, optimizer, train, valid);
             let (resumed, text) = logged(|| accelerator.resume(folder.path(), parts));
             let ((mut model, mut optimizer, train, valid), _) = resumed?;
             let batch = train.epoch(0).next().unwrap()?;
-            let gradients = accelerator.backward(distance(&model, &batch), &model, &batch)?;
-            model = optimizer.step(0.1, model, gradients);
+            model = learn(&accelerator, model, &mut optimizer, 0.1, &batch)?;
             accelerator.save_state(folder.path(), (&model, &optimizer, &train, &valid))?;
             Ok(text)
         });

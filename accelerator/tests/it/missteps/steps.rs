@@ -3,12 +3,11 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 
-use super::logged;
-use crate::common::line;
+use super::{log_of, logged};
+use crate::common::{line, line_and_sgd};
 use accelerator::Clip;
 use accelerator::prelude::*;
 use burn::nn::{BatchNorm, BatchNormConfig};
-use burn::optim::SgdConfig;
 use burn::tensor::Tensor;
 
 #[test]
@@ -21,7 +20,7 @@ fn half_precision_that_nothing_computes_in_is_warned_of_once_a_model() {
             let norm: BatchNorm = BatchNormConfig::new(1).init(&device);
             let (model, good, norm) = accelerator.prepare((line(&device), line(&device), norm))?;
             let input = Tensor::<2>::ones([2, 1], &device);
-            let (done, text) = logged(|| -> Result<()> {
+            let text = log_of(|| {
                 for _ in 0..2 {
                     let half = accelerator.to_working(input.clone());
                     let loss = accelerator.forward(&good, |model| model.forward(half).mean());
@@ -32,18 +31,15 @@ fn half_precision_that_nothing_computes_in_is_warned_of_once_a_model() {
                     let _ = accelerator.backward(loss, &norm, 2)?;
                 }
                 Ok(())
-            });
-            done?;
+            })?;
             assert_eq!(text, "");
-            let (done, text) = logged(|| -> Result<()> {
+            log_of(|| {
                 for _ in 0..2 {
                     let loss = model.forward(input.clone()).mean();
                     let _ = accelerator.backward(loss, &model, 2)?;
                 }
                 Ok(())
-            });
-            done?;
-            Ok(text)
+            })
         })
         .unwrap();
     assert_eq!(texts[0].matches("the precision is bf16").count(), 1);
@@ -91,9 +87,8 @@ fn inputs_in_half_precision_for_a_model_that_is_not_are_told_where_the_program_p
 /// Returns the logs of ranks over steps in f16. The steps that `bad` selects have gradients that are not finite.
 fn logged_in_f16(ranks: usize, steps: usize, bad: fn(usize) -> bool) -> Vec<String> {
     let train = |accelerator: Accelerator| {
-        let parts = (line(&accelerator.device()), SgdConfig::new().init());
-        let (mut model, mut optimizer) = accelerator.prepare(parts)?;
-        let (done, text) = logged(|| -> Result<()> {
+        let (mut model, mut optimizer) = line_and_sgd(&accelerator)?;
+        log_of(|| {
             for step in 0..steps {
                 // Only one rank has the bad gradient.
                 let bad = bad(step) && accelerator.rank() + 1 == ranks;
@@ -109,9 +104,7 @@ fn logged_in_f16(ranks: usize, steps: usize, bad: fn(usize) -> bool) -> Vec<Stri
                 model = optimizer.step(0.1, model.clone(), gradients);
             }
             Ok(())
-        });
-        done?;
-        Ok(text)
+        })
     };
     let builder = Accelerator::builder()
         .device(BackendKind::Flex)
@@ -139,8 +132,7 @@ fn steps_that_are_skipped_are_told_at_first_and_where_there_is_no_end_of_them() 
 /// `rate` gets the number of the micro-step in this process and the number of optimizer steps.
 fn logged_with_rates(folder: &Path, rate: fn(u64, u64) -> f64) -> Vec<String> {
     let train = |accelerator: Accelerator| {
-        let parts = (line(&accelerator.device()), SgdConfig::new().init());
-        let parts = accelerator.prepare(parts)?;
+        let parts = line_and_sgd(&accelerator)?;
         let ((mut model, mut optimizer), _) = accelerator.resume(folder, parts)?;
         let (done, text) = logged(|| -> Result<()> {
             for call in 0..8 {

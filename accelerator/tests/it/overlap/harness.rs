@@ -5,9 +5,11 @@ use core::fmt::Display;
 use accelerator::optim::Sharded;
 use accelerator::prelude::*;
 use accelerator::{Compression, GradientReduction, Overlap, OverlapReport, OverlapState};
-use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
+use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::AdamWConfig;
 use burn::tensor::{Device, Tensor, TensorData};
+
+use crate::common::known;
 
 /// A call of `backward`.
 pub(crate) struct Place {
@@ -249,28 +251,4 @@ pub(crate) fn parameters<M: Module>(model: &M) -> Vec<TensorData> {
     let mut reader = Reader(Vec::new());
     model.visit(&mut reader);
     reader.0
-}
-
-/// Returns the model with values that are always the same, since tests that run at the same time draw from one
-/// generator.
-pub(crate) fn known<M: Module>(model: M) -> M {
-    struct Known(f32);
-    impl ModuleMapper for Known {
-        fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-            let (id, old, mapper) = param.consume();
-            // A variance must not be negative.
-            let mean = if D == 1 { 0.5 } else { 0.0 };
-            let values = (0..old.shape().num_elements()).map(|_| {
-                self.0 += 1.0;
-                mean + 0.3 * (self.0 * 1.7).sin()
-            });
-            let values = TensorData::new(values.collect::<Vec<f32>>(), old.shape());
-            let new = Tensor::from_data(
-                values.convert_dtype(old.dtype()),
-                (&old.device(), old.dtype()),
-            );
-            Param::from_mapped_value(id, new.set_require_grad(old.is_require_grad()), mapper)
-        }
-    }
-    model.map(&mut Known(0.0))
 }

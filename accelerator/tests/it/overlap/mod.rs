@@ -1,7 +1,7 @@
 //! Gradients sent while backward runs have the same bits, whatever the graph.
 
 mod graphs;
-mod harness;
+pub(crate) mod harness;
 mod models;
 mod precision;
 mod ranks;

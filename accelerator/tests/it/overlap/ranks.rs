@@ -5,9 +5,9 @@ use std::sync::Barrier;
 use accelerator::prelude::*;
 use accelerator::{Compression, Overlap, OverlapState};
 
-use super::harness::{Place, Setting, assert_on, known, same_bits};
+use super::harness::{Place, Setting, assert_on, same_bits};
 use super::models::Mlp;
-use crate::common::{self, devices};
+use crate::common::{self, assert_contains, devices, known};
 
 #[test]
 fn ranks_that_idle_now_and_then() {
@@ -131,7 +131,7 @@ fn ranks_at_odds_are_told_the_lines_of_the_program() {
 fn assert_every_place_is_told(texts: &[(String, String)]) {
     for (_, text) in texts {
         for (place, _) in texts {
-            assert!(text.contains(place), "{place} is not in: {text}");
+            assert_contains(text, &[place]);
         }
     }
 }

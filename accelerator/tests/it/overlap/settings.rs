@@ -6,8 +6,9 @@ use burn::module::Module;
 use burn::nn::LinearConfig;
 use burn::optim::SgdConfig;
 
-use super::harness::{Place, known};
+use super::harness::Place;
 use super::models::Mlp;
+use crate::common::{assert_error, child, known};
 
 #[test]
 fn buckets_hold_the_gradients_once() {
@@ -53,18 +54,12 @@ fn buckets_hold_the_gradients_once() {
 #[test]
 fn the_variable_and_the_program_must_not_contradict_each_other() {
     // The variable is set for a process of its own.
-    let child = std::process::Command::new(std::env::current_exe().unwrap())
-        .args([
-            "--ignored",
-            "--exact",
-            "overlap::settings::asks_for_overlap",
-            "--nocapture",
-        ])
-        .env("ACCEL_OVERLAP", "off")
-        .output()
-        .unwrap();
-    let text = String::from_utf8_lossy(&child.stdout);
-    assert!(child.status.success() && text.contains("refused"), "{text}");
+    let (is_well, text) = child(
+        "overlap::settings::asks_for_overlap",
+        "ACCEL_OVERLAP",
+        "off",
+    );
+    assert!(is_well && text.contains("refused"), "{text}");
 }
 
 #[test]
@@ -74,6 +69,6 @@ fn asks_for_overlap() {
         .overlap(Overlap::On)
         .build()
         .unwrap_err();
-    assert!(error.is_config() && error.to_string().contains("ACCEL_OVERLAP"));
+    assert_error(&error, Error::is_config, &["ACCEL_OVERLAP"]);
     println!("refused: {error}");
 }

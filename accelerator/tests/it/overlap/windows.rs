@@ -4,9 +4,9 @@ use accelerator::Overlap;
 use accelerator::prelude::*;
 use burn::optim::{GradientsParams, SgdConfig};
 
-use super::harness::{Place, Setting, assert_on, known, parameters, same_bits};
+use super::harness::{Place, Setting, assert_on, parameters, same_bits};
 use super::models::{Cnn, Mlp};
-use crate::common::devices;
+use crate::common::{devices, known};
 
 #[test]
 fn accumulation() {
