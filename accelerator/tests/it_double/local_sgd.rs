@@ -1,15 +1,13 @@
 //! Compares local training with the papers' algorithms, written by hand in f64.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 
-use crate::common::{distance, line, loader};
+use crate::common::{counted, distance, learner, loader};
+use crate::values;
 use accelerator::AcceleratorBuilder;
-use accelerator::collective::launcher::GroupExt;
 use accelerator::local::Weighting;
 use accelerator::prelude::*;
 use burn::nn::Linear;
-use burn::optim::SgdConfig;
 use burn::tensor::FloatDType;
 
 const RATE: f64 = 0.1;
@@ -28,15 +26,6 @@ fn doubles() -> AcceleratorBuilder {
     Accelerator::builder().dtype(FloatDType::F64)
 }
 
-fn values(model: &Linear) -> Vec<f64> {
-    let bias = model.bias.as_ref().unwrap().val().into_data();
-    let weight = model.weight.val().into_data();
-    [weight, bias]
-        .iter()
-        .flat_map(|data| data.try_to_vec::<f64>().unwrap())
-        .collect()
-}
-
 /// The record of a rank's training.
 #[derive(Default)]
 struct Told {
@@ -46,16 +35,6 @@ struct Told {
     steps: Vec<(LocalOutcome, Vec<f64>, usize)>,
     /// The final model, and the number of operations of `finish`.
     end: (Vec<f64>, usize),
-}
-
-fn counting(accelerator: &Accelerator) -> impl Fn() -> usize + use<> {
-    let operations = Arc::new(AtomicUsize::new(0));
-    let count = operations.clone();
-    let observed = accelerator.group().observe(move |_| {
-        count.fetch_add(1, Ordering::Relaxed);
-    });
-    observed.unwrap();
-    move || operations.load(Ordering::Relaxed)
 }
 
 fn train(ranks: usize, config: &Config) -> Vec<Told> {
@@ -71,11 +50,10 @@ fn train_with<L: LocalTraining<Linear>>(
 ) -> Vec<Told> {
     doubles()
         .launch(ranks, |accelerator| {
-            let (model, sgd) = (line(&accelerator.device()), SgdConfig::new().init());
-            let parts = (model, sgd, loader(SAMPLES, 2));
-            let (mut model, mut optimizer, train) = accelerator.prepare(parts)?;
+            let (mut model, mut optimizer, train) = learner(&accelerator, loader(SAMPLES, 2))?;
             let mut local = init(&accelerator, &model)?;
-            let operations = counting(&accelerator);
+            let count = counted(&accelerator);
+            let operations = || count.load(Ordering::Relaxed);
             let mut told = Told::default();
             for epoch in 0..EPOCHS {
                 for batch in train.epoch(epoch) {
@@ -254,9 +232,7 @@ fn synchronous(ranks: usize, accumulation: usize, config: Option<&LocalSgdConfig
     let ends = doubles()
         .accumulation_steps(accumulation)
         .launch(ranks, |accelerator| {
-            let (model, sgd) = (line(&accelerator.device()), SgdConfig::new().init());
-            let parts = (model, sgd, loader(SAMPLES, 2));
-            let (mut model, mut optimizer, train) = accelerator.prepare(parts)?;
+            let (mut model, mut optimizer, train) = learner(&accelerator, loader(SAMPLES, 2))?;
             let mut local = config
                 .map(|config| config.init(&accelerator, &model))
                 .transpose()?;

@@ -5,7 +5,8 @@ use std::path::Path;
 use std::sync::Mutex;
 use std::time::Duration;
 
-use crate::common::{Column, ColumnBatcher, columns, linear};
+use crate::common::{Column, ColumnBatcher, assert_contains, assert_error, columns, linear};
+use crate::values;
 use accelerator::collective::Launch;
 use accelerator::collective::launcher::{GroupExt, StoreServer};
 use accelerator::prelude::*;
@@ -229,15 +230,6 @@ fn loss(model: &Linear, batch: &Column) -> Tensor<1> {
     MseLoss::new().forward(model.forward(batch.values.clone()), wanted, Reduction::Mean)
 }
 
-fn values(model: &Linear) -> Vec<f64> {
-    let bias = model.bias.as_ref().unwrap().val().into_data();
-    let weight = model.weight.val().into_data();
-    [weight, bias]
-        .iter()
-        .flat_map(|data| data.try_to_vec::<f64>().unwrap())
-        .collect()
-}
-
 /// Returns the final state of all ranks of the last group, after groups of these sizes.
 fn run(sizes: &[usize], boundaries: &[u64], kind: OptimizerKind) -> Vec<End> {
     let (job, used) = (Job::new(sizes), Used::default());
@@ -371,8 +363,7 @@ fn what_cannot_be_regrouped_is_an_error_and_the_group_goes_on() {
         Ok(error)
     });
     for error in errors.unwrap() {
-        assert!(error.is_misuse(), "{error:?}");
-        assert!(error.to_string().contains("`regroup_pending`"), "{error}");
+        assert_error(&error, Error::is_misuse, &["`regroup_pending`"]);
     }
     let builder = Accelerator::builder()
         .dtype(FloatDType::F64)
@@ -399,6 +390,6 @@ fn a_launcher_that_moves_rank_0_is_refused() {
         assert!(accelerator.regroup_pending()?);
         Ok(accelerator.regroup(Object(&1)).unwrap_err().to_string())
     });
-    assert!(errors[0].contains("has not made it rank 0"), "{errors:?}");
-    assert!(errors[1].contains("rank 0"), "{errors:?}");
+    assert_contains(&errors[0], &["has not made it rank 0"]);
+    assert_contains(&errors[1], &["rank 0"]);
 }

@@ -1,11 +1,12 @@
 //! Batch normalisation over the batches of all ranks.
 
-use crate::common::{Column, devices};
+use crate::common::{Column, assert_chain, assert_error, devices};
+use crate::values;
 use accelerator::metric::Mean;
 use accelerator::nn::SyncBatchNorm;
 use accelerator::prelude::*;
 use accelerator::{AcceleratorBuilder, OverlapState};
-use burn::module::{Module, ModuleVisitor, Param};
+use burn::module::Module;
 use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
 use burn::optim::SgdConfig;
 use burn::tensor::activation::relu;
@@ -50,19 +51,6 @@ fn features(values: Tensor<2>) -> Tensor<2> {
     )
 }
 
-fn floats(model: &impl Module) -> Vec<f64> {
-    struct Reader(Vec<f64>);
-    impl ModuleVisitor for Reader {
-        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-            let data = param.val().into_data().convert::<f64>();
-            self.0.extend(data.try_to_vec::<f64>().unwrap());
-        }
-    }
-    let mut reader = Reader(Vec::new());
-    model.visit(&mut reader);
-    reader.0
-}
-
 /// Returns a builder in f64, since a process computes in one precision.
 fn double() -> AcceleratorBuilder {
     Accelerator::builder().dtype(FloatDType::F64)
@@ -93,7 +81,7 @@ fn train(kind: BackendKind, ranks: usize, overlap: Overlap, steps: usize) -> Vec
             let report = accelerator.overlap_report(&model)?;
             assert_eq!(report.state, OverlapState::Off);
         }
-        Ok(floats(&model.valid()))
+        Ok(values(&model.valid()))
     });
     let outcomes = outcomes.unwrap();
     for outcome in &outcomes {
@@ -134,7 +122,7 @@ fn alone_it_is_burns() {
     let input = common_input(&device);
     let [one, other] = [burns.forward(input.clone()), ours.forward(input.clone(), 4)];
     assert_eq!(one.into_data(), other.into_data());
-    assert_eq!(floats(&burns.valid()), floats(&ours.valid()));
+    assert_eq!(values(&burns.valid()), values(&ours.valid()));
     let plain = input.inner();
     let [one, other] = [
         burns.valid().forward(plain.clone()),
@@ -178,11 +166,11 @@ fn what_counts_for_nothing_on_all_ranks_leaves_no_trace() {
             let device = accelerator.device();
             let norm = BatchNormConfig::new(3).init(&device);
             let norm = accelerator.prepare(SyncBatchNorm::of(norm, &accelerator))?;
-            let before = floats(&norm.valid());
+            let before = values(&norm.valid());
             norm.forward(common_input(&device), 0);
-            let after = floats(&norm.valid());
+            let after = values(&norm.valid());
             norm.forward(common_input(&device), 4);
-            Ok((before == after, floats(&norm.valid()) == after))
+            Ok((before == after, values(&norm.valid()) == after))
         });
         assert!(outcomes.unwrap().iter().all(|seen| *seen == (true, false)));
     }
@@ -197,28 +185,24 @@ fn a_forward_where_a_rank_is_alone_changes_nothing_and_backward_says_so() {
             .build(crate::common::columns(8));
         let (model, train) = accelerator.prepare((Net::new(&accelerator), train))?;
         let batch = train.epoch(0).next().unwrap()?;
-        let before = floats(&model.valid());
+        let before = values(&model.valid());
         let refused = |error: Error| {
-            assert!(error.is_misuse(), "{error:?}");
-            let text = format!("{error:?}");
-            assert!(
-                text.contains("`SyncBatchNorm`") && text.contains("one rank only"),
-                "{text}"
-            );
+            let words = ["`SyncBatchNorm`", "one rank only"];
+            assert_chain(&error, Error::is_misuse, &words);
         };
         let backward = || accelerator.backward(model.loss(&batch), &model, &batch);
         if let Some(outcome) = accelerator.on_main_process(backward) {
             refused(outcome.unwrap_err());
         }
-        assert_eq!(floats(&model.valid()), before);
+        assert_eq!(values(&model.valid()), before);
         // The forward itself cannot return the error, so the next call does, once.
         if let Some(loss) = accelerator.on_main_process(|| model.loss(&batch)) {
-            assert_eq!(floats(&model.valid()), before);
+            assert_eq!(values(&model.valid()), before);
             refused(accelerator.backward(loss, &model, &batch).unwrap_err());
         }
         let gradients = backward()?;
         assert_eq!(gradients.samples(), Some(4.0));
-        Ok((floats(&model.valid()), before))
+        Ok((values(&model.valid()), before))
     });
     let outcomes = outcomes.unwrap();
     assert_ne!(outcomes[0].0, outcomes[0].1);
@@ -254,19 +238,14 @@ fn what_a_forward_without_the_others_gives_is_neither_saved_nor_evaluated() {
             let model = accelerator.prepare(Net::new(&accelerator))?;
             let input = Tensor::<2>::ones([4, 6], &accelerator.device());
             if let Some(output) = accelerator.on_main_process(|| model.norm.forward(input, 4)) {
-                let values = output.into_data().convert::<f64>();
-                let values = values.try_to_vec::<f64>().unwrap();
-                assert!(values.iter().all(|value| value.is_nan()), "{values:?}");
+                let values = output.into_data();
+                assert!(values.iter::<f64>().all(f64::is_nan), "{values:?}");
             }
             Ok(then(&accelerator, &model, folder.path()).err())
         });
         let outcomes = outcomes.unwrap();
         let error = outcomes[0].as_ref().expect(name);
-        assert!(error.is_misuse(), "{name}: {error:?}");
-        assert!(
-            error.to_string().contains("`SyncBatchNorm`"),
-            "{name}: {error}"
-        );
+        assert_error(error, Error::is_misuse, &["`SyncBatchNorm`"]);
         if name == "save" {
             let error = outcomes[1].as_ref().unwrap();
             assert!(error.is_misuse(), "told to all: {error:?}");

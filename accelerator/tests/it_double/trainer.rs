@@ -16,7 +16,9 @@ use accelerator::train::{
     SaveStrategy, TrainOutput, TrainSamplingStrategy, Trainer, TrainerBuilder, TrainerCallback,
     TrainerControl, TrainingArguments,
 };
-use accelerator::{Accelerator, Error, Result};
+use accelerator::{Accelerator, AcceleratorBuilder, Error, Result};
+
+use crate::common::{assert_contains, assert_error};
 
 #[derive(Clone)]
 struct Points;
@@ -94,10 +96,13 @@ fn builder(
         .eval_dataset(points(8))
 }
 
+fn double(arguments: &TrainingArguments) -> AcceleratorBuilder {
+    arguments.accelerator().dtype(FloatDType::F64)
+}
+
 /// Returns the accelerator of a single rank in f64.
 fn alone(arguments: &TrainingArguments) -> Accelerator {
-    let accelerator = arguments.accelerator().dtype(FloatDType::F64).build();
-    accelerator.unwrap()
+    double(arguments).build().unwrap()
 }
 
 /// Trains in f64 on a single rank.
@@ -191,7 +196,7 @@ fn the_best_checkpoint_is_kept_and_loaded() {
 fn train_with_metrics(
     arguments: &TrainingArguments,
     values: &'static [f64],
-    callback: impl TrainerCallback<Linear> + 'static,
+    callback: At,
 ) -> LineTrainer {
     let accelerator = alone(arguments);
     let mut trainer = builder(&accelerator, arguments, 40)
@@ -227,10 +232,42 @@ fn by_metric(folder: &Path) -> TrainingArguments {
     }
 }
 
-/// A callback that does nothing.
-struct Idle;
+/// A callback that does something after an update.
+struct At(u64, fn(&mut TrainerControl) -> Result<()>);
 
-impl<M> TrainerCallback<M> for Idle {}
+impl<M> TrainerCallback<M> for At {
+    fn on_step_end(
+        &mut self,
+        at: &CallbackContext<'_, M>,
+        control: &mut TrainerControl,
+    ) -> Result<()> {
+        match at.state.global_step == self.0 {
+            true => (self.1)(control),
+            false => Ok(()),
+        }
+    }
+}
+
+const IDLE: At = At(u64::MAX, |_| Ok(()));
+
+/// Saves after that update, whatever the strategy.
+fn save_at(update: u64) -> At {
+    At(update, |control| {
+        control.should_save = true;
+        Ok(())
+    })
+}
+
+fn stop_at(update: u64) -> At {
+    At(update, |control| {
+        control.should_training_stop = true;
+        Ok(())
+    })
+}
+
+fn fail_at(update: u64) -> At {
+    At(update, |_| Err(Error::other("killed")))
+}
 
 #[test]
 fn an_evaluation_between_saves_is_not_the_best() {
@@ -240,7 +277,7 @@ fn an_evaluation_between_saves_is_not_the_best() {
         save_total_limit: Some(2),
         ..by_metric(folder.path())
     };
-    let trainer = train_with_metrics(&arguments, &[0.9, 0.5, 0.8, 0.6, 0.4], Idle);
+    let trainer = train_with_metrics(&arguments, &[0.9, 0.5, 0.8, 0.6, 0.4], IDLE);
     assert_eq!(best_of(&trainer), (Some(0.6), Some(8), Some(8)));
     assert_eq!(checkpoints(folder.path()), [8, 10]);
     let elsewhere = tempfile::tempdir().unwrap();
@@ -248,7 +285,7 @@ fn an_evaluation_between_saves_is_not_the_best() {
         max_steps: 8,
         ..by_metric(elsewhere.path())
     };
-    let until_8 = train_with_metrics(&until_8, &[0.1, 0.2, 0.3, 0.4], Idle);
+    let until_8 = train_with_metrics(&until_8, &[0.1, 0.2, 0.3, 0.4], IDLE);
     assert_eq!(weight(&trainer).to_bits(), weight(&until_8).to_bits());
 }
 
@@ -265,23 +302,9 @@ fn an_evaluation_of_an_update_that_was_saved_before_counts() {
         save_total_limit: Some(2),
         ..by_metric(folder.path())
     };
-    let trainer = train_with_metrics(&arguments, &[0.9, 0.5, 0.8], Idle);
+    let trainer = train_with_metrics(&arguments, &[0.9, 0.5, 0.8], IDLE);
     assert_eq!(best_of(&trainer), (Some(0.9), Some(10), Some(10)));
     assert_eq!(checkpoints(folder.path()), [10, 30]);
-}
-
-/// A callback that saves after that update, whatever the strategy.
-struct SaveAt(u64);
-
-impl<M> TrainerCallback<M> for SaveAt {
-    fn on_step_end(
-        &mut self,
-        at: &CallbackContext<'_, M>,
-        control: &mut TrainerControl,
-    ) -> Result<()> {
-        control.should_save = at.state.global_step == self.0;
-        Ok(())
-    }
 }
 
 #[test]
@@ -293,13 +316,13 @@ fn a_best_without_a_checkpoint_does_not_outdo_those_with_one() {
         save_strategy: SaveStrategy::No,
         ..by_metric(folder.path())
     };
-    let trainer = train_with_metrics(&without, &[0.9, 0.1], SaveAt(3));
+    let trainer = train_with_metrics(&without, &[0.9, 0.1], save_at(3));
     assert_eq!(best_of(&trainer), (Some(0.9), Some(2), None));
     let with = TrainingArguments {
         resume_from_checkpoint: ResumeFrom::Newest,
         ..by_metric(folder.path())
     };
-    let trainer = train_with_metrics(&with, &[0.3, 0.4, 0.2, 0.1], Idle);
+    let trainer = train_with_metrics(&with, &[0.3, 0.4, 0.2, 0.1], IDLE);
     assert_eq!(best_of(&trainer), (Some(0.4), Some(6), Some(6)));
 }
 
@@ -313,7 +336,7 @@ fn the_best_checkpoint_stays_where_its_folder_is_spelt_otherwise_or_moved() {
         save_total_limit: Some(2),
         ..by_metric(&folder)
     };
-    let trainer = train_with_metrics(&first, &[0.1, 0.9, 0.2], Idle);
+    let trainer = train_with_metrics(&first, &[0.1, 0.9, 0.2], IDLE);
     assert_eq!(checkpoints(&folder), [4, 6]);
     let best = weight(&trainer);
 
@@ -330,7 +353,7 @@ fn the_best_checkpoint_stays_where_its_folder_is_spelt_otherwise_or_moved() {
             resume_from_checkpoint: ResumeFrom::Newest,
             ..first.clone()
         };
-        let trainer = train_with_metrics(&next, &[0.3, 0.3], Idle);
+        let trainer = train_with_metrics(&next, &[0.3, 0.3], IDLE);
         assert_eq!(best_of(&trainer), (Some(0.9), Some(4), Some(4)));
         assert_eq!(checkpoints(path), [4, updates as u64]);
         assert_eq!(weight(&trainer).to_bits(), best.to_bits());
@@ -369,7 +392,7 @@ fn a_checkpoint_of_a_version_before_is_the_best_if_its_update_is() {
         max_steps: 4,
         ..by_metric(&folder)
     };
-    let best = weight(&train_with_metrics(&first, &[0.1, 0.9], Idle));
+    let best = weight(&train_with_metrics(&first, &[0.1, 0.9], IDLE));
     let [before, newest] = ["checkpoint-000001", "checkpoint-000002"].map(|x| folder.join(x));
     as_saved_before(&newest, &before, &old);
     let next = TrainingArguments {
@@ -378,7 +401,7 @@ fn a_checkpoint_of_a_version_before_is_the_best_if_its_update_is() {
         resume_from_checkpoint: ResumeFrom::Newest,
         ..first
     };
-    let trainer = train_with_metrics(&next, &[0.3], Idle);
+    let trainer = train_with_metrics(&next, &[0.3], IDLE);
     assert_eq!(best_of(&trainer), (Some(0.9), Some(4), Some(4)));
     assert_eq!(weight(&trainer).to_bits(), best.to_bits());
 }
@@ -391,7 +414,7 @@ fn a_best_checkpoint_of_another_folder_is_loaded_from_there() {
         max_steps: 6,
         ..by_metric(&outer.path().join("first"))
     };
-    let best = weight(&train_with_metrics(&first, &[0.9, 0.1, 0.2], Idle));
+    let best = weight(&train_with_metrics(&first, &[0.9, 0.1, 0.2], IDLE));
     let newest = outer.path().join("first/checkpoint-000003");
     let second = TrainingArguments {
         max_steps: 14,
@@ -405,7 +428,7 @@ fn a_best_checkpoint_of_another_folder_is_loaded_from_there() {
             resume_from_checkpoint: from,
             ..second.clone()
         };
-        let trainer = train_with_metrics(&next, &[0.3, 0.3, 0.3, 0.3], Idle);
+        let trainer = train_with_metrics(&next, &[0.3, 0.3, 0.3, 0.3], IDLE);
         assert_eq!(best_of(&trainer), (Some(0.9), Some(2), Some(2)));
         assert_eq!(weight(&trainer).to_bits(), best.to_bits());
         assert_eq!(checkpoints(&second.output_dir), [14]);
@@ -423,7 +446,7 @@ fn the_evaluation_on_start_is_compared_with_nothing() {
             save_strategy,
             ..by_metric(folder.path())
         };
-        let trainer = train_with_metrics(&arguments, &[0.9, 0.1, 0.2, 0.8, 0.3], Idle);
+        let trainer = train_with_metrics(&arguments, &[0.9, 0.1, 0.2, 0.8, 0.3], IDLE);
         assert_eq!(best_of(&trainer), (Some(0.8), Some(6), Some(6)));
         let evaluated: Vec<_> = logged(&trainer, "eval_acc");
         assert_eq!(
@@ -433,24 +456,10 @@ fn the_evaluation_on_start_is_compared_with_nothing() {
     }
 }
 
-/// A callback that stops the training after that update.
-struct StopAt(u64);
-
-impl<M> TrainerCallback<M> for StopAt {
-    fn on_step_end(
-        &mut self,
-        at: &CallbackContext<'_, M>,
-        control: &mut TrainerControl,
-    ) -> Result<()> {
-        control.should_training_stop = at.state.global_step == self.0;
-        Ok(())
-    }
-}
-
 /// Training stops within an epoch of five updates, at its end, or at the end of all.
 #[test]
 fn a_training_that_stopped_within_an_epoch_continues_it() {
-    for stop_at in [3, 5, 10] {
+    for update in [3, 5, 10] {
         let folder = tempfile::tempdir().unwrap();
         let mut arguments = TrainingArguments {
             eval_strategy: IntervalStrategy::Epoch,
@@ -470,17 +479,17 @@ fn a_training_that_stopped_within_an_epoch_continues_it() {
         let stopping = |arguments: &TrainingArguments| {
             let accelerator = alone(arguments);
             builder(&accelerator, arguments, 20)
-                .callback(StopAt(stop_at))
+                .callback(stop_at(update))
                 .build()
                 .unwrap()
         };
         // Training resumes in the same process and in another one.
         let mut stopped = stopping(&arguments);
-        assert_eq!(stopped.train().unwrap().global_step, stop_at);
-        assert_eq!(checkpoints(folder.path()).last(), Some(&stop_at));
+        assert_eq!(stopped.train().unwrap().global_step, update);
+        assert_eq!(checkpoints(folder.path()).last(), Some(&update));
         arguments.resume_from_checkpoint = ResumeFrom::Newest;
         let (resumed, output) = train(&arguments, 20);
-        assert_eq!(output.global_step, 10, "{stop_at}");
+        assert_eq!(output.global_step, 10, "{update}");
         assert_eq!(weight(&resumed).to_bits(), weight(&undisturbed).to_bits());
 
         let again = TrainingArguments {
@@ -494,14 +503,14 @@ fn a_training_that_stopped_within_an_epoch_continues_it() {
         assert_eq!(weight(&stopped).to_bits(), weight(&undisturbed).to_bits());
 
         let mut expected = vec![5, 10];
-        if stop_at == 3 {
+        if update == 3 {
             // The evaluation where it stopped counts too.
             expected.insert(0, 3);
         }
         for trainer in [&resumed, &stopped] {
             let evaluated = logged(trainer, "eval_loss");
             let steps: Vec<_> = evaluated.iter().map(|entry| entry.0).collect();
-            assert_eq!(steps, expected, "{stop_at}");
+            assert_eq!(steps, expected, "{update}");
         }
     }
 }
@@ -520,14 +529,10 @@ fn an_early_stop() {
         ..arguments()
     };
     for goes_on in [false, true] {
-        let accelerator = alone(&arguments);
-        let mut trainer = builder(&accelerator, &arguments, 40)
-            .compute_metrics(told(&[0.1, 0.5, 0.5, 0.6, 0.59, 0.58, 0.9, 0.9, 0.9, 0.9]))
-            .build()
-            .unwrap();
-        let output = trainer.train().unwrap();
+        let values = &[0.1, 0.5, 0.5, 0.6, 0.59, 0.58, 0.9, 0.9, 0.9, 0.9];
+        let trainer = train_with_metrics(&arguments, values, IDLE);
         let state = trainer.state();
-        assert_eq!(output.global_step, 6, "going on: {goes_on}");
+        assert_eq!(state.global_step, 6, "going on: {goes_on}");
         assert_eq!(
             (state.best_metric, state.best_global_step),
             (Some(0.6), Some(4))
@@ -551,13 +556,11 @@ fn a_training_goes_on_where_it_was() {
             train_sampling_strategy: TrainSamplingStrategy::Random,
             ..arguments()
         };
-        let accelerator = || alone(&arguments);
-        let mut undisturbed = builder(&accelerator(), &arguments, 20).build().unwrap();
-        undisturbed.train().unwrap();
+        let (undisturbed, _) = train(&arguments, 20);
 
         std::fs::remove_dir_all(folder.path()).unwrap();
-        let mut killed = builder(&accelerator(), &arguments, 20)
-            .callback(FailAt(kill_at))
+        let mut killed = builder(&alone(&arguments), &arguments, 20)
+            .callback(fail_at(kill_at))
             .build()
             .unwrap();
         assert!(killed.train().unwrap_err().is_other());
@@ -566,10 +569,7 @@ fn a_training_goes_on_where_it_was() {
         let resumed = builder(&accelerator, &arguments, 20).build();
         let mut resumed = match (resumed, kill_at) {
             (Err(error), 1) => {
-                assert!(
-                    error.to_string().contains("there is no checkpoint"),
-                    "{error}"
-                );
+                assert_contains(&error.to_string(), &["there is no checkpoint"]);
                 continue;
             }
             (resumed, _) => resumed.unwrap(),
@@ -598,16 +598,13 @@ fn a_training_that_begins_leaves_the_checkpoints_of_another_alone() {
     };
     // There is no checkpoint yet.
     train(&arguments, 20);
-    let accelerator = || alone(&arguments);
-    let accelerator = accelerator();
+    let accelerator = alone(&arguments);
     arguments.resume_from_checkpoint = ResumeFrom::No;
     let refused = builder(&accelerator, &arguments, 20).build().unwrap_err();
-    assert!(refused.is_config());
-    assert!(
-        refused
-            .to_string()
-            .contains("checkpoints of another training"),
-        "{refused}"
+    assert_error(
+        &refused,
+        Error::is_config,
+        &["checkpoints of another training"],
     );
     assert_eq!(checkpoints(folder.path()), [5]);
     arguments.num_train_epochs = 2.0;
@@ -636,10 +633,7 @@ fn a_best_checkpoint_that_is_gone_fails_before_the_first_update() {
     arguments.resume_from_checkpoint = ResumeFrom::Newest;
     let accelerator = alone(&arguments);
     let error = builder(&accelerator, &arguments, 20).build().unwrap_err();
-    assert!(
-        error.to_string().contains("load_best_model_at_end"),
-        "{error}"
-    );
+    assert_contains(&error.to_string(), &["load_best_model_at_end"]);
 }
 
 /// Ranks step on their own, and logs, evaluations and checkpoints describe their average.
@@ -657,39 +651,32 @@ fn local_sgd_has_the_bits_of_a_loop_by_hand() {
         ..arguments()
     };
     // An epoch has three steps, the last one with two samples, and an average ends it.
-    let by_hand = arguments
-        .accelerator()
-        .dtype(FloatDType::F64)
-        .launch(2, |accelerator| {
-            let model = accelerator.init(line);
-            let train = LoaderBuilder::new(Points).batch_size(4).build(points(18));
-            let optimizer = burn::optim::SgdConfig::new().init();
-            let (mut model, mut optimizer, train) =
-                accelerator.prepare((model, optimizer, train))?;
-            let mut local = LocalSgdConfig::new(2).init(&accelerator, &model)?;
-            for epoch in 0..2 {
-                for batch in train.epoch(epoch) {
-                    let batch = batch?;
-                    let outputs = model.forward(batch.x.clone());
-                    let loss = (outputs - batch.y.clone()).powi_scalar(2).mean();
-                    let gradients = local.backward(loss, &model, &batch)?.clip_norm(1.0);
-                    model = optimizer.step(0.1, model, gradients);
-                    local.step(&mut model)?;
-                }
-                local.average(&mut model)?;
+    let by_hand = double(&arguments).launch(2, |accelerator| {
+        let model = accelerator.init(line);
+        let train = LoaderBuilder::new(Points).batch_size(4).build(points(18));
+        let optimizer = burn::optim::SgdConfig::new().init();
+        let (mut model, mut optimizer, train) = accelerator.prepare((model, optimizer, train))?;
+        let mut local = LocalSgdConfig::new(2).init(&accelerator, &model)?;
+        for epoch in 0..2 {
+            for batch in train.epoch(epoch) {
+                let batch = batch?;
+                let outputs = model.forward(batch.x.clone());
+                let loss = (outputs - batch.y.clone()).powi_scalar(2).mean();
+                let gradients = local.backward(loss, &model, &batch)?.clip_norm(1.0);
+                model = optimizer.step(0.1, model, gradients);
+                local.step(&mut model)?;
             }
-            Ok(model.weight.val().into_data())
-        });
-    let by_arguments = arguments
-        .accelerator()
-        .dtype(FloatDType::F64)
-        .launch(2, |accelerator| {
-            let mut trainer = builder(&accelerator, &arguments, 18).build()?;
-            let output = trainer.train()?;
-            assert_eq!(output.global_step, 6);
-            let losses = [logged(&trainer, "loss"), logged(&trainer, "eval_loss")];
-            Ok((trainer.model().weight.val().into_data(), losses))
-        });
+            local.average(&mut model)?;
+        }
+        Ok(model.weight.val().into_data())
+    });
+    let by_arguments = double(&arguments).launch(2, |accelerator| {
+        let mut trainer = builder(&accelerator, &arguments, 18).build()?;
+        let output = trainer.train()?;
+        assert_eq!(output.global_step, 6);
+        let losses = [logged(&trainer, "loss"), logged(&trainer, "eval_loss")];
+        Ok((trainer.model().weight.val().into_data(), losses))
+    });
     let (by_hand, by_arguments) = (by_hand.unwrap(), by_arguments.unwrap());
     assert_eq!(by_arguments[0], by_arguments[1]);
     assert_eq!(by_arguments[0].0, by_hand[0]);
@@ -699,17 +686,6 @@ fn local_sgd_has_the_bits_of_a_loop_by_hand() {
         "{losses:?} {evaluated:?}"
     );
     assert_eq!(checkpoints(folder.path()), [3, 6]);
-}
-
-struct FailAt(u64);
-
-impl<M> TrainerCallback<M> for FailAt {
-    fn on_step_end(&mut self, at: &CallbackContext<'_, M>, _: &mut TrainerControl) -> Result<()> {
-        match at.state.global_step == self.0 {
-            true => Err(Error::other("killed")),
-            false => Ok(()),
-        }
-    }
 }
 
 #[test]
@@ -724,16 +700,13 @@ fn a_training_goes_on_at_another_number_of_ranks() {
         save_strategy: SaveStrategy::Steps,
         ..arguments()
     };
-    let undisturbed = first
-        .accelerator()
-        .dtype(FloatDType::F64)
-        .launch(2, |accelerator| {
-            let mut trainer = builder(&accelerator, &first, 20)
-                .callback(FailAt(6))
-                .build()?;
-            trainer.train().unwrap_err();
-            Ok(logged(&trainer, "loss"))
-        });
+    let undisturbed = double(&first).launch(2, |accelerator| {
+        let mut trainer = builder(&accelerator, &first, 20)
+            .callback(fail_at(6))
+            .build()?;
+        trainer.train().unwrap_err();
+        Ok(logged(&trainer, "loss"))
+    });
     assert_eq!(undisturbed.unwrap()[0].len(), 5);
     let (alone, output) = train(
         &TrainingArguments {
@@ -770,17 +743,14 @@ fn no_update_trains_nothing() {
 
 #[test]
 fn predictions_come_in_the_order_of_the_data_set() {
-    let predicted = arguments()
-        .accelerator()
-        .dtype(FloatDType::F64)
-        .launch(2, |accelerator| {
-            let trainer = builder(&accelerator, &arguments(), 20).build()?;
-            let output = trainer.predict(points(7))?;
-            let predictions = output
-                .predictions
-                .map(|x| x.into_data().iter::<f64>().collect::<Vec<_>>());
-            Ok((predictions, output.metrics.value("test_loss")))
-        });
+    let predicted = double(&arguments()).launch(2, |accelerator| {
+        let trainer = builder(&accelerator, &arguments(), 20).build()?;
+        let output = trainer.predict(points(7))?;
+        let predictions = output
+            .predictions
+            .map(|x| x.into_data().iter::<f64>().collect::<Vec<_>>());
+        Ok((predictions, output.metrics.value("test_loss")))
+    });
     let expected: Vec<_> = (0..7).map(|i| 0.5 * f64::from(i) / 7.0).collect();
     for (predictions, loss) in predicted.unwrap() {
         assert_eq!(predictions, Some(expected.clone()));
@@ -800,33 +770,22 @@ fn a_metric_that_is_not_there_fails_before_the_first_update() {
         .compute_metrics(|_| [("accuracy", 1.0)])
         .build()
         .unwrap_err();
-    assert!(error.is_config());
-    assert!(
-        error
-            .to_string()
-            .contains("did you mean \"eval_accuracy\"?"),
-        "{error}"
-    );
+    let words = ["did you mean \"eval_accuracy\"?"];
+    assert_error(&error, Error::is_config, &words);
 }
 
 #[test]
 fn ranks_with_other_arguments_are_told() {
-    let errors = arguments()
-        .accelerator()
-        .dtype(FloatDType::F64)
-        .launch(2, |accelerator| {
-            let arguments = TrainingArguments {
-                learning_rate: [0.1, 0.2][accelerator.rank()],
-                ..arguments()
-            };
-            let built = builder(&accelerator, &arguments, 20).build();
-            Ok(built.unwrap_err().to_string())
-        });
+    let errors = double(&arguments()).launch(2, |accelerator| {
+        let arguments = TrainingArguments {
+            learning_rate: [0.1, 0.2][accelerator.rank()],
+            ..arguments()
+        };
+        let built = builder(&accelerator, &arguments, 20).build();
+        Ok(built.unwrap_err().to_string())
+    });
     for error in errors.unwrap() {
-        assert!(
-            error.contains("`learning_rate` differs between ranks"),
-            "{error}"
-        );
+        assert_contains(&error, &["`learning_rate` differs between ranks"]);
     }
 }
 

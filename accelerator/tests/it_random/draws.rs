@@ -5,7 +5,7 @@ use std::thread::{current, scope, sleep};
 use std::time::Duration;
 
 use crate::alone;
-use crate::common::{columns, devices, flat};
+use crate::common::{assert_error, columns, devices, flat};
 use accelerator::data::Loader;
 use accelerator::prelude::*;
 use burn::data::dataloader::batcher::Batcher;
@@ -132,14 +132,11 @@ fn batches_that_draw_nothing_are_made_by_workers() {
             let threads = |loader: Loader<Drawn>| {
                 let accelerator = Accelerator::builder().device(kind).build().unwrap();
                 let loader = accelerator.prepare(loader).unwrap();
-                let all = |epoch| {
+                [0, 1].map(|epoch| -> Vec<String> {
                     let batches = loader.epoch(epoch);
-                    let threads: Vec<_> = batches
-                        .map(|batch| batch.unwrap().into_inner().thread)
-                        .collect();
-                    threads
-                };
-                [all(0), all(1)]
+                    let threads = batches.map(|batch| batch.unwrap().into_inner().thread);
+                    threads.collect()
+                })
             };
             let own = current().name().unwrap_or_default().to_owned();
             let [first, second] = threads(of.loader(Quiet, 2));
@@ -147,11 +144,8 @@ fn batches_that_draw_nothing_are_made_by_workers() {
             assert_eq!(first[BATCHES - 1], "loader", "{of:?}");
             assert!(second.iter().all(|thread| thread == "loader"), "{of:?}");
             for loader in [of.loader(Drawing, 2), of.loader(Quiet, 0)] {
-                let epochs = threads(loader);
-                assert!(
-                    epochs.iter().flatten().all(|thread| *thread == own),
-                    "{of:?}"
-                );
+                let mut threads = threads(loader).into_iter().flatten();
+                assert!(threads.all(|thread| thread == own), "{of:?}");
             }
         }
     }
@@ -206,8 +200,7 @@ fn a_batcher_that_panics_is_an_error_with_and_without_workers() {
             let loader = accelerator.prepare(of.loader(Panics, workers)).unwrap();
             let mut batches = loader.epoch(0);
             let error = batches.next().unwrap().unwrap_err();
-            assert!(error.is_panic(), "{error:?}");
-            assert!(error.to_string().contains("no batch of [0, 1]"), "{error}");
+            assert_error(&error, Error::is_panic, &["no batch of [0, 1]"]);
             assert!(batches.next().is_none());
         }
     }
@@ -225,12 +218,8 @@ fn an_accelerator_is_not_built_while_a_model_is_drawn() {
             Accelerator::new().map(drop),
             accelerator::launch(2, |_| Ok(())).map(drop),
         ] {
-            let error = outcome.unwrap_err();
-            assert!(error.is_misuse(), "{error:?}");
-            assert!(
-                error.to_string().contains("`Accelerator::init`"),
-                "{error:?}"
-            );
+            let words = ["`Accelerator::init`"];
+            assert_error(&outcome.unwrap_err(), Error::is_misuse, &words);
         }
         // A nested model is drawn from the seed, as if it stood alone.
         assert_eq!(values(accelerator.init(build)), alone);

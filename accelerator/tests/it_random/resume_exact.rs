@@ -5,7 +5,8 @@ use std::path::Path;
 use crate::alone;
 use crate::common::checkpoints::train_epochs;
 use crate::common::{
-    Column, ColumnBatcher, columns, distance, flat, folder_in_memory, line, loader,
+    Column, ColumnBatcher, assert_error, columns, distance, flat, folder_in_memory, learn, line,
+    loader,
 };
 use accelerator::data::Loader;
 use accelerator::metric::Mean;
@@ -79,15 +80,14 @@ fn program(
     let valid = LoaderBuilder::new(ColumnBatcher)
         .batch_size(8)
         .build(columns(12));
-    let (train, notes) = (train_loader(22), Object(Vec::new()));
-    let (model, optimizer, train, valid) = if per_epoch {
-        let parts = (model, (optimizer, PerEpoch(scheduler)), train, valid);
-        accelerator.prepare(parts).unwrap()
-    } else {
-        let parts = (model, (optimizer, scheduler), train, valid);
-        accelerator.prepare(parts).unwrap()
+    let optimizer = match per_epoch {
+        true => accelerator.prepare((optimizer, PerEpoch(scheduler))),
+        false => accelerator.prepare((optimizer, scheduler)),
     };
-    let mut parts: Parts = (model, optimizer, train, valid, notes);
+    let parts = (model, train_loader(22), valid);
+    let (model, train, valid) = accelerator.prepare(parts).unwrap();
+    let notes = Object(Vec::new());
+    let mut parts: Parts = (model, optimizer.unwrap(), train, valid, notes);
     let mut start = 0;
     if let Some(from) = from {
         let position;
@@ -317,6 +317,12 @@ struct Gan {
     ranks: usize,
 }
 
+const GAN: Gan = Gan {
+    accumulation: 1,
+    every: 1,
+    ranks: 1,
+};
+
 /// The weights of both models, their numbers of steps, and whether a checkpoint was refused.
 #[derive(Clone, Debug, PartialEq)]
 struct GanOutcome {
@@ -404,14 +410,10 @@ fn two_models_resume_exactly_from_every_line_of_a_loop_or_their_checkpoint_is_re
     let _alone = alone();
     let each = |ranks, accumulation| Gan {
         accumulation,
-        every: 1,
         ranks,
+        ..GAN
     };
-    let now_and_then = Gan {
-        accumulation: 1,
-        every: 3,
-        ranks: 1,
-    };
+    let now_and_then = Gan { every: 3, ..GAN };
     for gan in [each(1, 1), each(1, 2), each(2, 1), each(2, 2), now_and_then] {
         let undisturbed = gan.run(None, None);
         let batches = 44_u64.div_ceil(4 * gan.ranks as u64);
@@ -457,16 +459,11 @@ fn two_models_resume_exactly_from_every_line_of_a_loop_or_their_checkpoint_is_re
 #[test]
 fn a_resumed_training_of_two_models_refuses_a_checkpoint_between_them_at_once() {
     let _alone = alone();
-    let gan = Gan {
-        accumulation: 1,
-        every: 1,
-        ranks: 1,
-    };
     let folder = folder_in_memory();
-    gan.run(None, Some((folder.path(), GanLine::Step, (0, 4))));
+    GAN.run(None, Some((folder.path(), GanLine::Step, (0, 4))));
     let other = folder_in_memory();
     let save = Some((other.path(), GanLine::CriticStep, (0, 5)));
-    assert!(gan.run(Some(folder.path()), save).refused);
+    assert!(GAN.run(Some(folder.path()), save).refused);
     assert!(other.path().read_dir().unwrap().next().is_none());
 }
 
@@ -483,13 +480,9 @@ fn a_model_that_stops_training_hinders_no_checkpoint_of_the_epochs_behind() {
     for epoch in 0..3 {
         for batch in train.epoch(epoch) {
             let batch = batch.unwrap();
-            let loss = distance(&first, &batch);
-            let gradients = accelerator.backward(loss, &first, &batch).unwrap();
-            first = one.step(0.05, first, gradients);
+            first = learn(&accelerator, first, &mut one, 0.05, &batch).unwrap();
             if epoch == 0 || (epoch == 2 && batch.step() % 2 == 0) {
-                let loss = distance(&second, &batch);
-                let gradients = accelerator.backward(loss, &second, &batch).unwrap();
-                second = two.step(0.05, second, gradients);
+                second = learn(&accelerator, second, &mut two, 0.05, &batch).unwrap();
             }
             // In the first batch without it, its step might still come.
             if (epoch, batch.step()) != (1, 0) {
@@ -553,10 +546,8 @@ fn with_bare_counts_a_checkpoint_before_the_step_is_refused() {
     let folder = folder_in_memory();
     let refused = bare_counts(folder.path(), false, |epoch, line| (epoch, line) == (1, 6));
     let refused = refused.unwrap_err();
-    assert!(refused.is_misuse(), "{refused:?}");
-    let text = refused.to_string();
-    assert!(text.contains("between optimizer steps"), "{text}");
-    assert!(text.contains("pass the batch"), "{text}");
+    let words = ["between optimizer steps", "pass the batch"];
+    assert_error(&refused, Error::is_misuse, &words);
 }
 
 #[test]
@@ -593,10 +584,7 @@ fn gradients_without_a_step_do_not_make_a_loader_the_one_that_is_trained_on() {
         let (mut model, mut optimizer, valid, train) = parts;
         for epoch in start..3 {
             for batch in train.epoch(epoch) {
-                let batch = batch?;
-                let loss = distance(&model, &batch);
-                let gradients = accelerator.backward(loss, &model, &batch)?;
-                model = optimizer.step(0.01, model, gradients);
+                model = learn(&accelerator, model, &mut optimizer, 0.01, &batch?)?;
             }
             for batch in valid.epoch(0) {
                 let batch = batch?;
