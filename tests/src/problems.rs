@@ -34,6 +34,23 @@ pub struct Setting {
     pub state: State,
 }
 
+impl Setting {
+    /// Returns a setting with AdamW and norm clipping. In its global batches, the last batch holds a single sample.
+    pub const fn of(net: Which) -> Self {
+        Self {
+            net,
+            optimizer: Rule::Adamw,
+            clipping: Clipping::Norm,
+            samples: 61,
+            global_batch: 12,
+            epochs: 2,
+            seed: 0,
+            dropout: 0.0,
+            state: State::Whole,
+        }
+    }
+}
+
 /// The placement of the optimizer's state.
 #[derive(Clone, Copy, Debug, Deserialize, Serialize)]
 pub enum State {

@@ -20,6 +20,19 @@ pub struct Ended {
     pub stdout: String,
 }
 
+impl Ended {
+    /// Returns its standard output.
+    ///
+    /// # Panics
+    ///
+    /// If it has failed.
+    #[track_caller]
+    pub fn succeeded(&self) -> &str {
+        assert!(self.status.success(), "{}\n{}", self.stdout, self.stderr);
+        &self.stdout
+    }
+}
+
 /// Runs `program args` as ranks 0 to `world_size - 1`, each with the variables of a launcher and those that `change`
 /// adds, and waits for all of them.
 ///
@@ -48,6 +61,15 @@ pub fn run_ranks(
         command
     });
     run_all(ranks)
+}
+
+/// Runs a command and waits for it.
+///
+/// # Panics
+///
+/// If it cannot be started or the deadline passes.
+pub fn run(command: Command) -> Ended {
+    run_all(std::iter::once(command)).remove(0)
 }
 
 /// Runs commands in parallel and waits for all of them.

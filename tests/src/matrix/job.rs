@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::rank::Seen;
 use super::{CULPRIT, Fault, OPERATION, STARTED, Verdict, Way, is_within};
-use crate::processes::{Ended, launcher, run_all, run_ranks};
+use crate::processes::{self, Ended, launcher, run_ranks};
 
 pub(super) fn run(way: Way, operation: &'static str, fault: Fault) -> Verdict {
     let program = match std::env::current_exe() {
@@ -43,13 +43,13 @@ pub(super) fn run(way: Way, operation: &'static str, fault: Fault) -> Verdict {
                 .arg("--no-prefix")
                 .arg(&program)
                 .args(args);
-            run_all(std::iter::once(command))
+            vec![processes::run(command)]
         }
         Way::Threads => {
             let mut command = Command::new(&program);
             prepare(&mut command);
             command.args(["threads", operation, fault.name()]);
-            run_all(std::iter::once(command))
+            vec![processes::run(command)]
         }
         Way::Hosts => return Verdict::Failed("no network for its hosts".to_owned()),
     };

@@ -41,34 +41,35 @@ fn fails_with(ended: &Ended, words: &[&str]) {
 }
 
 #[test]
-fn a_rank_that_is_no_number() {
-    fails_with(&alone(&[("RANK", "banana")]), &["RANK", "banana"]);
-}
-
-#[test]
-fn a_rank_beyond_the_world() {
-    fails_with(
-        &alone(&[("RANK", "2"), ("WORLD_SIZE", "2")]),
-        &["RANK", "WORLD_SIZE", "2"],
-    );
-}
-
-#[test]
-fn a_device_that_is_not_compiled_in() {
-    fails_with(
-        &alone(&[("ACCEL_DEVICE", "cuda")]),
-        &["cuda", "not compiled in", "flex"],
-    );
-    fails_with(
-        &alone(&[("ACCEL_DEVICE", "banana")]),
-        &["ACCEL_DEVICE", "banana", "flex"],
-    );
-}
-
-#[test]
-fn a_rank_that_never_comes_is_named_after_the_deadline() {
-    let ended = alone(&[("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2")]);
-    fails_with(&ended, &["1 of 2", "rank 1"]);
+fn variables_that_cannot_be() {
+    let size = |size| [("WORLD_SIZE", size), ("LOCAL_WORLD_SIZE", size)];
+    let [none, some, many] = ["18446744073709551615", "99999999999", "1000000"].map(size);
+    for (variables, words) in [
+        (&[("RANK", "banana")][..], &["RANK", "banana"][..]),
+        (
+            &[("RANK", "2"), ("WORLD_SIZE", "2")],
+            &["RANK", "WORLD_SIZE", "2"],
+        ),
+        (
+            &[("ACCEL_DEVICE", "cuda")],
+            &["cuda", "not compiled in", "flex"],
+        ),
+        (
+            &[("ACCEL_DEVICE", "banana")],
+            &["ACCEL_DEVICE", "banana", "flex"],
+        ),
+        (
+            &[("ACCEL_TRASNPORT", "tcp")],
+            &["ACCEL_TRASNPORT", "ACCEL_TRANSPORT"],
+        ),
+        // A rank that never comes is named after the deadline.
+        (&size("2"), &["1 of 2", "rank 1"]),
+        (&none, &["18446744073709551615", "at most"]),
+        (&some, &["99999999999", "at most"]),
+        (&many, &["1000000", "at most"]),
+    ] {
+        fails_with(&alone(variables), words);
+    }
 }
 
 #[test]
@@ -127,14 +128,6 @@ fn a_rank_that_dies_is_named_by_the_others() {
 }
 
 #[test]
-fn a_variable_that_is_misspelt() {
-    fails_with(
-        &alone(&[("ACCEL_TRASNPORT", "tcp")]),
-        &["ACCEL_TRASNPORT", "ACCEL_TRANSPORT"],
-    );
-}
-
-#[test]
 fn settings_that_differ_between_ranks() {
     let setting = r#"{"net":"Mlp","optimizer":"Sgd","samples":8,"global_batch":4,"epochs":1,"seed":0,"dropout":0.0}"#;
     let ended = ranks(2, &["train-accumulating-by-rank", setting], |_, _| {});
@@ -147,13 +140,5 @@ fn settings_that_differ_between_ranks() {
                  rank 0 has 1, and rank 1 has 2; start",
             ],
         );
-    }
-}
-
-#[test]
-fn a_world_that_is_too_large() {
-    for size in ["18446744073709551615", "99999999999", "1000000"] {
-        let ended = alone(&[("WORLD_SIZE", size), ("LOCAL_WORLD_SIZE", size)]);
-        fails_with(&ended, &[size, "at most"]);
     }
 }

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use accelerator_tests::processes::{Ended, launcher, run_all, run_ranks};
+use accelerator_tests::processes::{Ended, launcher, run, run_ranks};
 use accelerator_tests::resumable::{OptimizerKind, TrainingJob, TrainingResult};
 
 #[derive(Clone, Copy, Debug)]
@@ -30,7 +30,7 @@ fn every_file_of_a_checkpoint_is_missed_when_damaged_and_the_one_before_is_used(
         pause_ms: 0,
         ..TrainingJob::default()
     };
-    assert!(train(&job(&whole)).status.success());
+    train(&job(&whole)).succeeded();
     let first: TrainingResult =
         serde_json::from_slice(&fs::read(folder.path().join("result.json")).unwrap()).unwrap();
     let newest = newest(&whole);
@@ -58,11 +58,7 @@ fn every_file_of_a_checkpoint_is_missed_when_damaged_and_the_one_before_is_used(
 
             // The resume uses the checkpoint before, and reaches the same result.
             let ended = train(&job(&copy));
-            assert!(
-                ended.status.success(),
-                "{file} {damage:?}: {}",
-                ended.stderr
-            );
+            ended.succeeded();
             let shown = format!("{}{}", ended.stdout, ended.stderr);
             assert!(
                 shown.contains(file),
@@ -86,7 +82,7 @@ fn train(job: &TrainingJob) -> Ended {
 fn verify(folder: &Path) -> Ended {
     let mut command = Command::new(launcher());
     command.args(["checkpoint", "verify"]).arg(folder);
-    run_all(std::iter::once(command)).remove(0)
+    run(command)
 }
 
 fn harm(file: &Path, damage: Damage, seed: u64) {

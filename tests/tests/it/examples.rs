@@ -1,10 +1,11 @@
 //! The example programs learn, and every rank reports the same result.
 
+use std::path::Path;
 use std::process::Command;
 
 use accelerator::track::{RunHistory, RunStatus};
 use accelerator_tests::processes::{
-    Ended, example, launcher, run_all, run_ranks, run_with, wait_until,
+    self, Ended, example, launcher, run_ranks, run_with, wait_until,
 };
 
 /// Runs an example on one process and on two. The last line of each rank is like
@@ -12,13 +13,9 @@ use accelerator_tests::processes::{
 /// ranks. Returns the output of rank 0, alone and as one of two.
 fn learns(name: &str, args: &[&str]) -> [String; 2] {
     [1, 2].map(|ranks| {
-        let ended = run_ranks(&example(name), args, ranks, |_, command| {
-            // Ranks share the cores with other tests.
-            command.env("RAYON_NUM_THREADS", "1");
-        });
+        let ended = run_well(name, args, ranks, None);
         let mut told = Vec::new();
         for (rank, ended) in ended.iter().enumerate() {
-            assert!(ended.status.success(), "{}\n{}", ended.stdout, ended.stderr);
             let last = ended.stdout.lines().last().unwrap();
             let figures = last.strip_prefix(&format!("rank {rank}: ")).unwrap();
             told.push(figures.to_owned());
@@ -31,6 +28,23 @@ fn learns(name: &str, args: &[&str]) -> [String; 2] {
         assert!(last <= 0.7 * first, "{name} on {ranks} ranks: {}", told[0]);
         ended.into_iter().next().unwrap().stdout
     })
+}
+
+/// Runs the ranks of an example, which must succeed: in a folder, if one is given.
+fn run_well(name: &str, args: &[&str], ranks: usize, folder: Option<&Path>) -> Vec<Ended> {
+    let ended = run_ranks(&example(name), args, ranks, |_, command| {
+        if let Some(folder) = folder {
+            command.current_dir(folder);
+        }
+    });
+    for ended in &ended {
+        ended.succeeded();
+    }
+    ended
+}
+
+fn words(args: &str) -> Vec<&str> {
+    args.split_whitespace().collect()
 }
 
 const SMALL: [&str; 6] = [
@@ -80,15 +94,7 @@ fn accumulation_goes_on_at_another_number_of_processes() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path().to_str().unwrap();
     let args = [&SMALL[..], &["--checkpoints", folder, "--epochs", "3"]].concat();
-    let ended = |ranks: usize| {
-        let ended = run_ranks(&example("accumulation"), &args, ranks, |_, command| {
-            command.env("RAYON_NUM_THREADS", "1");
-        });
-        for ended in &ended {
-            assert!(ended.status.success(), "{}\n{}", ended.stdout, ended.stderr);
-        }
-        ended.into_iter().next().unwrap()
-    };
+    let ended = |ranks| run_well("accumulation", &args, ranks, None).remove(0);
     ended(2);
     // Only the checkpoint after the first epoch is left.
     for number in [2, 3] {
@@ -108,20 +114,9 @@ fn accumulation_goes_on_at_another_number_of_processes() {
 fn ddp_mnist() {
     let folder = tempfile::tempdir().unwrap();
     let log_dir = folder.path().join("log");
-    let args = [
-        "--limit",
-        "320",
-        "--epochs",
-        "2",
-        "--log-dir",
-        log_dir.to_str().unwrap(),
-    ];
-    let ended = run_ranks(&example("ddp_mnist"), &args, 2, |_, command| {
-        command.current_dir(folder.path());
-    });
-    for ended in &ended {
-        assert!(ended.status.success(), "{}\n{}", ended.stdout, ended.stderr);
-    }
+    let args = format!("--limit 320 --epochs 2 --log-dir {}", log_dir.display());
+    let args = words(&args);
+    let ended = run_well("ddp_mnist", &args, 2, Some(folder.path()));
     assert_eq!(ended[1].stdout, "");
     let lines: Vec<_> = ended[0].stdout.lines().collect();
     for (line, beginning) in lines.iter().zip([
@@ -156,13 +151,8 @@ fn ddp_mnist() {
 fn trainer_mnist() {
     let folder = tempfile::tempdir().unwrap();
     let run = |args: &str| {
-        let args: Vec<_> = args.split_whitespace().collect();
-        let ended = run_ranks(&example("trainer_mnist"), &args, 2, |_, command| {
-            command.current_dir(folder.path());
-        });
-        for ended in &ended {
-            assert!(ended.status.success(), "{}\n{}", ended.stdout, ended.stderr);
-        }
+        let args = words(args);
+        let ended = run_well("trainer_mnist", &args, 2, Some(folder.path()));
         assert_eq!(ended[1].stdout, "");
         ended[0].stdout.clone()
     };
@@ -218,10 +208,7 @@ fn learner() {
         &["--epochs", "2"][..],
         &["--epochs", "3", "--checkpoint", "2"],
     ] {
-        let args = [&small[..], more].concat();
-        for ended in run_ranks(&example("learner"), &args, 2, |_, _| {}) {
-            assert!(ended.status.success(), "{}\n{}", ended.stdout, ended.stderr);
-        }
+        run_well("learner", &[&small[..], more].concat(), 2, None);
     }
     let accuracy = |epoch| -> f64 {
         let path = format!("valid/epoch-{epoch}/Accuracy.log");
@@ -265,7 +252,7 @@ fn flags_of_other_examples_are_refused() {
         for flag in flags {
             let mut command = Command::new(example(name));
             command.args([flag, "x"]);
-            let ended = run_all(std::iter::once(command)).remove(0);
+            let ended = processes::run(command);
             assert_eq!(ended.status.code(), Some(2), "{name} {flag}");
             let said = format!("unexpected argument '{flag}'");
             assert!(ended.stderr.contains(&said), "{name}: {}", ended.stderr);
@@ -281,8 +268,7 @@ fn local_sgd_saves_weights_of_the_type_that_it_is_given() {
         let mut command = Command::new(example("local_sgd"));
         let args = ["--limit", "16", "--epochs", "1", "--dtype", dtype, "--save"];
         command.args(args).arg(&file);
-        let ended = run_all(std::iter::once(command)).remove(0);
-        assert!(ended.status.success(), "{}\n{}", ended.stdout, ended.stderr);
+        processes::run(command).succeeded();
         let bytes = std::fs::read(&file).unwrap();
         let header = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
         let header = String::from_utf8_lossy(&bytes[8..8 + header]);
@@ -319,19 +305,14 @@ fn metrics() {
 #[test]
 fn metrics_within_a_time_limit() {
     let args = ["--limit", "320", "--time-limit", "0"];
-    let ended = run_ranks(&example("metrics"), &args, 2, |_, _| ());
-    let last = |rank: usize| {
-        let Ended { status, stdout, .. } = &ended[rank];
-        assert!(status.success(), "{}", ended[rank].stderr);
-        let last = stdout.lines().last().unwrap();
+    let ended = run_well("metrics", &args, 2, None);
+    let [first, second] = [0, 1].map(|rank| {
+        let last = ended[rank].stdout.lines().last().unwrap();
         last.strip_prefix(&format!("rank {rank}: ")).unwrap()
-    };
-    assert!(
-        ended[0].stdout.contains("time is up"),
-        "{}",
-        ended[0].stdout
-    );
-    assert_eq!(last(0), last(1));
+    });
+    assert_eq!(first, second);
+    let stdout = &ended[0].stdout;
+    assert!(stdout.contains("time is up"), "{stdout}");
 }
 
 #[test]
@@ -340,9 +321,8 @@ fn operator_mnist() {
         let mut command = Command::new(example("operator_mnist"));
         let args = ["--limit", "640", "--epochs", "2", "--num-workers", workers];
         command.args(args).env("RAYON_NUM_THREADS", "1");
-        let ended = run_all(std::iter::once(command)).remove(0);
-        assert!(ended.status.success(), "{}\n{}", ended.stdout, ended.stderr);
-        let epochs: Vec<&str> = ended.stdout.lines().collect();
+        let ended = processes::run(command);
+        let epochs: Vec<&str> = ended.succeeded().lines().collect();
         assert_eq!(epochs.len(), 2, "{epochs:?}");
         assert!(epochs[1].contains("'num_samples': 640"), "{epochs:?}");
         let (_, accuracy) = epochs[1].split_once("'val_accuracy': ").unwrap();
@@ -366,29 +346,11 @@ fn cross_validation() {
 
 #[test]
 fn big_batch() {
-    let args = [
-        "--limit",
-        "480",
-        "--batch-size",
-        "12",
-        "--holds",
-        "8",
-        "--global-batch",
-        "32",
-        "--lr",
-        "0.002",
-    ];
-    let [one, two] = learns("big_batch", &args);
-    assert!(
-        one.contains("memory holds 8 samples: 4 × 8 in a step"),
-        "{one}"
-    );
-    assert!(
-        two.contains("memory holds 8 samples: 2 × 16 in a step"),
-        "{two}"
-    );
-    for stdout in [one, two] {
-        says(&stdout, "45 steps of at most 32 samples, 1440 in all");
+    let args = words("--limit 480 --batch-size 12 --holds 8 --global-batch 32 --lr 0.002");
+    for (stdout, told) in learns("big_batch", &args).iter().zip(["4 × 8", "2 × 16"]) {
+        let told = format!("memory holds 8 samples: {told} in a step");
+        assert!(stdout.contains(&told), "{stdout}");
+        says(stdout, "45 steps of at most 32 samples, 1440 in all");
     }
 }
 
@@ -396,34 +358,22 @@ fn big_batch() {
 #[test]
 fn big_batch_takes_what_it_says_or_refuses() {
     let run = |step, ranks| {
-        let args = [
-            "--limit",
-            "330",
-            "--epochs",
-            "1",
-            "--batch-size",
-            "8",
-            "--holds",
-            "8",
-        ];
-        let args = [&args[..], &["--global-batch", step]].concat();
-        run_ranks(&example("big_batch"), &args, ranks, |_, _| ())
+        let args = format!("--limit 330 --epochs 1 --batch-size 8 --holds 8 --global-batch {step}");
+        run_ranks(&example("big_batch"), &words(&args), ranks, |_, _| ())
     };
     for (ranks, micro_steps) in [(1, "11 × 3"), (2, "3 × 11")] {
         let ended = &run("33", ranks)[0];
-        assert!(ended.status.success(), "{}", ended.stderr);
-        assert!(ended.stdout.contains(micro_steps), "{}", ended.stdout);
+        assert!(ended.succeeded().contains(micro_steps), "{}", ended.stdout);
         says(&ended.stdout, "10 steps of at most 33 samples, 330 in all");
     }
     for ended in run("37", 2) {
         assert!(!ended.status.success(), "{}", ended.stdout);
-        let text = "a step of 37 samples cannot be divided";
-        assert!(ended.stderr.contains(text), "{}", ended.stderr);
-        assert!(
-            ended.stderr.contains("the next size that can is 38"),
-            "{}",
-            ended.stderr
-        );
+        for text in [
+            "a step of 37 samples cannot be divided",
+            "the next size that can is 38",
+        ] {
+            assert!(ended.stderr.contains(text), "{}", ended.stderr);
+        }
     }
 }
 
@@ -435,10 +385,8 @@ fn nlp_transformer() {
     for args in [&args[..], &tied] {
         for (stdout, ranks) in learns("nlp_transformer", args).iter().zip(ranks) {
             let plan = stdout.lines().next().unwrap();
-            assert!(
-                plan.starts_with(ranks) && plan.contains("; 14 epochs of "),
-                "{plan}"
-            );
+            let is_told = plan.starts_with(ranks) && plan.contains("; 14 epochs of ");
+            assert!(is_told, "{plan}");
             assert!(stdout.contains("epoch 13: "), "{stdout}");
         }
     }
@@ -452,20 +400,13 @@ fn resumable_saves_its_end_once() {
     let small = ["--limit", "80", "--batch-size", "8", "--epochs", "1"];
     let args = [&small[..], &["--save-every", "100", "--checkpoints", path]].concat();
     let starts = [(), ()].map(|()| {
-        let ended = run_ranks(&example("resumable"), &args, 1, |_, _| ());
-        let Ended {
-            status,
-            stdout,
-            stderr,
-        } = &ended[0];
-        assert!(status.success(), "{stderr}");
+        let stdout = run_well("resumable", &args, 1, None).remove(0).stdout;
         let folders = folder.path().read_dir().unwrap();
         let names = folders.map(|entry| entry.unwrap().file_name().into_string().unwrap());
         let checkpoints = names.filter(|name| name.starts_with("checkpoint-"));
         assert_eq!(checkpoints.count(), 1);
-        let begins = stdout
-            .lines()
-            .find(|line| line.starts_with("training begins"));
+        let mut lines = stdout.lines();
+        let begins = lines.find(|line| line.starts_with("training begins"));
         begins.unwrap().to_owned()
     });
     assert_ne!(starts[0], starts[1]);
@@ -503,12 +444,8 @@ fn resumable_goes_on_live_when_a_process_is_back() {
             "ACCEL_FAULTS",
             "rank=2 step=3 kill; rank=2 restart=1 step=5 kill",
         );
-    let Ended {
-        status,
-        stdout,
-        stderr,
-    } = run_all(std::iter::once(command)).remove(0);
-    assert!(status.success(), "{stdout}\n{stderr}");
+    let ended = processes::run(command);
+    let (stdout, stderr) = (ended.succeeded(), &ended.stderr);
     assert!(stdout.contains("by the group before"), "{stdout}\n{stderr}");
     assert!(stdout.contains("epoch 2 validation"), "{stdout}");
     assert!(!stderr.contains("restart 3"), "{stderr}");
@@ -530,13 +467,7 @@ fn mnist_is_recorded_where_it_is_told_to() {
     let small = ["--limit", "80", "--batch-size", "8", "--epochs", "1"];
     let run = |ranks, args: &[&str]| {
         let args = [&small[..], args].concat();
-        let ended = run_ranks(&example("mnist"), &args, ranks, |_, command| {
-            command.current_dir(folder.path());
-        });
-        assert!(
-            ended.iter().all(|ended| ended.status.success()),
-            "{ended:?}"
-        );
+        run_well("mnist", &args, ranks, Some(folder.path()));
     };
     run(2, &[]);
     assert_eq!(folder.path().read_dir().unwrap().count(), 0);

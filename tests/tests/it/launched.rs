@@ -4,8 +4,10 @@
 
 use std::io::{BufRead, BufReader};
 use std::path::Path;
-use std::process::{Command, Output, Stdio};
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
+
+use accelerator_tests::processes::{self, Ended};
 
 fn program(args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_rank"));
@@ -13,50 +15,41 @@ fn program(args: &[&str]) -> Command {
     command
 }
 
-fn run(args: &[&str]) -> Output {
-    program(args).output().unwrap()
+fn run(args: &[&str]) -> Ended {
+    processes::run(program(args))
+}
+
+/// Returns the numbers of ranks that report to have run, and of programs that report what follows.
+fn told(ended: &Ended) -> (usize, usize) {
+    let lines = ended.succeeded().lines();
+    let behind = lines.clone().filter(|line| *line == "behind").count();
+    (
+        lines.filter(|line| line.starts_with("rank in ")).count(),
+        behind,
+    )
 }
 
 #[test]
 fn ranks_are_processes_and_what_follows_runs_once() {
     let ended = run(&["launch-processes", "2", "work"]);
-    let stdout = String::from_utf8(ended.stdout).unwrap();
-    assert!(ended.status.success(), "{stdout}");
-    let pids: Vec<&str> = stdout
-        .lines()
-        .filter_map(|line| line.strip_prefix("rank in "))
-        .collect();
-    assert_eq!(pids.len(), 2, "{stdout}");
-    assert_ne!(pids[0], pids[1]);
-    assert_eq!(
-        stdout.lines().filter(|line| *line == "behind").count(),
-        1,
-        "{stdout}"
-    );
+    assert_eq!(told(&ended), (2, 1), "{}", ended.stdout);
+    let pids = ended.stdout.lines();
+    let mut pids = pids.filter_map(|line| line.strip_prefix("rank in "));
+    assert_ne!(pids.next(), pids.next());
 }
 
 /// The program that a rank starts inherits the rank's variables.
 #[test]
 fn a_program_that_a_rank_starts_has_ranks_of_its_own() {
     let ended = run(&["launch-processes", "2", "nest"]);
-    let stdout = String::from_utf8(ended.stdout).unwrap();
-    let stderr = String::from_utf8(ended.stderr).unwrap();
-    assert!(ended.status.success(), "{stdout}{stderr}");
-    let count = |start: &str| {
-        stdout
-            .lines()
-            .filter(|line| line.starts_with(start))
-            .count()
-    };
-    assert_eq!((count("rank in "), count("behind")), (4, 2), "{stdout}");
+    assert_eq!(told(&ended), (4, 2), "{}", ended.stdout);
 }
 
 #[test]
 fn a_rank_that_fails_is_named_and_ends_the_others() {
     let begun = Instant::now();
-    let ended = run(&["launch-processes", "3", "fail"]);
-    let stderr = String::from_utf8(ended.stderr).unwrap();
-    assert!(!ended.status.success());
+    let Ended { status, stderr, .. } = run(&["launch-processes", "3", "fail"]);
+    assert!(!status.success());
     assert!(stderr.contains("rank 1 of 3 failed"), "{stderr}");
     assert!(stderr.contains("no labels here"), "{stderr}");
     assert!(begun.elapsed() < Duration::from_secs(60), "{stderr}");
@@ -65,8 +58,7 @@ fn a_rank_that_fails_is_named_and_ends_the_others() {
 #[test]
 fn ranks_that_were_preempted_have_not_finished() {
     let ended = run(&["launch-processes", "2", "preempt"]);
-    let stderr = String::from_utf8(ended.stderr).unwrap();
-    let stdout = String::from_utf8(ended.stdout).unwrap();
+    let (stdout, stderr) = (ended.stdout, ended.stderr);
     assert!(!ended.status.success());
     assert!(stderr.contains("the ranks were preempted"), "{stderr}");
     assert!(!stdout.contains("behind"), "{stdout}");
@@ -74,20 +66,9 @@ fn ranks_that_were_preempted_have_not_finished() {
 
 #[test]
 fn a_program_that_is_a_rank_already_starts_none() {
-    let ended = program(&["launch-processes", "2", "work"])
-        .envs([("RANK", "0"), ("WORLD_SIZE", "1")])
-        .output()
-        .unwrap();
-    let stdout = String::from_utf8(ended.stdout).unwrap();
-    assert!(ended.status.success(), "{stdout}");
-    assert_eq!(
-        stdout
-            .lines()
-            .filter(|line| line.starts_with("rank in "))
-            .count(),
-        1,
-        "{stdout}"
-    );
+    let mut command = program(&["launch-processes", "2", "work"]);
+    command.envs([("RANK", "0"), ("WORLD_SIZE", "1")]);
+    assert_eq!(told(&processes::run(command)).0, 1);
 }
 
 #[test]
@@ -98,24 +79,15 @@ fn a_token_for_jobs_on_several_hosts_is_in_no_way() {
         .unwrap()
         .write_file(&token)
         .unwrap();
-    let ended = program(&["launch-processes", "2", "work"])
-        .env("ACCEL_TOKEN_FILE", token)
-        .output();
-    assert_eq!(ranks(&ended.unwrap()), 2);
-}
-
-/// Returns how many ranks a program reports to have run.
-fn ranks(ended: &Output) -> usize {
-    let stdout = String::from_utf8_lossy(&ended.stdout);
-    assert!(ended.status.success(), "{ended:?}");
-    let lines = stdout.lines().filter(|line| line.starts_with("rank in "));
-    lines.count()
+    let mut command = program(&["launch-processes", "2", "work"]);
+    command.env("ACCEL_TOKEN_FILE", token);
+    assert_eq!(told(&processes::run(command)).0, 2);
 }
 
 #[test]
 fn processes_that_mpirun_has_started_are_the_ranks() {
     let port = accelerator_tests::ports::free_port().to_string();
-    let processes = ["0", "1"].map(|rank| {
+    let commands = ["0", "1"].map(|rank| {
         let place = [
             ("OMPI_COMM_WORLD_RANK", rank),
             ("OMPI_COMM_WORLD_SIZE", "2"),
@@ -124,14 +96,13 @@ fn processes_that_mpirun_has_started_are_the_ranks() {
             ("MASTER_ADDR", "127.0.0.1"),
             ("MASTER_PORT", &port),
         ];
-        program(&["launch-processes", "3", "work"])
-            .envs(place)
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap()
+        let mut command = program(&["launch-processes", "3", "work"]);
+        command.envs(place);
+        command
     });
-    let ended = processes.map(|process| process.wait_with_output().unwrap());
-    assert_eq!(ended.each_ref().map(ranks), [1, 1]);
+    for ended in processes::run_all(commands.into_iter()) {
+        assert_eq!(told(&ended).0, 1);
+    }
 }
 
 #[test]
@@ -147,10 +118,9 @@ fn a_process_that_is_alone_in_a_step_starts_ranks() {
         ("SLURM_STEP_TASKS_PER_NODE", "1"),
         ("SLURM_STEP_NODELIST", "localhost"),
     ];
-    let ended = program(&["launch-processes", "2", "work"])
-        .envs(place)
-        .output();
-    assert_eq!(ranks(&ended.unwrap()), 2);
+    let mut command = program(&["launch-processes", "2", "work"]);
+    command.envs(place);
+    assert_eq!(told(&processes::run(command)).0, 2);
 }
 
 #[test]

@@ -6,7 +6,7 @@ use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use accelerator_tests::operator::Outcome;
-use accelerator_tests::processes::{run_all, run_ranks, wait_until};
+use accelerator_tests::processes::{run, run_ranks, wait_until};
 
 fn program(args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_rank"));
@@ -21,11 +21,10 @@ fn ranks(args: &[&str], world_size: usize) -> Vec<String> {
         world_size,
         |_, _| (),
     );
-    let stdout = ended.into_iter().map(|ended| {
-        assert!(ended.status.success(), "{}", ended.stderr);
-        ended.stdout
-    });
-    stdout.collect()
+    ended
+        .iter()
+        .map(|ended| ended.succeeded().to_owned())
+        .collect()
 }
 
 fn outcome(stdout: &str) -> Outcome {
@@ -39,12 +38,9 @@ fn workers_train_as_ranks_of_a_launcher_and_as_a_loop_by_hand() {
     for world_size in [1, 2] {
         let number = world_size.to_string();
         let args = ["operator", &number, &path(&format!("own-{number}"))];
-        let ended = run_all(std::iter::once(program(&args))).remove(0);
-        assert!(ended.status.success(), "{}", ended.stderr);
-        let started = ended
-            .stdout
-            .lines()
-            .filter(|line| line.starts_with("set up "));
+        let ended = run(program(&args));
+        let lines = ended.succeeded().lines();
+        let started = lines.filter(|line| line.starts_with("set up "));
         assert_eq!(started.count(), 2 * world_size, "two trainers");
         let own = outcome(&ended.stdout);
 
@@ -74,9 +70,8 @@ fn a_worker_that_fails_is_named_with_its_error() {
         ("Panic", "rank 1 of 2 failed: exit status: 101"),
     ] {
         let begun = Instant::now();
-        let ended = run_all(std::iter::once(program(&["operator-fails", mishap]))).remove(0);
-        assert!(ended.status.success(), "{}", ended.stderr);
-        let last = ended.stdout.lines().last().unwrap();
+        let ended = run(program(&["operator-fails", mishap]));
+        let last = ended.succeeded().lines().last().unwrap();
         assert_eq!(last, format!("failed: {expected}"));
         assert!(begun.elapsed() < Duration::from_secs(60));
     }

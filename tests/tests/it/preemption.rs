@@ -7,7 +7,7 @@ use std::sync::OnceLock;
 
 use accelerator::PREEMPTED_EXIT_CODE;
 use accelerator::plan::mix;
-use accelerator_tests::processes::{Ended, launcher, run_all, run_with, wait_until};
+use accelerator_tests::processes::{self, Ended, launcher, run_with, wait_until};
 use accelerator_tests::resumable::{Notice, Place, StepRecord, TrainingJob, TrainingResult};
 
 use super::restart::assert_exact;
@@ -40,7 +40,7 @@ fn launched(options: &[&str], job: &TrainingJob) -> Command {
 }
 
 fn run(options: &[&str], job: &TrainingJob) -> Ended {
-    run_all(std::iter::once(launched(options, job))).remove(0)
+    processes::run(launched(options, job))
 }
 
 #[track_caller]

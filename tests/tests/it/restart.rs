@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::Command;
 
 use accelerator::track::{RunHistory, RunStatus};
-use accelerator_tests::processes::{Ended, launcher, run_all};
+use accelerator_tests::processes::{self, Ended, launcher};
 use accelerator_tests::resumable::{OptimizerKind, StepRecord, TrainingJob, TrainingResult};
 
 fn job(folder: &Path, dropout: f64, optimizer: OptimizerKind) -> TrainingJob {
@@ -33,12 +33,11 @@ fn launch(options: &[&str], job: &TrainingJob, faults: &str) -> Ended {
         .args(["train-resumable", &serde_json::to_string(job).unwrap()])
         .env("ACCEL_FAULTS", faults)
         .env("ACCEL_LIVENESS_TIMEOUT", "2");
-    let mut ended = run_all(std::iter::once(command));
-    ended.remove(0)
+    processes::run(command)
 }
 
 fn result(job: &TrainingJob, ended: &Ended) -> TrainingResult {
-    assert!(ended.status.success(), "{}\n{}", ended.stdout, ended.stderr);
+    ended.succeeded();
     serde_json::from_slice(&std::fs::read(&job.result).unwrap()).unwrap()
 }
 

@@ -3,22 +3,17 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
-use accelerator_tests::problems::{Clipping, Rule, Setting, State, Which};
+use accelerator_tests::problems::{Rule, Setting, Which};
 use accelerator_tests::processes::{Ended, run_ranks};
 use serde_json::Value;
 
 /// Trains for ten steps on two ranks, with schedules from the environment.
 fn train(folder: &Path, schedules: [&str; 2]) -> Vec<Ended> {
     let setting = Setting {
-        net: Which::Mlp,
         optimizer: Rule::Sgd,
-        clipping: Clipping::Norm,
         samples: 40,
         global_batch: 8,
-        epochs: 2,
-        seed: 1,
-        dropout: 0.0,
-        state: State::Whole,
+        ..Setting::of(Which::Mlp)
     };
     let setting = serde_json::to_string(&setting).unwrap();
     run_ranks(
@@ -44,7 +39,7 @@ fn names(folder: &Path) -> BTreeSet<String> {
 fn each_cycle_has_the_scheduled_steps_of_every_process() {
     let folder = tempfile::tempdir().unwrap();
     for rank in train(folder.path(), ["active=2,wait=1,warm_up=1,repeat=2"; 2]) {
-        assert!(rank.status.success(), "{}", rank.stderr);
+        rank.succeeded();
     }
     let cycles = [("trace.cycle0", vec![2, 3]), ("trace.cycle1", vec![6, 7])];
     let file = |cycle: &str, rank: usize| format!("{cycle}.rank{rank}.json");

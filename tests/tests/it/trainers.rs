@@ -4,8 +4,8 @@ use std::path::Path;
 use std::process::Command;
 
 use accelerator::prelude::*;
-use accelerator_tests::problems::{self, Clipping, Outcome, Rule, Setting, State, Which};
-use accelerator_tests::processes::{Ended, launcher, run_all};
+use accelerator_tests::problems::{self, Outcome, Rule, Setting, Which};
+use accelerator_tests::processes::{Ended, launcher, run};
 use accelerator_tests::trainers;
 use serde_json::Value;
 
@@ -13,15 +13,11 @@ use serde_json::Value;
 #[test]
 fn it_has_the_bits_of_a_loop_by_hand() {
     let setting = Setting {
-        net: Which::Cnn,
         optimizer: Rule::Sgd,
-        clipping: Clipping::Norm,
         samples: 45,
         global_batch: 8,
-        epochs: 2,
         seed: 42,
-        dropout: 0.0,
-        state: State::Whole,
+        ..Setting::of(Which::Cnn)
     };
     for ranks in [1, 2] {
         let run = |fit: fn(&Accelerator, &Setting) -> Result<Outcome>| {
@@ -47,8 +43,7 @@ fn it_has_the_bits_of_a_loop_by_hand() {
 fn a_trainer_killed_ten_times_ends_bit_equal_to_one_never_disturbed() {
     let undisturbed = tempfile::tempdir().unwrap();
     let ended = launch(undisturbed.path(), &["-n", "2"], "");
-    assert!(ended.status.success(), "{}\n{}", ended.stdout, ended.stderr);
-    let table = rows(&ended.stdout);
+    let table = rows(ended.succeeded());
     assert_eq!(table.len(), 1 + 10, "{}", ended.stdout);
 
     let killed = tempfile::tempdir().unwrap();
@@ -59,13 +54,8 @@ fn a_trainer_killed_ten_times_ends_bit_equal_to_one_never_disturbed() {
                   rank=0 restart=9 step=28 exit 4";
     let options = ["-n", "2", "--max-restarts", "20", "--restart-delay", "0"];
     let ended = launch(killed.path(), &options, faults);
-    assert!(ended.status.success(), "{}\n{}", ended.stdout, ended.stderr);
-    assert!(
-        ended.stdout.contains("after 10 restarts"),
-        "{}\n{}",
-        ended.stdout,
-        ended.stderr
-    );
+    let is_told = ended.succeeded().contains("after 10 restarts");
+    assert!(is_told, "{}\n{}", ended.stdout, ended.stderr);
 
     let model = |folder: &Path| std::fs::read(folder.join("pushed/model.safetensors")).unwrap();
     assert_eq!(model(killed.path()), model(undisturbed.path()));
@@ -100,7 +90,7 @@ fn launch(folder: &Path, options: &[&str], faults: &str) -> Ended {
         .args([&file, &folder.join("pushed")])
         .env("ACCEL_FAULTS", faults)
         .env("ACCEL_LIVENESS_TIMEOUT", "2");
-    run_all(std::iter::once(command)).remove(0)
+    run(command)
 }
 
 /// Returns what was logged, without times and paths.

@@ -26,8 +26,7 @@ fn search(folder: &Path, args: &[&str]) -> Vec<Vec<String>> {
         .args(args)
         .env("PATH", path);
     let ended = run_alone(command);
-    assert!(ended.status.success(), "{}\n{}", ended.stdout, ended.stderr);
-    assert!(!ended.stdout.contains("ERROR"), "{}", ended.stdout);
+    assert!(!ended.succeeded().contains("ERROR"), "{}", ended.stdout);
     let csv = fs::read_to_string(folder.join("result.csv")).unwrap();
     let mut lines = csv
         .lines()
@@ -88,8 +87,7 @@ fn trainers_and_operators_are_trials_that_pause_and_go_on_with_the_same_bits() {
             let folder = folder.path().join(scheduler);
             let mut command = Command::new(env!("CARGO_BIN_EXE_rank"));
             command.args(["search", trials, scheduler]).arg(&folder);
-            let ended = run_alone(command);
-            assert!(ended.status.success(), "{}\n{}", ended.stdout, ended.stderr);
+            run_alone(command).succeeded();
             let decisions = fs::read_to_string(folder.join("decisions.jsonl")).unwrap();
             (last_metrics(&folder.join("ends.csv")), decisions)
         };
