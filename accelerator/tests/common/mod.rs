@@ -173,15 +173,23 @@ pub fn folder_in_memory() -> tempfile::TempDir {
 
 /// Returns a model whose values are always the same, even if other tests draw from the generator at the same time.
 pub fn known<M: Module>(model: M) -> M {
-    struct Known(f32);
+    known_within(0.3, model)
+}
+
+/// Returns such a model whose values are within that distance of their mean.
+pub fn known_within<M: Module>(distance: f32, model: M) -> M {
+    struct Known {
+        count: f32,
+        distance: f32,
+    }
     impl ModuleMapper for Known {
         fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
             let (id, old, mapper) = param.consume();
             // A variance must not be negative.
             let mean = if D == 1 { 0.5 } else { 0.0 };
             let values = (0..old.shape().num_elements()).map(|_| {
-                self.0 += 1.0;
-                mean + 0.3 * (self.0 * 1.7).sin()
+                self.count += 1.0;
+                mean + self.distance * (self.count * 1.7).sin()
             });
             let values = TensorData::new(values.collect::<Vec<f32>>(), old.shape());
             let values = values.convert_dtype(old.dtype());
@@ -189,7 +197,8 @@ pub fn known<M: Module>(model: M) -> M {
             Param::from_mapped_value(id, new.set_require_grad(old.is_require_grad()), mapper)
         }
     }
-    model.map(&mut Known(0.0))
+    let count = 0.0;
+    model.map(&mut Known { count, distance })
 }
 
 /// Returns every float parameter, one after the other.
@@ -239,6 +248,14 @@ pub fn assert_close(ours: &[f32], theirs: &[f32], bound: f32) {
 pub fn assert_error(error: &Error, is_kind: fn(&Error) -> bool, words: &[&str]) {
     assert!(is_kind(error), "{error:?}");
     assert_contains(&error.to_string(), words);
+}
+
+/// Asserts so of the errors of all ranks.
+#[track_caller]
+pub fn assert_errors(errors: Vec<Error>, is_kind: fn(&Error) -> bool, words: &[&str]) {
+    for error in errors {
+        assert_error(&error, is_kind, words);
+    }
 }
 
 /// Asserts the kind of an error, and that its message and those of its causes contain all of the words.

@@ -3,8 +3,8 @@
 use std::sync::atomic::Ordering;
 
 use crate::common::{
-    assert_close, assert_contains, assert_error, child, counted, devices, distance, flat, learner,
-    line, loader, of_every_rank,
+    assert_close, assert_contains, assert_error, assert_errors, child, counted, devices, distance,
+    flat, learner, line, loader, of_every_rank,
 };
 use accelerator::prelude::*;
 use accelerator::{Overlap, Weight};
@@ -186,10 +186,8 @@ fn windows_that_differ_between_ranks_are_an_error_on_all_of_them() {
             assert_eq!(next.samples(), Some(3.0));
             Ok(error)
         });
-    for error in errors.unwrap() {
-        let words = ["1 on rank 0, 2 on rank 1, 3 on rank 2"];
-        assert_error(&error, Error::is_misuse, &words);
-    }
+    let words = ["1 on rank 0, 2 on rank 1, 3 on rank 2"];
+    assert_errors(errors.unwrap(), Error::is_misuse, &words);
 }
 
 #[test]

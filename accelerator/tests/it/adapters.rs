@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::path::Path;
 
-use crate::common::{flat, of_every_rank};
+use crate::common::{assert_errors, flat, of_every_rank};
 use accelerator::optim::Manual;
 use accelerator::precision::Precision;
 use accelerator::prelude::*;
@@ -157,14 +157,7 @@ fn quantised_parameters_are_refused_by_prepare_on_every_rank() {
             let model = quantised(&accelerator.device());
             Ok(accelerator.prepare(model).map(drop).unwrap_err())
         });
-        for error in outcomes.unwrap() {
-            assert!(error.is_model(), "{error:?}");
-            let text = error.to_string();
-            assert!(
-                text.contains("`weight`") && text.contains("QLoRA"),
-                "{text}"
-            );
-        }
+        assert_errors(outcomes.unwrap(), Error::is_model, &["`weight`", "QLoRA"]);
     }
 }
 

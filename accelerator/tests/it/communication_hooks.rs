@@ -589,15 +589,20 @@ fn a_resumed_run_repeats_the_bits_and_fits_another_number_of_ranks() {
     }
 }
 
-/// A hook that fails to save or to restore on rank 1.
-struct Forgetful {
+/// A hook with functions that save the state of a rank and restore a state.
+struct Keeping<S, R> {
     rank: usize,
-    fails_to_save: bool,
+    save: S,
+    restore: R,
 }
 
-impl CommunicationHook for Forgetful {
+impl<S, R> CommunicationHook for Keeping<S, R>
+where
+    S: Fn(usize) -> Result<Vec<u8>, HookError> + Send,
+    R: Fn(&[u8], SavedBy) -> Result<(), HookError> + Send,
+{
     fn name(&self) -> String {
-        "forgetful".to_owned()
+        "keeping".to_owned()
     }
 
     fn reduce(
@@ -610,17 +615,30 @@ impl CommunicationHook for Forgetful {
     }
 
     fn save(&self) -> Result<Vec<u8>, HookError> {
-        match (self.fails_to_save, self.rank) {
-            (true, 1) => Err("the state is gone".into()),
-            (_, rank) => Ok(vec![rank as u8]),
-        }
+        (self.save)(self.rank)
     }
 
     fn restore(&mut self, state: &[u8], saved_by: SavedBy) -> Result<(), HookError> {
-        match (state, saved_by) {
-            ([0], SavedBy::ThisRank) => Ok(()),
-            other => Err(format!("{other:?} is forgotten").into()),
-        }
+        (self.restore)(state, saved_by)
+    }
+}
+
+/// Returns a hook that fails to save or to restore on rank 1.
+fn forgetful(fails_to_save: bool) -> impl CommunicationHook {
+    Keeping {
+        rank: 9,
+        save: move |rank: usize| -> Result<Vec<u8>, HookError> {
+            match (fails_to_save, rank) {
+                (true, 1) => Err("the state is gone".into()),
+                _ => Ok(vec![rank as u8]),
+            }
+        },
+        restore: |state: &[u8], saved_by: SavedBy| -> Result<(), HookError> {
+            match (state, saved_by) {
+                ([0], SavedBy::ThisRank) => Ok(()),
+                other => Err(format!("{other:?} is forgotten").into()),
+            }
+        },
     }
 }
 
@@ -628,10 +646,7 @@ impl CommunicationHook for Forgetful {
 fn state_that_is_not_saved_or_not_restored_is_an_error_on_every_rank() {
     let run = |fails_to_save, folder: &Path| {
         Accelerator::builder()
-            .communication_hook(move || Forgetful {
-                rank: 9,
-                fails_to_save,
-            })
+            .communication_hook(move || forgetful(fails_to_save))
             .launch(2, |accelerator| {
                 let (model, mut optimizer) = line_and_sgd(&accelerator)?;
                 let model = learn_ones(&accelerator, model, &mut optimizer, 1)?;
@@ -681,40 +696,22 @@ fn a_sharded_optimizer_steps_by_what_a_hook_has_reduced() {
     assert_eq!(run(true), run(false));
 }
 
-/// A hook that keeps something on rank 1 alone and records the calls.
-struct OnRankOne {
-    notes: Arc<Mutex<Vec<String>>>,
-    rank: usize,
-}
+type Notes = Arc<Mutex<Vec<String>>>;
 
-impl OnRankOne {
-    fn note(&self, text: String) {
-        self.notes.lock().unwrap().push(text);
-    }
-}
-
-impl CommunicationHook for OnRankOne {
-    fn name(&self) -> String {
-        "on rank 1".to_owned()
-    }
-
-    fn reduce(
-        &mut self,
-        bucket: &mut GradientBucket<'_>,
-        ranks: &Ranks<'_>,
-    ) -> Result<(), HookError> {
-        self.rank = ranks.rank();
-        Ok(bucket.all_reduce(ranks)?)
-    }
-
-    fn save(&self) -> Result<Vec<u8>, HookError> {
-        self.note(format!("rank {} saves", self.rank));
-        Ok(if self.rank == 1 { vec![7] } else { Vec::new() })
-    }
-
-    fn restore(&mut self, state: &[u8], saved_by: SavedBy) -> Result<(), HookError> {
-        self.note(format!("{state:?} of {saved_by:?}"));
-        Ok(())
+/// Returns a hook that keeps something on rank 1 alone and records the calls.
+fn on_rank_one(notes: &Notes) -> impl CommunicationHook + use<> {
+    let (saves, restores) = (notes.clone(), notes.clone());
+    Keeping {
+        rank: 9,
+        save: move |rank: usize| -> Result<Vec<u8>, HookError> {
+            saves.lock().unwrap().push(format!("rank {rank} saves"));
+            Ok(if rank == 1 { vec![7] } else { Vec::new() })
+        },
+        restore: move |state: &[u8], saved_by: SavedBy| -> Result<(), HookError> {
+            let note = format!("{state:?} of {saved_by:?}");
+            restores.lock().unwrap().push(note);
+            Ok(())
+        },
     }
 }
 
@@ -722,14 +719,10 @@ impl CommunicationHook for OnRankOne {
 fn every_rank_gets_its_own_state_back_once_also_where_it_kept_nothing() {
     let folder = tempfile::tempdir().unwrap();
     let run = |ranks: usize, resumes: bool| {
-        let notes = Arc::<Mutex<Vec<String>>>::default();
+        let notes = Notes::default();
         let noted = notes.clone();
-        let make = move || OnRankOne {
-            notes: noted.clone(),
-            rank: 9,
-        };
         Accelerator::builder()
-            .communication_hook(make)
+            .communication_hook(move || on_rank_one(&noted))
             .launch(ranks, |accelerator| {
                 let (model, mut optimizer) = line_and_sgd(&accelerator)?;
                 let model = learn_ones(&accelerator, model, &mut optimizer, 1)?;

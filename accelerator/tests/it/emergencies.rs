@@ -5,8 +5,8 @@ use std::sync::{Arc, Mutex};
 
 use crate::common::checkpoints::{self, Parts, adam, batch_is_cursed};
 use crate::common::{
-    ColumnBatcher, assert_close, assert_contains, assert_error, columns, flat, learn, line, loader,
-    of_every_rank,
+    ColumnBatcher, assert_close, assert_contains, assert_error, assert_errors, columns, flat,
+    learn, line, loader, of_every_rank,
 };
 use accelerator::hook::{CommunicationHook, GradientBucket, HookError, Ranks, SavedBy};
 use accelerator::prelude::*;
@@ -235,9 +235,7 @@ fn the_last_state_is_saved_whatever_a_regular_save_refuses() {
     let errors = accelerator::launch(2, |accelerator| {
         Ok(accelerator.resume(&folder, Object(0)).unwrap_err())
     });
-    for error in errors.unwrap() {
-        assert_error(&error, Error::is_misuse, &["tracked run"]);
-    }
+    assert_errors(errors.unwrap(), Error::is_misuse, &["tracked run"]);
     let accelerator = Accelerator::new().unwrap();
     let (Object(state), _) = accelerator.resume(saved, Object(0)).unwrap();
     assert_eq!(state, 7);

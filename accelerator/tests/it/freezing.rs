@@ -2,7 +2,9 @@
 
 use std::path::Path;
 
-use crate::common::{assert_close, assert_error, flat, line, line_and_sgd, linear, of_every_rank};
+use crate::common::{
+    assert_close, assert_error, assert_errors, flat, line, line_and_sgd, linear, of_every_rank,
+};
 use accelerator::local::DiLoCo;
 use accelerator::precision::LossScale;
 use accelerator::prelude::*;
@@ -306,10 +308,8 @@ fn an_open_window_is_refused_on_every_rank_and_goes_on() {
             assert!(open.is_accumulating());
             Ok(error)
         });
-        for error in outcomes.unwrap() {
-            let words = ["1 micro-step", "`trigger_sync`"];
-            assert_error(&error, Error::is_misuse, &words);
-        }
+        let words = ["1 micro-step", "`trigger_sync`"];
+        assert_errors(outcomes.unwrap(), Error::is_misuse, &words);
     }
 }
 

@@ -1,7 +1,7 @@
 //! Gathering from all ranks: each sample counts once on every path. C4, C12 and C15 are numbers of the conformance list
 //! that follows Accelerate's tests.
 
-use crate::common::{Column, ColumnBatcher, assert_error, columns, devices, learn, learner};
+use crate::common::{Column, ColumnBatcher, assert_errors, columns, devices, learn, learner};
 use accelerator::data::AssumeDeterministic;
 use accelerator::metric::{Accuracy, Confusion, Mean, TopK};
 use accelerator::prelude::*;
@@ -266,10 +266,8 @@ fn c4_a_dimension_that_is_not_there_is_refused_on_every_rank() {
         Ok(padded.unwrap_err())
     })
     .unwrap();
-    for error in errors {
-        let words = ["rank 1: dimension 1 of [2] of F32"];
-        assert_error(&error, Error::is_misuse, &words);
-    }
+    let words = ["rank 1: dimension 1 of [2] of F32"];
+    assert_errors(errors, Error::is_misuse, &words);
 }
 
 /// C5: Accelerate's debug mode, which is always on here. Every rank learns the shapes of all ranks, and the ranks can

@@ -1,8 +1,8 @@
 //! Rounds of local training: what ranks share, what is refused, and what is saved.
 
 use crate::common::{
-    Column, ColumnBatcher, assert_error, columns, distance, flat, line, line_and_sgd, linear,
-    of_every_rank,
+    Column, ColumnBatcher, assert_error, assert_errors, columns, distance, flat, line,
+    line_and_sgd, linear, of_every_rank,
 };
 use accelerator::Weight;
 use accelerator::nn::SyncBatchNorm;
@@ -410,10 +410,8 @@ fn a_sum_of_parameters_that_overflows_is_told_as_such() {
         assert!(flat(&model).iter().all(|value| value.is_finite()));
         Ok(local.step(&mut model).unwrap_err())
     });
-    for error in errors.unwrap() {
-        let words = ["too large to be added up: the sum of `weight`"];
-        assert_error(&error, Error::is_not_finite, &words);
-    }
+    let words = ["too large to be added up: the sum of `weight`"];
+    assert_errors(errors.unwrap(), Error::is_not_finite, &words);
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! Parameters that the program replaces in a prepared model.
 
-use crate::common::{line, linear};
+use crate::common::{assert_contains, assert_error, line, linear};
 use accelerator::prelude::*;
 use burn::module::{Module, Param};
 use burn::nn::Linear;
@@ -50,13 +50,8 @@ fn a_replaced_parameter_is_named_with_what_keeps_its_id() {
             Ok((id, error.map(drop).unwrap_err()))
         });
         for (id, error) in outcomes.unwrap() {
-            assert!(error.is_misuse(), "{error:?}");
-            let text = error.to_string();
-            assert!(
-                text.contains("`head.weight`") && text.contains(&id),
-                "{text}"
-            );
-            assert!(text.contains("Param::initialized(param.id,"), "{text}");
+            let words = ["`head.weight`", &*id, "Param::initialized(param.id,"];
+            assert_error(&error, Error::is_misuse, &words);
         }
     }
 }
@@ -93,6 +88,5 @@ fn state_of_a_replaced_parameter_is_named_when_it_is_saved() {
     let folder = tempfile::tempdir().unwrap();
     let error = accelerator.save_state(folder.path(), (&model, &optimizer));
     let text = error.map(drop).unwrap_err().to_string();
-    assert!(text.contains("`head.weight`"), "{text}");
-    assert!(text.contains("Param::initialized(param.id,"), "{text}");
+    assert_contains(&text, &["`head.weight`", "Param::initialized(param.id,"]);
 }

@@ -1,8 +1,8 @@
 //! The program's own orders and batches, weights, places of samples, and nested loaders.
 
 use crate::common::{
-    Column, ColumnBatcher, assert_chain, assert_close, assert_error, columns, flat, learn, learner,
-    loader, of_every_rank,
+    Column, ColumnBatcher, assert_chain, assert_close, assert_errors, columns, flat, learn,
+    learner, loader, of_every_rank,
 };
 use accelerator::data::{AssumeDeterministic, Loader, SamplePlace};
 use accelerator::plan::WeightedSampler;
@@ -97,10 +97,8 @@ fn ranks_that_sample_differently_are_named_on_every_rank() {
         Ok(loader.epoch(1).next().unwrap().unwrap_err())
     })
     .unwrap();
-    for error in errors {
-        let words = ["ranks 0, 2: ", "rank 1: ", "epoch 1"];
-        assert_error(&error, Error::is_data, &words);
-    }
+    let words = ["ranks 0, 2: ", "rank 1: ", "epoch 1"];
+    assert_errors(errors, Error::is_data, &words);
 }
 
 #[test]
@@ -112,9 +110,7 @@ fn a_sample_that_is_not_there_is_named_on_every_rank() {
         Ok(loader.epoch(0).next().unwrap().unwrap_err())
     })
     .unwrap();
-    for error in errors {
-        assert_error(&error, Error::is_data, &["sample 8"]);
-    }
+    assert_errors(errors, Error::is_data, &["sample 8"]);
 }
 
 #[test]
@@ -223,10 +219,8 @@ fn an_epoch_does_not_go_on_in_another_order_than_it_began_in() {
             Ok(error)
         })
         .unwrap();
-        for error in errors {
-            let words = ["epoch 1", "4 samples"];
-            assert_error(&error, Error::is_checkpoint, &words);
-        }
+        let words = ["epoch 1", "4 samples"];
+        assert_errors(errors, Error::is_checkpoint, &words);
     }
 }
 

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use crate::common::checkpoints::{batch_is_cursed, misfit, names, prepared, train};
-use crate::common::{assert_chain, assert_error, counted, distance, line};
+use crate::common::{assert_chain, assert_error, assert_errors, counted, distance, line};
 use accelerator::prelude::*;
 
 #[test]
@@ -23,9 +23,7 @@ fn between_micro_steps_nothing_is_saved_on_any_rank() {
             Ok(accelerator.save_state(folder.path(), parts).unwrap_err())
         })
         .unwrap();
-    for error in errors {
-        assert_error(&error, Error::is_misuse, &["1 micro-steps"]);
-    }
+    assert_errors(errors, Error::is_misuse, &["1 micro-steps"]);
     assert!(names(folder.path()).is_empty());
 }
 

@@ -86,24 +86,40 @@ fn optimizer(
     }
 }
 
+/// Prepares a net and its optimizer.
+fn prepared(
+    accelerator: &Accelerator,
+    state: State,
+) -> accelerator::Result<(Net, PreparedOptimizer<Manual>)> {
+    let model = accelerator.prepare(Net::new(&accelerator.device()))?;
+    Ok((model, optimizer(accelerator, state, adamw())?))
+}
+
+/// Returns the gradients of this rank's samples of a step.
+fn backward(
+    accelerator: &Accelerator,
+    model: &Net,
+    step: usize,
+) -> accelerator::Result<AveragedGradients> {
+    let rank = accelerator.rank();
+    let place = Place { rank, step };
+    let loss = model.loss(place, &accelerator.device());
+    accelerator.backward(loss, model, place.rows())
+}
+
 /// The figures of `look` and the model of a rank after each of six steps.
 type Told = Vec<(Vec<u64>, Vec<f32>)>;
 
-type Look = fn(AveragedGradients, Place) -> (AveragedGradients, Vec<Option<f64>>);
+type Look = fn(AveragedGradients) -> (AveragedGradients, Vec<Option<f64>>);
 
 fn trained(builder: AcceleratorBuilder, ranks: usize, state: State, look: Look) -> Vec<Told> {
     let builder = builder.bucket_size(30_000);
     let outcome = builder.launch(ranks, |accelerator| {
-        let device = accelerator.device();
-        let mut model = accelerator.prepare(Net::new(&device))?;
-        let mut optimizer = optimizer(&accelerator, state, adamw())?;
+        let (mut model, mut optimizer) = prepared(&accelerator, state)?;
         let mut told = Vec::new();
         for step in 0..6 {
-            let rank = accelerator.rank();
-            let place = Place { rank, step };
-            let loss = model.loss(place, &device);
-            let gradients = accelerator.backward(loss, &model, place.rows())?;
-            let (gradients, figures) = look(gradients, place);
+            let gradients = backward(&accelerator, &model, step)?;
+            let (gradients, figures) = look(gradients);
             let figures = figures.into_iter().map(|figure| figure.unwrap().to_bits());
             model = optimizer.step(0.02, model, gradients);
             assert!(matches!(optimizer.outcome(), StepOutcome::Stepped { .. }));
@@ -131,7 +147,7 @@ fn check(name: &str, builder: impl Fn() -> AcceleratorBuilder, look: Look) {
 #[test]
 fn norms_and_clips_have_the_bits_of_whole_gradients() {
     let cases: [(&str, Look); 6] = [
-        ("norms", |mut gradients, _| {
+        ("norms", |mut gradients| {
             let figures = vec![
                 gradients.norm(),
                 gradients.norm_of_order(1.0),
@@ -141,17 +157,17 @@ fn norms_and_clips_have_the_bits_of_whole_gradients() {
             ];
             (gradients, figures)
         }),
-        ("clipped by norm", |gradients, _| {
+        ("clipped by norm", |gradients| {
             let mut gradients = gradients.clip_norm(0.1);
             let figures = vec![gradients.norm(), gradients.norm_of_order(2.0)];
             (gradients, figures)
         }),
-        ("clipped by value", |gradients, _| {
+        ("clipped by value", |gradients| {
             let mut gradients = gradients.clip_value(1e-3);
             let figures = vec![gradients.norm(), gradients.norm_of_order(2.0)];
             (gradients, figures)
         }),
-        ("clipped by groups", |gradients, _| {
+        ("clipped by groups", |gradients| {
             let wide = Clip::norm(0.01).of_order(f64::INFINITY);
             let gradients = gradients.clip(wide.only(|path| path.starts_with("wide")));
             let rest = Clip::norm(0.02).of_order(3.0);
@@ -159,13 +175,13 @@ fn norms_and_clips_have_the_bits_of_whole_gradients() {
             let figures = vec![gradients.norm_of_order(f64::INFINITY)];
             (gradients, figures)
         }),
-        ("clipped twice", |gradients, _| {
+        ("clipped twice", |gradients| {
             let gradients = gradients.clip_norm(0.1).clip_value(1e-3);
             let mut gradients = gradients.clip_norm(0.05);
             let figures = vec![gradients.norm(), gradients.norm_of_order(2.0)];
             (gradients, figures)
         }),
-        ("not looked at", |gradients, _| (gradients, Vec::new())),
+        ("not looked at", |gradients| (gradients, Vec::new())),
     ];
     for kind in devices() {
         for (name, look) in cases {
@@ -178,7 +194,7 @@ fn norms_and_clips_have_the_bits_of_whole_gradients() {
 fn compressed_gradients_have_the_bits_of_whole_ones_also_beyond_their_range() {
     for compression in [Compression::F16, Compression::Bf16] {
         let builder = || Accelerator::builder().compression(compression);
-        check(&compression.to_string(), builder, |gradients, _| {
+        check(&compression.to_string(), builder, |gradients| {
             let mut gradients = gradients.clip_norm(0.1);
             let figures = vec![gradients.norm()];
             (gradients, figures)
@@ -188,14 +204,12 @@ fn compressed_gradients_have_the_bits_of_whole_ones_also_beyond_their_range() {
     let [whole, sharded] = BOTH.map(|state| {
         let builder = Accelerator::builder().compression(Compression::F16);
         let outcome = builder.launch(2, |accelerator| {
-            let device = accelerator.device();
-            let mut model = accelerator.prepare(Net::new(&device))?;
-            let mut optimizer = optimizer(&accelerator, state, adamw())?;
+            let (mut model, mut optimizer) = prepared(&accelerator, state)?;
             for step in 0..4 {
                 let rank = accelerator.rank();
                 let place = Place { rank, step };
                 let huge = model.last.bias.as_ref().unwrap().val().sum() * 1e6;
-                let loss = model.loss(place, &device) + huge;
+                let loss = model.loss(place, &accelerator.device()) + huge;
                 let gradients = accelerator.backward(loss, &model, place.rows())?;
                 model = optimizer.step(0.02, model, gradients);
             }
@@ -222,19 +236,14 @@ fn from_the_second_window_on_sums_go_to_those_who_step_them() {
     let of_ranks = Accelerator::builder()
         .overlap(Overlap::Off)
         .launch(2, |accelerator| {
-            let device = accelerator.device();
-            let mut model = accelerator.prepare(Net::new(&device))?;
-            let mut optimizer = optimizer(&accelerator, State::Sharded, adamw())?;
+            let (mut model, mut optimizer) = prepared(&accelerator, State::Sharded)?;
             let operations = operations(&accelerator);
             let mut told = Vec::new();
             for step in 0..4 {
-                let rank = accelerator.rank();
-                let place = Place { rank, step };
                 operations();
-                let loss = model.loss(place, &device);
-                let mut gradients = accelerator.backward(loss, &model, place.rows())?;
+                let mut gradients = backward(&accelerator, &model, step)?;
                 let names = operations();
-                let norm = match (rank, step) {
+                let norm = match (accelerator.rank(), step) {
                     // No other rank asks for the norm.
                     (1, 1..) => Some(gradients.norm()),
                     _ => None,
@@ -283,10 +292,7 @@ fn who_needs_all_sums_gets_them() {
                 let mut second = optimizer(&accelerator, state, LambConfig::new().init())?;
                 let mut plain = accelerator.prepare(SgdConfig::new().init_fused())?;
                 for (step, by) in order.chars().enumerate() {
-                    let rank = accelerator.rank();
-                    let place = Place { rank, step };
-                    let loss = model.loss(place, &device);
-                    let gradients = accelerator.backward(loss, &model, place.rows())?;
+                    let gradients = backward(&accelerator, &model, step)?;
                     let gradients = gradients.clip_norm(0.1);
                     model = match by {
                         'S' => first.step(0.02, model, gradients),
@@ -314,15 +320,10 @@ fn burns_gradients_are_whole() {
     }
     let [whole, sharded] = BOTH.map(|state| {
         let outcome = accelerator::launch(2, |accelerator| {
-            let device = accelerator.device();
-            let mut model = accelerator.prepare(Net::new(&device))?;
-            let mut optimizer = optimizer(&accelerator, state, adamw())?;
+            let (mut model, mut optimizer) = prepared(&accelerator, state)?;
             let mut read = Vec::new();
             for step in 0..4 {
-                let rank = accelerator.rank();
-                let place = Place { rank, step };
-                let loss = model.loss(place, &device);
-                let gradients = accelerator.backward(loss, &model, place.rows())?;
+                let gradients = backward(&accelerator, &model, step)?;
                 if step == 2 {
                     let gradients = gradients.clip_value(1e-3).into_params().unwrap();
                     let mut reader = Reader(&gradients, Vec::new());
@@ -343,9 +344,7 @@ fn burns_gradients_are_whole() {
 #[test]
 fn what_is_not_finite_on_one_rank_is_seen_by_all() {
     let norms = accelerator::launch(3, |accelerator| {
-        let device = accelerator.device();
-        let mut model = accelerator.prepare(Net::new(&device))?;
-        let mut optimizer = optimizer(&accelerator, State::Sharded, adamw())?;
+        let (mut model, mut optimizer) = prepared(&accelerator, State::Sharded)?;
         for step in 0..2 {
             let rank = accelerator.rank();
             let place = Place { rank, step };
@@ -355,7 +354,7 @@ fn what_is_not_finite_on_one_rank_is_seen_by_all() {
             } else {
                 0.0
             };
-            let loss = model.loss(place, &device) + bias * odd;
+            let loss = model.loss(place, &accelerator.device()) + bias * odd;
             let gradients = accelerator.backward(loss, &model, place.rows())?;
             if step == 1 {
                 let mut gradients = gradients.clip_norm(1.0);
@@ -378,11 +377,8 @@ fn a_rank_that_is_lost_before_a_norm_or_a_step_leaves_the_model_as_it_was() {
                 let mut model = accelerator.prepare(Net::new(&device))?;
                 let mut optimizer = optimizer(&accelerator, State::Sharded, make())?;
                 for step in 0..3 {
-                    let rank = accelerator.rank();
-                    let place = Place { rank, step };
-                    let loss = model.loss(place, &device);
-                    let mut gradients = accelerator.backward(loss, &model, place.rows())?;
-                    if step == 2 && rank == 1 {
+                    let mut gradients = backward(&accelerator, &model, step)?;
+                    if step == 2 && accelerator.rank() == 1 {
                         return Ok(());
                     }
                     let before = flat(&model);
@@ -509,19 +505,13 @@ fn a_window_may_be_opened_before_or_behind_the_first_step() {
     let [whole, sharded] = BOTH.map(|state| {
         let builder = Accelerator::builder().accumulation_steps(2);
         let outcome = builder.launch(2, |accelerator| {
-            let device = accelerator.device();
-            let mut model = accelerator.prepare(Net::new(&device))?;
-            let mut optimizer = optimizer(&accelerator, state, adamw())?;
-            let rank = accelerator.rank();
-            let backward = |model: &Net, step| {
-                let place = Place { rank, step };
-                accelerator.backward(model.loss(place, &device), model, place.rows())
-            };
+            let (mut model, mut optimizer) = prepared(&accelerator, state)?;
+            let backward = |model: &Net, step| backward(&accelerator, model, step);
             let _open = backward(&model, 0)?;
             let gradients = backward(&model, 1)?;
             let before = model.clone();
             let open = |model: &Net| backward(model, 2).map(drop);
-            if rank == 0 {
+            if accelerator.is_main_process() {
                 open(&before)?;
                 model = optimizer.step(0.02, model, gradients);
             } else {
@@ -539,14 +529,8 @@ fn a_window_may_be_opened_before_or_behind_the_first_step() {
 #[test]
 fn what_all_ranks_do_with_gradients_is_not_done_by_one_and_says_so() {
     let errors = accelerator::launch(2, |accelerator| {
-        let device = accelerator.device();
-        let mut model = accelerator.prepare(Net::new(&device))?;
-        let mut optimizer = optimizer(&accelerator, State::Sharded, adamw())?;
-        let backward = |model: &Net, step| {
-            let rank = accelerator.rank();
-            let place = Place { rank, step };
-            accelerator.backward(model.loss(place, &device), model, place.rows())
-        };
+        let (mut model, mut optimizer) = prepared(&accelerator, State::Sharded)?;
+        let backward = |model: &Net, step| backward(&accelerator, model, step);
         let gradients = backward(&model, 0)?;
         model = optimizer.step(0.02, model, gradients);
         let mut gradients = backward(&model, 1)?;

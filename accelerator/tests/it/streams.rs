@@ -5,8 +5,8 @@ use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
 
 use crate::common::{
-    Column, ColumnBatcher, assert_chain, assert_close, assert_contains, assert_error, columns,
-    flat, learn, learner, of_every_rank,
+    Column, ColumnBatcher, assert_chain, assert_close, assert_contains, assert_error,
+    assert_errors, columns, flat, learn, learner, of_every_rank,
 };
 use accelerator::data::{Loader, SampleStream, StreamError, StreamItems, StreamPart};
 use accelerator::prelude::*;
@@ -215,9 +215,7 @@ fn a_part_that_is_empty_is_named_on_every_rank() {
         Ok(loader.epoch(0).next().unwrap().unwrap_err())
     })
     .unwrap();
-    for error in errors {
-        assert_error(&error, Error::is_data, &["ranks 2 hold no sample"]);
-    }
+    assert_errors(errors, Error::is_data, &["ranks 2 hold no sample"]);
 }
 
 /// C12: each sample is gathered once.
@@ -385,9 +383,7 @@ fn a_batcher_that_panics_on_one_rank_is_an_error_on_every_rank() {
                 accelerator.wait_for_everyone()?;
                 Ok(error)
             });
-            for error in errors.unwrap() {
-                assert_error(&error, Error::is_panic, &["the batcher fell over"]);
-            }
+            assert_errors(errors.unwrap(), Error::is_panic, &["the batcher fell over"]);
         }
     }
 }

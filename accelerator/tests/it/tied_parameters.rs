@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use crate::common::devices;
+use crate::common::{assert_contains, assert_error, devices};
 use accelerator::Overlap;
 use accelerator::local::LocalSgdConfig;
 use accelerator::model::retie_parameters;
@@ -323,16 +323,9 @@ impl Recorded {
                 "{case}: {what} differ from PyTorch's by {distance:.1e}"
             );
         };
-        near(
-            "losses",
-            told.iter().map(|told| told[0]).collect(),
-            &recorded.losses,
-        );
-        near(
-            "norms",
-            told.iter().map(|told| told[1]).collect(),
-            &recorded.grad_norms,
-        );
+        let column = |at: usize| told.iter().map(|told| told[at]).collect();
+        near("losses", column(0), &recorded.losses);
+        near("norms", column(1), &recorded.grad_norms);
         for (name, param) in model.named() {
             near(name, values(param), &recorded.last[name]);
         }
@@ -416,12 +409,8 @@ fn a_resumed_run_follows_pytorchs_trajectory_on_any_number_of_ranks() {
     for optimizer in fused {
         for ranks in [[1, 1], [2, 2], [1, 3], [3, 1]] {
             let (told, model) = train_in_two_parts(optimizer, DType::F64, ranks, 5);
-            recorded.check(
-                optimizer.rule,
-                &told,
-                &model,
-                &format!("{optimizer:?}, {ranks:?}"),
-            );
+            let case = format!("{optimizer:?}, {ranks:?}");
+            recorded.check(optimizer.rule, &told, &model, &case);
         }
     }
 }
@@ -596,12 +585,8 @@ fn places_that_became_two_tensors_are_refused_until_they_are_tied_again() {
         let error = accelerator
             .backward(model.loss(&batch), &model, SEQUENCES)
             .unwrap_err();
-        assert!(error.is_misuse(), "{error:?}");
-        let text = error.to_string();
-        assert!(
-            text.contains("`tokens` and `head`") && text.contains("retie_parameters"),
-            "{text}"
-        );
+        let words = ["`tokens` and `head`", "retie_parameters"];
+        assert_error(&error, Error::is_misuse, &words);
         model = retie_parameters(model);
         model.assert_tied();
     }
@@ -618,8 +603,7 @@ fn tied_places_with_different_values_are_refused_on_every_rank() {
                 Param::initialized(head.id, Tensor::from_inner(twice).require_grad())
             });
             let error = accelerator.prepare(model).unwrap_err();
-            assert!(error.is_model(), "{error:?}");
-            assert!(error.to_string().contains("`tokens` and `head`"), "{error}");
+            assert_error(&error, Error::is_model, &["`tokens` and `head`"]);
             accelerator.wait_for_everyone()
         })
         .unwrap();
@@ -644,10 +628,7 @@ fn a_frozen_clone_behind_a_parameter_stays_what_it_is() {
         let mut model = Transformer::new(&accelerator.device(), DType::F32, Places::Two);
         model.tokens = model.tokens.set_require_grad(false);
         let error = accelerator.prepare(model).unwrap_err();
-        assert!(
-            error.is_model() && error.to_string().contains("`tokens` is frozen"),
-            "{error}"
-        );
+        assert_error(&error, Error::is_model, &["`tokens` is frozen"]);
         Ok(())
     })
     .unwrap();
@@ -658,38 +639,24 @@ fn ranks_and_checkpoints_that_tie_otherwise_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
     launch(2, |accelerator| {
-        let mut model = Transformer::new(&accelerator.device(), DType::F32, Places::Two);
-        if accelerator.rank() == 1 {
-            model.head = model.head.map(|mut head| {
-                head.id = ParamId::new();
-                head
-            });
-        }
+        let untied = || {
+            let mut model = Transformer::new(&accelerator.device(), DType::F32, Places::Two);
+            model.head.as_mut().unwrap().id = ParamId::new();
+            model
+        };
+        let model = match accelerator.rank() {
+            1 => untied(),
+            _ => Transformer::new(&accelerator.device(), DType::F32, Places::Two),
+        };
         let error = accelerator.prepare(model).unwrap_err();
-        assert!(error.is_model(), "{error:?}");
-        let text = error.to_string();
-        assert!(
-            text.contains(
-                "`head` is tied to `tokens` on rank 0, and a parameter of its own on rank 1"
-            ),
-            "{text}"
-        );
+        let words = ["`head` is tied to `tokens` on rank 0, and a parameter of its own on rank 1"];
+        assert_error(&error, Error::is_model, &words);
         let parts = prepare(&accelerator, ADAMW, DType::F32, Places::Two)?;
         accelerator.save_state(folder, &parts.model)?;
-        let mut model = Transformer::new(&accelerator.device(), DType::F32, Places::Two);
-        model.head = model.head.map(|mut head| {
-            head.id = ParamId::new();
-            head
-        });
-        let model = accelerator.prepare(model)?;
+        let model = accelerator.prepare(untied())?;
         let error = accelerator.resume(folder, model).unwrap_err();
-        let text = error.to_string();
-        assert!(
-            text.contains(
-                "`head` is tied to `tokens` in the checkpoint, and a parameter of its own"
-            ),
-            "{text}"
-        );
+        let words = ["`head` is tied to `tokens` in the checkpoint, and a parameter of its own"];
+        assert_contains(&error.to_string(), &words);
         Ok(())
     })
     .unwrap();

@@ -1,7 +1,7 @@
 //! The training loop: averages over windows, and the steps of the optimizer and its schedule.
 
 use crate::common::{
-    assert_close, assert_contains, assert_error, columns, devices, distance, flat, learn, learner,
+    assert_close, assert_contains, assert_errors, columns, devices, distance, flat, learn, learner,
     line, loader, of_every_rank,
 };
 use accelerator::Weight;
@@ -270,10 +270,8 @@ fn two_models_in_another_order_on_another_rank_are_told_apart() {
                 assert!(step(&models[0])?.loss().is_some());
                 Ok(error)
             });
-            for error in errors.unwrap() {
-                let words = ["different models", "ranks 0, 2: ", "rank 1: "];
-                assert_error(&error, Error::is_misuse, &words);
-            }
+            let words = ["different models", "ranks 0, 2: ", "rank 1: "];
+            assert_errors(errors.unwrap(), Error::is_misuse, &words);
         }
     }
 }
@@ -400,10 +398,8 @@ fn a_parameter_that_was_unfrozen_after_prepare_is_refused_on_any_number_of_ranks
             Ok(accelerator.backward(loss, &model, &batch).unwrap_err())
         })
         .unwrap();
-        for error in errors {
-            let words = ["2 parameters", "`right.weight`", "frozen"];
-            assert_error(&error, Error::is_misuse, &words);
-        }
+        let words = ["2 parameters", "`right.weight`", "frozen"];
+        assert_errors(errors, Error::is_misuse, &words);
     }
 }
 

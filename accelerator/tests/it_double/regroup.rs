@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Mutex;
 use std::time::Duration;
 
-use crate::common::{Column, ColumnBatcher, assert_contains, assert_error, columns, linear};
+use crate::common::{Column, ColumnBatcher, assert_contains, assert_errors, columns, linear};
 use crate::values;
 use accelerator::collective::Launch;
 use accelerator::collective::launcher::{GroupExt, StoreServer};
@@ -362,9 +362,7 @@ fn what_cannot_be_regrouped_is_an_error_and_the_group_goes_on() {
         accelerator.wait_for_everyone()?;
         Ok(error)
     });
-    for error in errors.unwrap() {
-        assert_error(&error, Error::is_misuse, &["`regroup_pending`"]);
-    }
+    assert_errors(errors.unwrap(), Error::is_misuse, &["`regroup_pending`"]);
     let builder = Accelerator::builder()
         .dtype(FloatDType::F64)
         .accumulation_steps(2);
