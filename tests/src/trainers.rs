@@ -4,16 +4,12 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use accelerator::prelude::*;
-use accelerator::train::{
-    Inputs, LrSchedulerType, OptimizerName, SaveStrategy, Trainer, TrainingArguments,
-};
+use accelerator::train::{Inputs, Trainer, TrainingArguments};
 use burn::data::dataset::InMemDataset;
 use burn::nn::loss::CrossEntropyLossConfig;
 use burn::tensor::{Int, Tensor};
 
-use crate::problems::{
-    Cnn, Mlp, Outcome, PictureBatcher, Pictures, Setting, flat, with_fixed_weights,
-};
+use crate::problems::{Mlp, PictureBatcher, Pictures};
 
 /// Logits and labels.
 type Outputs = (Tensor<2>, Tensor<1, Int>);
@@ -39,50 +35,8 @@ pub fn train(file: &Path, pushed: &Path) -> Result<ExitCode> {
     trainer.finish()
 }
 
-/// Trains the CNN of [`problems::train`](crate::problems::train) by arguments, with SGD and norm clipping.
-pub fn fit_cnn(accelerator: &Accelerator, setting: &Setting) -> Result<Outcome> {
-    let arguments = TrainingArguments {
-        data_seed: Some(3),
-        gradient_accumulation_steps: accelerator.accumulation_steps(),
-        learning_rate: 0.02,
-        logging_steps: 1.0,
-        lr_scheduler_type: LrSchedulerType::Constant,
-        num_train_epochs: setting.epochs as f64,
-        optim: OptimizerName::Sgd,
-        per_device_train_batch_size: setting.global_batch / accelerator.world_size(),
-        save_strategy: SaveStrategy::No,
-        ..TrainingArguments::default()
-    };
-    let model = |device: &_| with_fixed_weights(Cnn::new(device));
-    let mut trainer = Trainer::builder(arguments, model, PictureBatcher, cnn_loss)
-        .accelerator(accelerator.clone())
-        .train_dataset(InMemDataset::new((0..setting.samples).collect()))
-        .build()?;
-    let output = trainer.train()?;
-    let mut parameters = Vec::new();
-    flat(trainer.model(), &mut parameters);
-    let history = trainer.state().log_history.iter();
-    let outcome = Outcome {
-        losses: history
-            .filter_map(|entry| entry.metrics.value("loss"))
-            .collect(),
-        parameters,
-        steps: output.global_step,
-        idle: 0,
-    };
-    trainer.finish()?;
-    Ok(outcome)
-}
-
-fn cnn_loss(model: &Cnn, inputs: &Inputs<'_, Pictures>) -> (Tensor<1>, Outputs) {
-    loss(model.forward(inputs.pictures.clone()), inputs)
-}
-
 pub(crate) fn mlp_loss(model: &Mlp, inputs: &Inputs<'_, Pictures>) -> (Tensor<1>, Outputs) {
-    loss(model.forward(inputs.pictures.clone()), inputs)
-}
-
-fn loss(logits: Tensor<2>, inputs: &Inputs<'_, Pictures>) -> (Tensor<1>, Outputs) {
+    let logits = model.forward(inputs.pictures.clone());
     let loss = CrossEntropyLossConfig::new().init(&logits.device());
     let loss = loss.forward(logits.clone(), inputs.targets.clone());
     (loss, (logits, inputs.targets.clone()))

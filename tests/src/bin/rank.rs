@@ -13,7 +13,6 @@ use accelerator::metric::Mean;
 use accelerator::prelude::*;
 use accelerator_tests::fixtures::Training;
 use accelerator_tests::{operator, problems, trajectory};
-use burn::nn::{Linear, LinearConfig};
 use burn::tensor::FloatDType;
 use serde::Serialize;
 
@@ -129,12 +128,6 @@ fn main() -> Result<ExitCode> {
             print(&accelerator.gather_object(&accelerator.rank())?);
             accelerator.finish()?;
         }
-        ["different-models"] => {
-            let accelerator = Accelerator::new()?;
-            let outputs = 3 + accelerator.rank();
-            let model: Linear = LinearConfig::new(4, outputs).init(&accelerator.device());
-            accelerator.prepare(model)?;
-        }
         ["different-calls"] => {
             let accelerator = Accelerator::new()?;
             if accelerator.is_main_process() {
@@ -142,14 +135,6 @@ fn main() -> Result<ExitCode> {
             } else {
                 accelerator.reduce_metric(Mean::new())?;
             }
-        }
-        ["die", rank] => {
-            let accelerator = Accelerator::new()?;
-            accelerator.wait_for_everyone()?;
-            if accelerator.rank() == number(rank) {
-                std::process::exit(7);
-            }
-            accelerator.wait_for_everyone()?;
         }
         _ => panic!("unknown task {args:?}"),
     }

@@ -109,22 +109,9 @@ fn judge(way: Way, operation: &str, fault: Fault, ended: &[Ended]) -> Result<f64
             }
             return Err(format!("rank {survivor} said nothing"));
         };
-        let Some(error) = &seen.error else {
-            return Err(format!("rank {survivor} saw no error"));
-        };
-        let text = &error.text;
-        if !error.typed {
-            return Err(format!(
-                "rank {survivor}: an error of no expected type: {text}"
-            ));
-        }
-        if error.ranks != [CULPRIT] {
-            return Err(format!("rank {survivor} blames {:?}: {text}", error.ranks));
-        }
         let words = fault.words(way, operation);
-        if !words.iter().any(|word| text.contains(word)) {
-            return Err(format!("rank {survivor}: none of {words:?} in: {text}"));
-        }
+        let in_group = !matches!(operation, "rendezvous" | "connect");
+        let error = seen.blames(CULPRIT..CULPRIT + 1, words, in_group)?;
         let wanted = match way {
             Way::Plain(transport) | Way::Launched(transport) => transport.name(),
             Way::Threads => "threads",
@@ -132,13 +119,6 @@ fn judge(way: Way, operation: &str, fault: Fault, ended: &[Ended]) -> Result<f64
         };
         if seen.transport.as_ref().is_some_and(|found| found != wanted) {
             return Err(format!("rank {survivor}: not over {wanted}: {seen:?}"));
-        }
-        let in_group = !matches!(operation, "rendezvous" | "connect");
-        if in_group && !text.contains("collective #") {
-            return Err(format!("rank {survivor}: no operation in: {text}"));
-        }
-        if in_group && seen.later.is_none() {
-            return Err(format!("rank {survivor}: the next call succeeded"));
         }
         let lost = in_group && !matches!(fault, Fault::Slow | Fault::CorruptFrame);
         match &error.culprit {
@@ -155,7 +135,9 @@ fn judge(way: Way, operation: &str, fault: Fault, ended: &[Ended]) -> Result<f64
                     return Err(format!("rank {survivor}: none of {words:?} in {culprit:?}"));
                 }
             }
-            None if lost => return Err(format!("rank {survivor}: no culprit in: {text}")),
+            None if lost => {
+                return Err(format!("rank {survivor}: no culprit in: {}", error.text));
+            }
             _ => {}
         }
         slowest = slowest.max(seen.seconds);

@@ -1,5 +1,6 @@
 //! A rank of a cell.
 
+use std::ops::Range;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -248,6 +249,38 @@ impl Seen {
             later: later.map(Error::to_string),
             transport: None,
             seconds: took.as_secs_f64(),
+        }
+    }
+
+    /// Returns the error if it has an expected type, blames some of these ranks and no other, and contains one of the
+    /// words; in a group, if it names an operation, and the next call has failed too.
+    pub(super) fn blames(
+        &self,
+        culprits: Range<usize>,
+        words: &[&str],
+        in_group: bool,
+    ) -> Result<&SeenError, String> {
+        let rank = self.rank;
+        let Some(error) = &self.error else {
+            return Err(format!("rank {rank} saw no error"));
+        };
+        let text = &error.text;
+        let is_blamed = |rank: &usize| culprits.contains(rank);
+        match () {
+            () if !error.typed => Err(format!("rank {rank}: no expected type: {text}")),
+            () if error.ranks.is_empty() || !error.ranks.iter().all(is_blamed) => {
+                Err(format!("rank {rank} blames {:?}: {text}", error.ranks))
+            }
+            () if !words.iter().any(|word| text.contains(word)) => {
+                Err(format!("rank {rank}: none of {words:?} in: {text}"))
+            }
+            () if in_group && !text.contains("collective #") => {
+                Err(format!("rank {rank}: no operation in: {text}"))
+            }
+            () if in_group && self.later.is_none() => {
+                Err(format!("rank {rank}: the next call succeeded"))
+            }
+            () => Ok(error),
         }
     }
 

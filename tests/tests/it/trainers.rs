@@ -1,42 +1,10 @@
-//! A trainer reaches the same result as a loop by hand, even if it is killed.
+//! A trainer reaches the same result even if it is killed.
 
 use std::path::Path;
 use std::process::Command;
 
-use accelerator::prelude::*;
-use accelerator_tests::problems::{self, Outcome, Rule, Setting, Which};
 use accelerator_tests::processes::{Ended, launcher, run};
-use accelerator_tests::trainers;
 use serde_json::Value;
-
-/// Covers accumulation, clipping, and a last batch that two ranks share unevenly and that ends its window.
-#[test]
-fn it_has_the_bits_of_a_loop_by_hand() {
-    let setting = Setting {
-        optimizer: Rule::Sgd,
-        samples: 45,
-        global_batch: 8,
-        seed: 42,
-        ..Setting::of(Which::Cnn)
-    };
-    for ranks in [1, 2] {
-        let run = |fit: fn(&Accelerator, &Setting) -> Result<Outcome>| {
-            let builder = Accelerator::builder()
-                .device(BackendKind::Flex)
-                .accumulation_steps(2);
-            builder
-                .launch(ranks, |accelerator| fit(&accelerator, &setting))
-                .unwrap()
-        };
-        let (by_hand, by_arguments) = (run(problems::train), run(trainers::fit_cnn));
-        for (by_hand, by_arguments) in by_hand.iter().zip(&by_arguments) {
-            assert_eq!(by_arguments.steps, 6);
-            assert_eq!(by_arguments.steps, by_hand.steps, "{ranks} ranks");
-            assert_eq!(by_arguments.losses, by_hand.losses, "{ranks} ranks");
-            assert_eq!(by_arguments.parameters, by_hand.parameters, "{ranks} ranks");
-        }
-    }
-}
 
 /// Compares weights, averages, logs, the table and the best model.
 #[test]

@@ -73,35 +73,17 @@ impl Job {
         for rank in (0..LAYOUT.iter().sum()).filter(|rank| !lost.contains(rank)) {
             let (at, seen) = self.seen_by(rank)?;
             times.push(at);
-            let Some(error) = seen.error else {
-                return Err(format!("rank {rank} saw no error"));
-            };
-            let text = &error.text;
-            if !error.typed {
-                return Err(format!("rank {rank}: no expected type: {text}"));
-            }
-            if error.ranks.is_empty() || error.ranks.iter().any(|rank| !lost.contains(rank)) {
-                return Err(format!("rank {rank} blames {:?}: {text}", error.ranks));
-            }
-            let words = fault.words();
-            if !words.iter().any(|word| text.contains(word)) {
-                return Err(format!("rank {rank}: none of {words:?} in: {text}"));
-            }
-            if matches!(operation, "rendezvous" | "connect") {
+            let in_group = !matches!(operation, "rendezvous" | "connect");
+            let error = seen.blames(lost.clone(), fault.words(), in_group)?;
+            if !in_group {
                 continue;
-            }
-            if !text.contains("collective #") {
-                return Err(format!("rank {rank}: no operation in: {text}"));
-            }
-            if seen.later.is_none() {
-                return Err(format!("rank {rank}: the next call succeeded"));
             }
             let culprit = error.culprit.as_ref();
             let is_named = culprit.is_some_and(|culprit| {
                 lost.contains(&culprit.rank) && culprit.host == format!("host{}", host + 1)
             });
             if !is_named {
-                return Err(format!("rank {rank}: culprit {culprit:?}: {text}"));
+                return Err(format!("rank {rank}: culprit {culprit:?}: {}", error.text));
             }
             if seen.transport.as_deref() != Some("hierarchical") {
                 return Err(format!("rank {rank}: not over hosts: {:?}", seen.transport));
