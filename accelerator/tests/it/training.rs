@@ -360,8 +360,7 @@ fn misuse_is_answered_before_anything_moves() {
         (1e-20, "is 1e-20; expected"),
     ] {
         let text = text(loss(), &model, Weight::from(weight));
-        assert_contains(&text, &[shown, "range of f32"]);
-        assert_eq!(text.contains("e-13"), shown.ends_with("expected"), "{text}");
+        assert_contains(&text, &[shown, "range of f32", "e-13"]);
     }
     let negative = text(loss(), &model, Weight::from(-1.0));
     assert_contains(&negative, &["is -1.0; expected", "0 or more"]);

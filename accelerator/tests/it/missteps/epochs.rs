@@ -225,7 +225,7 @@ fn an_epoch_that_is_trained_again_after_a_resume_is_told_once() {
     for ranks in [1, 2] {
         for saved_after in [[ALL, 2], [ALL, 0], [ALL, ALL]] {
             let texts = logged_after_resume(ranks, saved_after, |_| 0);
-            let words = ["epoch 0 is trained again", "position.epoch().."];
+            let words = ["WARN", "epoch 0 is trained again", "position.epoch().."];
             assert_told_once(&texts, &words);
         }
         for (saved_after, first) in [
@@ -332,7 +332,8 @@ fn batches_that_are_left_out_of_an_epoch_that_goes_on_are_told_once() {
     let (_, text) = steps(true, 0);
     assert!(!text.contains("WARN"), "nothing is left out: {text}");
     let (_, text) = steps(true, 4);
-    assert_told_once(&[text], &["goes on behind step 4 of epoch 0", "4 more"]);
+    let words = ["WARN", "goes on behind step 4 of epoch 0", "4 more"];
+    assert_told_once(&[text], &words);
 }
 
 #[test]
@@ -352,7 +353,7 @@ fn micro_steps_that_no_step_came_of_are_told_at_the_end() {
             "`backward` was given a number",
             "pass `&batch`",
         ];
-        assert_told_once(&texts, &words);
+        assert_told_once(&texts[..1], &words);
         let text = &texts[0];
         assert!(!text.contains("run the epoch to its end"), "{text}");
     }
