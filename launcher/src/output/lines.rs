@@ -529,6 +529,7 @@ mod tests {
     #[test]
     fn lines_have_prefixes_and_an_unfinished_one_is_ended_by_another_rank() {
         use Separator::{Erase, Newline};
+        type Pieces<'a> = &'a [(Source, &'a str, &'a str)];
 
         let progress = [
             (ZERO, "[0] ", "10%\r"),
@@ -536,7 +537,7 @@ mod tests {
             (ONE, "[1] ", "x\n"),
             (ZERO, "[0] ", "30%\n"),
         ];
-        let cases: [(Separator, &[(Source, &str, &str)], &str); 8] = [
+        let cases: [(Separator, Pieces<'_>, &str); 8] = [
             (
                 Newline,
                 &[(ZERO, "[0] ", "a\n\nb\n"), (ONE, "[1] ", "c\n")],
