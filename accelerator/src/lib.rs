@@ -188,7 +188,7 @@ pub mod prelude {
 /// Groups of ranks: how a process finds its place among them, and what they compute together.
 pub mod collective {
     #[doc(hidden)]
-    pub use accelerator_collective::launcher;
+    pub use accelerator_collective::internal;
     pub use accelerator_collective::{
         Activity, Buffer, Busy, Culprit, DType, Element, Error, GroupOptions, Launch, LaunchSource,
         Partition, Pending, ProcessGroup, ReduceOp, Result, Topology, TransportKind,

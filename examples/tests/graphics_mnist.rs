@@ -11,7 +11,7 @@ use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
-use accelerator::collective::launcher::StoreServer;
+use accelerator::collective::internal::StoreServer;
 use accelerator::{Accelerator, BackendKind};
 
 /// The number of epochs: on a CPU, the mean loss falls from 2.27 in the first one to 1.01 in the last.

@@ -2,4 +2,4 @@
 
 #![no_main]
 
-libfuzzer_sys::fuzz_target!(|bytes: &[u8]| accelerator_collective::launcher::fuzz_frames(bytes));
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| accelerator_collective::internal::fuzz_frames(bytes));

@@ -56,7 +56,7 @@ pub use topology::{Topology, TransportKind};
 
 /// Items for the launcher and the other crates of this project. They are not part of the public API.
 #[doc(hidden)]
-pub mod launcher {
+pub mod internal {
     pub use crate::{
         buffer::BufferSlice,
         error::stderr_fallback,

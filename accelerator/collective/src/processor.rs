@@ -15,7 +15,7 @@ const MARK_BYTES: usize = 512;
 /// lacks one: there it would end by SIGILL, somewhere.
 ///
 /// ```
-/// use accelerator_collective::launcher::TargetFeatures;
+/// use accelerator_collective::internal::TargetFeatures;
 ///
 /// let own = TargetFeatures::of_this_program();
 /// assert!(own.missing().is_empty(), "it runs");

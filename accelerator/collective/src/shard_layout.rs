@@ -5,7 +5,7 @@ use std::{iter, ops::Range};
 use crate::error::{Error, Kind, Result};
 
 /// The elements of a buffer that each rank keeps of a reduction; see
-/// [`reduce_scatter_buffer`](crate::launcher::GroupExt::reduce_scatter_buffer).
+/// [`reduce_scatter_buffer`](crate::internal::GroupExt::reduce_scatter_buffer).
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct ShardLayout {
     len: usize,

@@ -1,6 +1,6 @@
 use core::time::Duration;
 
-use accelerator_collective::launcher::{GroupExt, NextPlace};
+use accelerator_collective::internal::{GroupExt, NextPlace};
 
 use super::Accelerator;
 use crate::checkpoint::{self, Save};
@@ -161,7 +161,7 @@ impl Accelerator {
     /// ```
     /// use accelerator::prelude::*;
     /// # use accelerator::collective::Launch;
-    /// # use accelerator::collective::launcher::StoreServer;
+    /// # use accelerator::collective::internal::StoreServer;
     /// # use burn::data::{dataloader::batcher::Batcher, dataset::InMemDataset};
     /// # use burn::nn::{Linear, LinearConfig};
     /// # use burn::optim::SgdConfig;

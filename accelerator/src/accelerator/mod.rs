@@ -21,7 +21,7 @@ use core::fmt;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use accelerator_collective::launcher::GroupExt;
+use accelerator_collective::internal::GroupExt;
 use accelerator_collective::{ProcessGroup, Topology};
 use burn::tensor::Device;
 

@@ -7,7 +7,7 @@ use std::process::{Child, Command, ExitStatus};
 use std::time::{Duration, Instant};
 
 use accelerator_collective::ProcessGroup;
-use accelerator_collective::launcher::{GroupExt, StoreOptions, StoreServer};
+use accelerator_collective::internal::{GroupExt, StoreOptions, StoreServer};
 use accelerator_host::PREEMPTED_EXIT_CODE;
 use accelerator_host::sync::Mutex;
 use serde::Serialize;
@@ -130,7 +130,7 @@ impl ProcessRole {
 #[cfg(target_os = "linux")]
 fn is_started_for(job: &str) -> Result<bool> {
     let started_for =
-        accelerator_collective::launcher::inherited(accelerator_host::STARTED_BY.name)?;
+        accelerator_collective::internal::inherited(accelerator_host::STARTED_BY.name)?;
     Ok(started_for.is_some_and(|started_for| started_for == job.as_bytes()))
 }
 
@@ -144,7 +144,7 @@ fn is_one_of_several() -> bool {
         let value = accelerator_host::variable(name)?;
         Some(value.to_string_lossy().into_owned())
     };
-    accelerator_collective::launcher::check_alone(read).is_err()
+    accelerator_collective::internal::check_alone(read).is_err()
 }
 
 /// Ranks that run, each a process of this program. They end when this is dropped.
@@ -293,7 +293,7 @@ fn start(
 #[cfg(target_os = "linux")]
 fn spawn_for(job: &str, command: Command) -> std::io::Result<Child> {
     let variable = accelerator_host::STARTED_BY.name;
-    accelerator_collective::launcher::spawn_with_inherited(command, variable, job.as_bytes())
+    accelerator_collective::internal::spawn_with_inherited(command, variable, job.as_bytes())
 }
 
 #[cfg(not(target_os = "linux"))]

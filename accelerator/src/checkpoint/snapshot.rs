@@ -3,7 +3,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use accelerator_collective::ProcessGroup;
-use accelerator_collective::launcher::GroupExt;
+use accelerator_collective::internal::GroupExt;
 use accelerator_track::RunMark;
 use burn::module::Module;
 use serde::{Deserialize, Serialize};

@@ -5,7 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use accelerator_collective::launcher::stderr_fallback;
+use accelerator_collective::internal::stderr_fallback;
 use accelerator_host::error::chain;
 use serde::{Deserialize, Serialize};
 

@@ -1,6 +1,6 @@
 use std::sync::Arc;
 
-use accelerator_collective::launcher::GroupExt;
+use accelerator_collective::internal::GroupExt;
 use accelerator_fault::{Point, fail_point};
 use burn::module::Module;
 use burn::optim::GradientsParams;

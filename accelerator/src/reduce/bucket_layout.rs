@@ -1,7 +1,7 @@
 use core::ops::Range;
 use std::sync::Arc;
 
-use accelerator_collective::launcher::ShardLayout;
+use accelerator_collective::internal::ShardLayout;
 use accelerator_collective::{DType, ProcessGroup};
 
 use super::overlap::ReadyOrder;

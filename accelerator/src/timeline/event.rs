@@ -1,6 +1,6 @@
 use core::fmt;
 
-use accelerator_collective::launcher::OpKind;
+use accelerator_collective::internal::OpKind;
 use serde::{Deserialize, Serialize};
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]

@@ -20,7 +20,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use accelerator_collective::ProcessGroup;
-use accelerator_collective::launcher::GroupExt;
+use accelerator_collective::internal::GroupExt;
 
 pub(crate) use self::event::{EventSubject, Phase};
 pub(crate) use self::profiler::check_cycles;

@@ -2,7 +2,7 @@ use core::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-use accelerator_collective::launcher::{ExecThread, OpEvent};
+use accelerator_collective::internal::{ExecThread, OpEvent};
 use accelerator_host::sync::Mutex;
 use tracing::span::EnteredSpan;
 
@@ -340,7 +340,7 @@ impl Drop for LoadSpan<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use accelerator_collective::launcher::GroupExt;
+    use accelerator_collective::internal::GroupExt;
 
     #[test]
     fn events_lie_within_each_other_and_the_outermost_comes_first() {

@@ -6,7 +6,7 @@ pub mod checkpoints;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use accelerator::collective::launcher::{GroupExt, LaunchExt, Rendezvous, StoreHost, StoreServer};
+use accelerator::collective::internal::{GroupExt, LaunchExt, Rendezvous, StoreHost, StoreServer};
 use accelerator::collective::{Launch, Topology, TransportKind};
 use accelerator::optim::Manual;
 use accelerator::prelude::*;

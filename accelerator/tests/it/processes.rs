@@ -4,7 +4,7 @@ use std::sync::{Mutex, mpsc};
 use std::time::Duration;
 
 use crate::common::{assert_chain, assert_contains, assert_error, child, connected, devices};
-use accelerator::collective::launcher::StoreServer;
+use accelerator::collective::internal::StoreServer;
 use accelerator::collective::{Launch, Topology, TransportKind};
 use accelerator::prelude::*;
 use accelerator::{AcceleratorBuilder, GradientReduction, Overlap};

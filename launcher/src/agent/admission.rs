@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use accelerator_collective::launcher::{
+use accelerator_collective::internal::{
     PendingHandshake, PendingHandshakes, Token, listen_at, listen_everywhere,
 };
 use accelerator_host::machine::host_name;

@@ -14,7 +14,8 @@ use std::num::NonZeroUsize;
 use std::path::Path;
 use std::str::FromStr;
 
-use accelerator_collective::{Topology, launcher::expand_hosts};
+use accelerator_collective::Topology;
+use accelerator_collective::internal::expand_hosts;
 
 use crate::error::{Error, Result};
 

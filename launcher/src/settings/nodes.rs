@@ -7,7 +7,7 @@ use std::num::NonZeroUsize;
 use std::time::Duration;
 
 use accelerator_collective::Topology;
-use accelerator_collective::launcher::{AgentLaunch, AgentProcesses};
+use accelerator_collective::internal::{AgentLaunch, AgentProcesses};
 
 use super::hosts::Endpoint;
 use super::options::{Options, PerHost, Processes};

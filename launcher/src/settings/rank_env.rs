@@ -139,7 +139,7 @@ fn launch_command(command: &[String]) -> Option<OsString> {
 
 /// Variables that the launcher was given and that would tell its ranks something wrong.
 fn misleading(package_dir: Option<&Path>) -> Vec<OsString> {
-    let mut names: Vec<OsString> = accelerator_collective::launcher::place_variables().collect();
+    let mut names: Vec<OsString> = accelerator_collective::internal::place_variables().collect();
     names.extend(variables::of_outer_launcher().map(OsString::from));
     // Under `cargo run` cargo has described the launcher's own package.
     let is_own =

@@ -13,7 +13,7 @@ use std::sync::{Arc, Once, OnceLock, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use accelerator_collective::launcher::{Report, Security, StoreOptions, StoreServer, Token};
+use accelerator_collective::internal::{Report, Security, StoreOptions, StoreServer, Token};
 use accelerator_host::sync::Mutex;
 use accelerator_host::{TOKEN_FILE, variable};
 use accelerator_manifest::internal::StagedFolder;

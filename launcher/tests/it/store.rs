@@ -5,7 +5,7 @@ use std::process::Command;
 
 use crate::ports::free_port;
 use crate::support::{DEADLINE, Ended, Folder, Run, join_group, test_as_program};
-use accelerator_collective::launcher::Token;
+use accelerator_collective::internal::Token;
 use accelerator_collective::{GroupOptions, Launch, ProcessGroup, ReduceOp};
 use accelerator_manifest::internal::StagedFolder;
 

@@ -75,7 +75,7 @@ fn a_program_that_is_a_rank_already_starts_none() {
 fn a_token_for_jobs_on_several_hosts_is_in_no_way() {
     let folder = tempfile::tempdir().unwrap();
     let token = folder.path().join("token");
-    accelerator_collective::launcher::Token::generate()
+    accelerator_collective::internal::Token::generate()
         .unwrap()
         .write_file(&token)
         .unwrap();

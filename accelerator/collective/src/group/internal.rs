@@ -28,7 +28,7 @@ pub trait GroupExt: Sized {
     ///
     /// ```
     /// use accelerator_collective::ProcessGroup;
-    /// use accelerator_collective::launcher::GroupExt;
+    /// use accelerator_collective::internal::GroupExt;
     ///
     /// let group = ProcessGroup::single();
     /// let guard = group.forbid("only the main rank runs this closure");
@@ -88,7 +88,7 @@ pub trait GroupExt: Sized {
     /// ```
     /// use std::sync::{Arc, atomic::{AtomicUsize, Ordering}};
     ///
-    /// use accelerator_collective::launcher::GroupExt;
+    /// use accelerator_collective::internal::GroupExt;
     /// use accelerator_collective::{ProcessGroup, ReduceOp};
     ///
     /// # fn main() -> accelerator_collective::Result<()> {
@@ -136,7 +136,7 @@ pub trait GroupExt: Sized {
     /// ```
     /// use std::thread;
     ///
-    /// use accelerator_collective::launcher::{BufferSlice, GroupExt};
+    /// use accelerator_collective::internal::{BufferSlice, GroupExt};
     /// use accelerator_collective::{DType, GroupOptions, ProcessGroup};
     ///
     /// # fn main() -> accelerator_collective::Result<()> {
@@ -185,7 +185,7 @@ pub trait GroupExt: Sized {
     /// ```
     /// use std::{sync::Arc, thread};
     ///
-    /// use accelerator_collective::launcher::{GroupExt, ShardLayout};
+    /// use accelerator_collective::internal::{GroupExt, ShardLayout};
     /// use accelerator_collective::{DType, GroupOptions, ProcessGroup, ReduceOp};
     ///
     /// # fn main() -> accelerator_collective::Result<()> {
@@ -259,7 +259,7 @@ impl Drop for Forbidden {
 /// The place of a process in the group that follows this one, of another size.
 ///
 /// ```
-/// use accelerator_collective::{Launch, ProcessGroup, GroupOptions, launcher::NextPlace};
+/// use accelerator_collective::{Launch, ProcessGroup, GroupOptions, internal::NextPlace};
 ///
 /// # fn main() -> accelerator_collective::Result<()> {
 /// let next = |place| match place {

@@ -261,7 +261,7 @@ impl ProcessGroup {
     /// ```
     /// use std::panic::Location;
     ///
-    /// use accelerator_collective::launcher::GroupExt;
+    /// use accelerator_collective::internal::GroupExt;
     /// use accelerator_collective::{ProcessGroup, ReduceOp};
     ///
     /// # fn main() -> accelerator_collective::Result<()> {

@@ -27,7 +27,7 @@ use crate::{
 /// | an Indexed Job of Kubernetes | `JOB_COMPLETION_INDEX`, which comes without a count |
 ///
 /// ```
-/// use accelerator_collective::launcher::{AgentLaunch, AgentProcesses};
+/// use accelerator_collective::internal::{AgentLaunch, AgentProcesses};
 ///
 /// # fn main() -> accelerator_collective::Result<()> {
 /// let launch = AgentLaunch::from_vars(|name| {

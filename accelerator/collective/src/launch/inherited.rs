@@ -59,7 +59,7 @@ pub(super) fn socket(number: usize) -> Result<OwnedFd> {
 /// ```
 /// use std::process::Command;
 ///
-/// use accelerator_collective::launcher::spawn_with_inherited;
+/// use accelerator_collective::internal::spawn_with_inherited;
 ///
 /// # fn main() -> std::io::Result<()> {
 /// let mut command = Command::new("sh");

@@ -268,7 +268,7 @@ pub trait LaunchExt: Sized {
     ///
     /// ```
     /// use accelerator_collective::Launch;
-    /// use accelerator_collective::launcher::LaunchExt;
+    /// use accelerator_collective::internal::LaunchExt;
     ///
     /// # fn main() -> accelerator_collective::Result<()> {
     /// for setting in Launch::from_vars(|_| None)?.settings() {
@@ -283,7 +283,7 @@ pub trait LaunchExt: Sized {
     ///
     /// ```
     /// use accelerator_collective::Launch;
-    /// use accelerator_collective::launcher::LaunchExt;
+    /// use accelerator_collective::internal::LaunchExt;
     ///
     /// # fn main() -> accelerator_collective::Result<()> {
     /// let launch = Launch::from_vars(|name| {

@@ -219,7 +219,7 @@ const DISTRIBUTION: &str = "SLURM_DISTRIBUTION";
 /// The hosts of a list as Slurm writes it, in its order; of several groups in brackets, the leftmost varies slowest.
 ///
 /// ```
-/// use accelerator_collective::launcher::expand_hosts;
+/// use accelerator_collective::internal::expand_hosts;
 ///
 /// # fn main() -> accelerator_collective::Result<()> {
 /// assert_eq!(expand_hosts("rack[1-2]n[08-09],login")?, ["rack1n08", "rack1n09", "rack2n08", "rack2n09", "login"]);

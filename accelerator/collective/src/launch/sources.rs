@@ -206,7 +206,7 @@ fn settings_of_torchrun(vars: LaunchReader<'_>) -> Result<Option<Place>> {
 ///
 /// ```
 /// let mut alone = std::process::Command::new("./train");
-/// for name in accelerator_collective::launcher::place_variables() {
+/// for name in accelerator_collective::internal::place_variables() {
 ///     alone.env_remove(name);
 /// }
 /// ```

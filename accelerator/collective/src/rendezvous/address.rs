@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 /// it, so this listens on all addresses of this host.
 ///
 /// ```
-/// use accelerator_collective::launcher::listen_at;
+/// use accelerator_collective::internal::listen_at;
 ///
 /// # fn main() -> std::io::Result<()> {
 /// let listener = listen_at(&["192.0.2.1".parse().unwrap(), "127.0.0.1".parse().unwrap()], 0)?;

@@ -38,7 +38,7 @@ pub(crate) use token::{Key, random};
 /// Between hosts, where ranks prove that they belong to the job:
 ///
 /// ```
-/// use accelerator_collective::launcher::{Rendezvous, StoreHost};
+/// use accelerator_collective::internal::{Rendezvous, StoreHost};
 ///
 /// let store = Rendezvous::new("node-0", 29_500)
 ///     .with_store(StoreHost::Launcher)
@@ -277,7 +277,7 @@ pub(crate) fn is_on(name: &str, value: &str) -> Result<bool> {
 /// ```
 /// use std::sync::mpsc;
 ///
-/// use accelerator_collective::launcher::{
+/// use accelerator_collective::internal::{
 ///     LaunchExt, Rendezvous, Report, Security, StoreHost, StoreOptions, StoreServer, Token,
 /// };
 /// use accelerator_collective::{GroupOptions, Launch, ProcessGroup, Topology};

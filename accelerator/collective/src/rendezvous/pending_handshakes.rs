@@ -17,7 +17,7 @@ use accelerator_host::sync::Mutex;
 /// ```
 /// use std::{net::{TcpListener, TcpStream}, sync::Arc};
 ///
-/// use accelerator_collective::launcher::PendingHandshakes;
+/// use accelerator_collective::internal::PendingHandshakes;
 ///
 /// # fn main() -> std::io::Result<()> {
 /// let listener = TcpListener::bind("127.0.0.1:0")?;

@@ -18,7 +18,7 @@ use crate::socket::timespec;
 /// A secret that the ranks of a job share. It is proved by challenge and never sent.
 ///
 /// ```
-/// use accelerator_collective::launcher::Token;
+/// use accelerator_collective::internal::Token;
 ///
 /// # fn main() -> accelerator_collective::Result<()> {
 /// # let folder = tempfile::tempdir().unwrap();
@@ -149,7 +149,7 @@ impl Token {
     /// each side a role of its own.
     ///
     /// ```
-    /// use accelerator_collective::launcher::Token;
+    /// use accelerator_collective::internal::Token;
     ///
     /// # fn main() -> accelerator_collective::Result<()> {
     /// let token = Token::generate()?;

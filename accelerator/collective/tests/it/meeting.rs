@@ -11,7 +11,7 @@ use std::{
 
 use accelerator_collective::{
     GroupOptions, Launch, ProcessGroup,
-    launcher::{Report, StoreOptions, StoreServer},
+    internal::{Report, StoreOptions, StoreServer},
 };
 use rustix::process::{Pid, Signal, kill_process};
 

@@ -8,7 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use accelerator_collective::launcher::{
+use accelerator_collective::internal::{
     LaunchExt, Rendezvous, StoreHost, StoreOptions, StoreServer, Token,
 };
 use accelerator_collective::{

@@ -1,6 +1,6 @@
 use std::sync::Barrier;
 
-use accelerator_collective::launcher::GroupExt;
+use accelerator_collective::internal::GroupExt;
 use burn::module::ParamId;
 use burn::tensor::{Device, Tensor};
 

@@ -13,7 +13,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread;
 use std::time::Duration;
 
-use accelerator_collective::launcher::{PendingHandshakes, Token};
+use accelerator_collective::internal::{PendingHandshakes, Token};
 use accelerator_host::machine::UsableCores;
 use accelerator_host::sync::Mutex;
 use rustix::process::Signal;

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
 use std::thread;
 
-use accelerator_collective::launcher::Token;
+use accelerator_collective::internal::Token;
 use accelerator_host::process::find_installed;
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions};
 use serde::{Deserialize, Serialize};
@@ -100,7 +100,7 @@ impl LocalProcess {
         let child = bound_to(&spec.cores, || match inherited {
             Some(content) => {
                 let variable = accelerator_host::TUNE_WORKER.name;
-                accelerator_collective::launcher::spawn_with_inherited(command, variable, &content)
+                accelerator_collective::internal::spawn_with_inherited(command, variable, &content)
             }
             None => command.spawn(),
         });
@@ -275,7 +275,7 @@ fn of_ranks(program: &Path, ranks: usize) -> Result<Command> {
     }
     let mut command = Command::new(program);
     // It is no rank of the job that the search is one of.
-    for name in accelerator_collective::launcher::place_variables() {
+    for name in accelerator_collective::internal::place_variables() {
         command.env_remove(name);
     }
     // With these and no place it would be taken for a task that srun should have started.

@@ -8,7 +8,7 @@ use std::sync::mpsc::Sender;
 use std::thread;
 use std::time::Instant;
 
-use accelerator_collective::launcher::{PendingHandshakes, Token, listen_everywhere};
+use accelerator_collective::internal::{PendingHandshakes, Token, listen_everywhere};
 
 use crate::checkpoint_folder;
 use crate::config::TrialId;

@@ -22,7 +22,7 @@ use std::path::PathBuf;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use accelerator_collective::launcher::{PendingHandshakes, Token};
+use accelerator_collective::internal::{PendingHandshakes, Token};
 use accelerator_host::machine::host_name;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -121,7 +121,7 @@ impl WorkerPlace {
             let message = "this process is a worker of a search, and cannot read which";
             Error::connection(format!("{message}: {why}"))
         };
-        let bytes = accelerator_collective::launcher::inherited(accelerator_host::TUNE_WORKER.name);
+        let bytes = accelerator_collective::internal::inherited(accelerator_host::TUNE_WORKER.name);
         let Some(bytes) = bytes.map_err(|error| unreadable(&error).with_source(error))? else {
             return Ok(None);
         };

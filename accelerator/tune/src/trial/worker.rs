@@ -4,7 +4,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::channel;
 use std::thread;
 
-use accelerator_collective::launcher::Token;
+use accelerator_collective::internal::Token;
 use accelerator_host::error::chain;
 use rustix::process::Signal;
 
@@ -127,7 +127,7 @@ mod tests {
             let mut command = Command::new(std::env::current_exe().unwrap());
             command.args(["--exact", TEST, "--nocapture"]);
             command.stderr(std::process::Stdio::piped());
-            let child = accelerator_collective::launcher::spawn_with_inherited(
+            let child = accelerator_collective::internal::spawn_with_inherited(
                 command,
                 variable,
                 content.as_bytes(),

@@ -355,7 +355,12 @@ fn registries_do_what_they_want() {
         site.refused(&format!("{SCRIPT} --push {image}"), code, text);
     };
     let denied = r#"{"errors":[{"code":"DENIED","message":"quota exceeded"}]}"#;
-    refused("403 Forbidden", denied, 1, "to this user (403): quota exceeded");
+    refused(
+        "403 Forbidden",
+        denied,
+        1,
+        "to this user (403): quota exceeded",
+    );
     refused(
         "500 Internal Server Error",
         "no space left on device",

@@ -14,7 +14,7 @@ use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
-use accelerator_collective::launcher::Token;
+use accelerator_collective::internal::Token;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 

@@ -5,7 +5,7 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use accelerator_collective::launcher::Token;
+use accelerator_collective::internal::Token;
 
 use crate::agent::handshake::{Refusal, ask};
 use crate::agent::line::{ConnectionKind, HostInfo, JoinReply, JoinRequest, spawn};

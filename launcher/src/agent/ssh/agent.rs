@@ -19,7 +19,7 @@ use std::io::{self, ErrorKind, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use accelerator_collective::launcher::{TargetFeatures, listen_everywhere};
+use accelerator_collective::internal::{TargetFeatures, listen_everywhere};
 use accelerator_host::TOKEN_FILE;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver};
 use std::time::Duration;
 
-use accelerator_collective::launcher::is_own_address;
+use accelerator_collective::internal::is_own_address;
 use accelerator_host::machine::host_name;
 use accelerator_host::sync::Mutex;
 use rustix::pipe::{PipeFlags, pipe_with};

@@ -13,7 +13,7 @@ use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
-use accelerator_collective::launcher::Token;
+use accelerator_collective::internal::Token;
 use accelerator_host::{INSECURE, SET_BY_LAUNCHER, TOKEN_FILE};
 
 use crate::error::{Error, Result, chain};

@@ -182,7 +182,7 @@ fn resolve_options(options: &Options) -> Result<(Options, Option<HostPlace>)> {
     let (options, place) = nodes::resolve(options, variable)?;
     options.check_effects()?;
     if place.is_none() {
-        accelerator_collective::launcher::check_alone(variable).map_err(|error| {
+        accelerator_collective::internal::check_alone(variable).map_err(|error| {
             Error::usage(format!(
                 "{}; this is the launcher, so start it once a job: outside of that launcher, or with one process; or once \
                  a host, with --nnodes",

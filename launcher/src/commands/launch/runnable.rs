@@ -8,7 +8,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use accelerator_collective::launcher::TargetFeatures;
+use accelerator_collective::internal::TargetFeatures;
 use accelerator_host::machine::host_name;
 
 use crate::error::{Error, Result};

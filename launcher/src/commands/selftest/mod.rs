@@ -18,7 +18,7 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use accelerator_collective::launcher::place_variables;
+use accelerator_collective::internal::place_variables;
 use accelerator_host::PREFIX;
 use clap::{Args, ValueEnum};
 use rustix::process::{Pid, Signal, kill_process};

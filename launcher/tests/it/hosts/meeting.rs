@@ -8,7 +8,7 @@ use super::{Hosts, end};
 use crate::ports::free_port;
 use crate::support::{Folder, Run, join_group, test_as_program, wait_until};
 use accelerator_collective::ReduceOp;
-use accelerator_collective::launcher::Token;
+use accelerator_collective::internal::Token;
 
 /// The variable with the name of the file to which each rank adds its sum.
 const RANK_OUTPUT: &str = "LAUNCHER_TEST_HOSTS";

@@ -10,7 +10,7 @@ use std::path::PathBuf;
 
 use crate::ports::free_port;
 use crate::support::{Ended, Folder, Run};
-use accelerator_collective::launcher::Token;
+use accelerator_collective::internal::Token;
 
 /// A folder for a job on several hosts, with a token and a port.
 pub(crate) struct Hosts {

@@ -5,7 +5,7 @@ use std::process::Command;
 use std::thread;
 use std::time::Duration;
 
-use accelerator_collective::launcher::Token;
+use accelerator_collective::internal::Token;
 use rustix::process::Signal;
 
 use crate::signals::wait_until_stopped;

@@ -11,7 +11,7 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::time::{Duration, Instant};
 
-use accelerator_collective::launcher::Token;
+use accelerator_collective::internal::Token;
 
 use super::{ALLOWANCE, Verdict, job};
 use crate::processes::launcher;
