@@ -16,7 +16,7 @@ use crate::context::Context;
 use crate::core::error::{self, Result};
 use crate::core::tensor::Scalar;
 use crate::model::Layout;
-use crate::reduce::{AveragedGradients, GradientMean};
+use crate::reduce::{AveragedGradients, StepGradients};
 use crate::timeline::{EventSubject, Phase, Timeline};
 
 /// The outcome of the last [`PreparedOptimizer::step`].
@@ -221,7 +221,7 @@ impl<S> PreparedOptimizer<S> {
         };
         let optimizer = &mut self.optimizer;
         match (averaged, &mut self.shards) {
-            (GradientMean::Sums(mut means), None) => {
+            (StepGradients::Sums(mut means), None) => {
                 // They may have been cut for another optimizer.
                 if means.make_whole().is_err() {
                     return Err(model);
@@ -231,18 +231,18 @@ impl<S> PreparedOptimizer<S> {
                 let _optimizer = self.timeline.span(Phase::Optimizer);
                 Ok(ready.step(optimizer, rate, model))
             }
-            (GradientMean::Untouched(gradients), None) => {
+            (StepGradients::Untouched(gradients), None) => {
                 drop(copy);
                 let _optimizer = self.timeline.span(Phase::Optimizer);
                 Ok(optimizer.step(rate, model, gradients))
             }
-            (GradientMean::Sums(means), Some(shards)) => {
+            (StepGradients::Sums(means), Some(shards)) => {
                 drop(copy);
                 let _optimizer = self.timeline.span(Phase::Optimizer);
                 shards.step(optimizer, rate, model, means)
             }
             // They are of an accelerator that is one rank alone.
-            (GradientMean::Untouched(_), Some(shards)) => {
+            (StepGradients::Untouched(_), Some(shards)) => {
                 shards.refuse_foreign();
                 Err(model)
             }

@@ -12,7 +12,7 @@ use super::fused::step::{self, StepOutput};
 use super::sharded::param_shards;
 use crate::core::tensor::register;
 use crate::model::Trainable;
-use crate::reduce::GradientMeans;
+use crate::reduce::GradientSums;
 
 /// The parameters that a fused optimizer steps.
 #[derive(Debug, Default)]
@@ -25,7 +25,7 @@ enum FusedKind {
 }
 
 impl FusedSupport {
-    pub(super) fn learn(&mut self, optimizer: &ModuleOptimizer, means: &GradientMeans) {
+    pub(super) fn learn(&mut self, optimizer: &ModuleOptimizer, means: &GradientSums) {
         let mut blank = None;
         for parameter in means.parameters() {
             if self.0.contains_key(&parameter.id) {
@@ -50,7 +50,7 @@ impl FusedSupport {
     pub(super) fn ready(
         &mut self,
         optimizer: &ModuleOptimizer,
-        mut means: GradientMeans,
+        mut means: GradientSums,
     ) -> StepInput {
         if means.are_on_device() {
             let gradients = means.params(|_| true);
@@ -81,7 +81,7 @@ impl FusedSupport {
 
 /// Averages that can be stepped with.
 pub(super) struct StepInput {
-    means: GradientMeans,
+    means: GradientSums,
     gradients: GradientsParams,
     waiting: HashMap<ParamId, usize>,
 }

@@ -5,12 +5,12 @@ use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::GradientsParams;
 use burn::tensor::{Tensor, TensorData};
 
-use super::gradient_means::{GradientMean, GradientMeans};
 use super::model_state::ModelState;
 use super::reduce_context::ReduceScope;
 use super::reduced_gradients::{
     Clip, GradientStorage, Limit, NormAsked, ReducedGradients, StepCommit,
 };
+use super::step_gradients::{GradientSums, StepGradients};
 use crate::core::tensor::Scalar;
 use crate::model::TiedParameters;
 
@@ -310,11 +310,11 @@ impl AveragedGradients {
         let commit = self.take_commit();
         let of_all_ranks = !self.is_own();
         let params = match self.into_averaged()? {
-            GradientMean::Sums(mut means) => {
+            StepGradients::Sums(mut means) => {
                 means.make_whole().ok()?;
                 means.params(|_| true)
             }
-            GradientMean::Untouched(gradients) => gradients,
+            StepGradients::Untouched(gradients) => gradients,
         };
         if let Some(commit) = commit {
             if of_all_ranks {
@@ -327,7 +327,7 @@ impl AveragedGradients {
 
     /// Returns gradients for an optimizer that reads sums in place; `None` while the window is open, and if the
     /// step is skipped.
-    pub(crate) fn into_averaged(self) -> Option<GradientMean> {
+    pub(crate) fn into_averaged(self) -> Option<StepGradients> {
         let WindowResult::Reduced(mut reduced) = self.0 else {
             return None;
         };
@@ -341,12 +341,12 @@ impl AveragedGradients {
             ..
         } = *reduced;
         Some(match values {
-            GradientStorage::Sums(sums) => GradientMean::Sums(GradientMeans {
+            GradientStorage::Sums(sums) => StepGradients::Sums(GradientSums {
                 device,
                 factors,
                 sums,
             }),
-            GradientStorage::Untouched { gradients, .. } => GradientMean::Untouched(gradients),
+            GradientStorage::Untouched { gradients, .. } => StepGradients::Untouched(gradients),
         })
     }
 

@@ -14,7 +14,6 @@ mod control_vector;
 mod device_bucket;
 mod device_reduce;
 mod element_values;
-mod gradient_means;
 mod gradients;
 pub mod hook;
 mod loss;
@@ -26,6 +25,7 @@ mod reduce_context;
 mod reduced_gradients;
 mod reducer;
 mod register;
+mod step_gradients;
 mod trigger;
 mod updates;
 mod warnings;
@@ -40,9 +40,6 @@ pub(crate) use self::device_reduce::DeviceReducer;
 pub use self::device_reduce::GradientReduction;
 #[cfg_attr(not(feature = "flex"), allow(unused_imports))]
 pub(crate) use self::element_values::{ElementValues, with_values};
-pub(crate) use self::gradient_means::{
-    GradientFloat as Summand, GradientMean, GradientMeans, SumLocation,
-};
 pub use self::gradients::AveragedGradients;
 pub(crate) use self::loss::OnNonFiniteLoss;
 pub(crate) use self::model_state::ModelState;
@@ -52,6 +49,9 @@ pub(crate) use self::parameter_mean::{MeanWeight, mean_over_ranks};
 pub(crate) use self::reduce_context::{ReduceContext, ReduceScope, ReduceSettings, SameBatches};
 pub use self::reduced_gradients::Clip;
 pub(crate) use self::register::{prepare, resume};
+pub(crate) use self::step_gradients::{
+    GradientFloat as Summand, GradientSums, StepGradients, SumLocation,
+};
 pub(crate) use self::trigger::{SaveProgress, WatchedSave};
 pub(crate) use self::updates::{LocalRound, OpenRoundConcern, SeenUpdates, sharded};
 pub(crate) use self::working_copy::working_copy;

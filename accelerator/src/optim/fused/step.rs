@@ -15,7 +15,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::core::tensor::{any_rank, from_data};
-use crate::reduce::{ElementValues, GradientMeans, SumLocation, Summand, with_values};
+use crate::reduce::{ElementValues, GradientSums, SumLocation, Summand, with_values};
 
 /// Elements that are stepped at once where they go through the cache.
 const BLOCK: usize = 1024;
@@ -35,7 +35,7 @@ pub(in crate::optim) enum StepOutput {
 }
 
 struct PendingStep {
-    means: GradientMeans,
+    means: GradientSums,
     output: StepOutput,
     /// The elements of the parameter that comes next, where its gradient stands for sums.
     next: Option<(ParamId, Range<usize>)>,
@@ -45,10 +45,10 @@ struct PendingStep {
 
 /// Runs a step on sums. Gives them back.
 pub(in crate::optim) fn step_on<R>(
-    means: GradientMeans,
+    means: GradientSums,
     output: StepOutput,
     step: impl FnOnce() -> R,
-) -> (R, GradientMeans) {
+) -> (R, GradientSums) {
     let waiting = PendingStep {
         means,
         output,
@@ -75,7 +75,7 @@ impl Drop for RestorePending {
     }
 }
 
-/// Steps a parameter whose gradient is the [stand-in](GradientMeans::stand_in) of the sums of these elements. Tells
+/// Steps a parameter whose gradient is the [stand-in](GradientSums::stand_in) of the sums of these elements. Tells
 /// whether it lies in their place then.
 ///
 /// # Panics

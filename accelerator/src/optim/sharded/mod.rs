@@ -22,7 +22,7 @@ use crate::core::error::{Error, Result};
 use crate::core::tensor::register;
 use crate::model::Trainable;
 use crate::optim::record_io::{bytes_of, check_types, load, reader, unwritable};
-use crate::reduce::{GradientMeans, ShardMap};
+use crate::reduce::{GradientSums, ShardMap};
 
 /// An optimizer whose state is sharded over the ranks: prepare `Sharded(optimizer)` in its place,
 /// with or without a scheduler.
@@ -161,7 +161,7 @@ impl Shards {
         optimizer: &mut ModuleOptimizer,
         rate: ModuleLearningRate,
         model: M,
-        mut means: GradientMeans,
+        mut means: GradientSums,
     ) -> core::result::Result<M, M> {
         if means.ranks() != self.group.world_size() {
             self.refuse_foreign();
@@ -214,7 +214,7 @@ impl Shards {
     fn exchange<M: Module>(
         &self,
         model: M,
-        means: &mut GradientMeans,
+        means: &mut GradientSums,
         stepped: HashSet<ParamId>,
     ) -> core::result::Result<M, M> {
         let partitions = self.partitions.known();
@@ -249,7 +249,7 @@ impl Shards {
     fn settle(
         &mut self,
         optimizer: &mut ModuleOptimizer,
-        means: &mut GradientMeans,
+        means: &mut GradientSums,
     ) -> Result<Option<Arc<ShardMap>>> {
         if means
             .bounds()
@@ -297,7 +297,7 @@ impl Shards {
     /// Tells which of the large parameters that are settled next are stepped element by element. Rank 0 decides: the
     /// processors of other hosts may round otherwise.
     #[track_caller]
-    fn judge(&self, means: &GradientMeans) -> Result<Vec<bool>> {
+    fn judge(&self, means: &GradientSums) -> Result<Vec<bool>> {
         let parameters = means.all_parameters().iter();
         let large: Vec<_> = parameters
             .filter(|parameter| self.partitions.asks_about(parameter))

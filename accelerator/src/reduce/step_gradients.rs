@@ -17,14 +17,14 @@ use crate::model::Trainable;
 
 /// The averaged gradients of a window that was reduced over several micro-steps or ranks: sums, to be read
 /// in parts, or where they lie.
-pub(crate) struct GradientMeans {
+pub(crate) struct GradientSums {
     pub(super) device: Device,
     pub(super) factors: Vec<f64>,
     pub(super) sums: BucketSums,
 }
 
-pub(crate) enum GradientMean {
-    Sums(GradientMeans),
+pub(crate) enum StepGradients {
+    Sums(GradientSums),
     /// The gradients as Burn made them, of one rank without accumulation.
     Untouched(GradientsParams),
 }
@@ -50,7 +50,7 @@ enum MeanFactor<E> {
     Share(E),
 }
 
-impl GradientMeans {
+impl GradientSums {
     /// Returns all parameters of their model, in path order, with or without gradients.
     pub(crate) fn all_parameters(&self) -> &[Trainable] {
         self.sums.model_state.parameters()
