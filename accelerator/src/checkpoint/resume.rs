@@ -81,7 +81,10 @@ pub(crate) fn resume<K, P: Resume<K>>(
     }
     let position = Position {
         origin: found.origin,
-        epoch: found.state.spot().map_or(0, |spot| spot.next_epoch()),
+        epoch: found
+            .state
+            .position()
+            .map_or(0, |position| position.next_epoch()),
         factor,
         passed_over: found.passed_over.clone(),
         step: found.step,

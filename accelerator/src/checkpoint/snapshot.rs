@@ -247,7 +247,7 @@ impl TakenSnapshot {
                 _ => None,
             })
         };
-        let is_read = loaders().any(|(_, loader)| loader.spot.is_some());
+        let is_read = loaders().any(|(_, loader)| loader.position.is_some());
         // Where the batch is not used yet, it comes again.
         if self.has_pending_step && is_read && !loaders().any(|(_, loader)| loader.waits) {
             return Err(Error::misuse(
@@ -416,7 +416,7 @@ fn gather_hooks(group: &ProcessGroup, hooks: &mut [Option<Vec<u8>>]) -> Result<(
 fn same(left: Option<&PartReport>, right: Option<&PartReport>) -> bool {
     match (left, right) {
         (Some(PartReport::Loader(left)), Some(PartReport::Loader(right))) => {
-            left.trained == right.trained && (!left.trained || left.spot == right.spot)
+            left.trained == right.trained && (!left.trained || left.position == right.position)
         }
         (Some(PartReport::PerRank(_)), Some(PartReport::PerRank(_))) => true,
         (left, right) => left == right,
@@ -429,11 +429,11 @@ impl fmt::Display for PartName<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.0 {
             None => f.write_str("nothing"),
-            Some(PartReport::Loader(loader_state)) => match loader_state.spot {
-                Some(spot) => write!(
+            Some(PartReport::Loader(loader_state)) => match loader_state.position {
+                Some(position) => write!(
                     f,
                     "a loader in epoch {} after {} samples",
-                    spot.epoch, spot.consumed
+                    position.epoch, position.consumed
                 ),
                 None => f.write_str("a loader that was not read yet"),
             },

@@ -113,8 +113,8 @@ impl StateFile {
     pub(super) const FILE: &str = "state.cbor";
 
     /// The place of the loop.
-    pub(super) fn spot(&self) -> Option<EpochPosition> {
-        self.read_on().map(|(_, spot)| spot)
+    pub(super) fn position(&self) -> Option<EpochPosition> {
+        self.read_on().map(|(_, position)| position)
     }
 
     pub(super) fn leads(&self, at: usize) -> bool {
@@ -128,15 +128,16 @@ impl StateFile {
         let read = || {
             let parts = self.parts.iter().enumerate();
             parts.filter_map(|(at, part)| match part {
-                PartState::Loader(loader) => loader.spot.map(|spot| (at, loader, spot)),
+                PartState::Loader(loader) => loader.position.map(|position| (at, loader, position)),
                 _ => None,
             })
         };
         let trained = read().find(|(_, loader, _)| loader.trained);
-        let latest =
-            || read().min_by_key(|(_, loader, spot)| (Reverse(spot.epoch), !loader.is_open));
-        let (at, _, spot) = trained.or_else(latest)?;
-        Some((at, spot))
+        let latest = || {
+            read().min_by_key(|(_, loader, position)| (Reverse(position.epoch), !loader.is_open))
+        };
+        let (at, _, position) = trained.or_else(latest)?;
+        Some((at, position))
     }
 
     /// Tells if the loader at that place continues in mid-epoch. One for evaluation starts anew, as

@@ -231,7 +231,7 @@ fn metadata(taken: &TakenSnapshot, state: &StateFile, job: &JobInfo) -> Metadata
             SnapshotMode::Regular => CheckpointKind::Full,
         },
         step: taken.step(),
-        epoch: state.spot().map_or(0, |spot| spot.next_epoch()),
+        epoch: state.position().map_or(0, |position| position.next_epoch()),
         world_size: job.world_size,
         seed: Some(job.seed),
         loaders: state.loaders().map(loader).collect(),
@@ -241,7 +241,7 @@ fn metadata(taken: &TakenSnapshot, state: &StateFile, job: &JobInfo) -> Metadata
 }
 
 fn loader(loader_state: &LoaderState) -> manifest::LoaderState {
-    let spot = loader_state.spot.unwrap_or_default();
+    let position = loader_state.position.unwrap_or_default();
     let mut extra = serde_json::Map::new();
     extra.insert("trained".to_owned(), loader_state.trained.into());
     manifest::LoaderState {
@@ -249,10 +249,10 @@ fn loader(loader_state: &LoaderState) -> manifest::LoaderState {
         order: loader_state.order.clone(),
         tail: loader_state.tail.clone(),
         global_batch: loader_state.global_batch.unwrap_or(0),
-        epoch: spot.epoch,
-        consumed: spot.consumed,
-        step: spot.step,
-        finished: spot.finished,
+        epoch: position.epoch,
+        consumed: position.consumed,
+        step: position.step,
+        finished: position.finished,
         extra,
     }
 }

@@ -31,7 +31,8 @@ pub(crate) struct LoaderState {
     /// Set if an optimizer has stepped with its batches.
     pub(crate) trained: bool,
     /// `None` if it was never read.
-    pub(crate) spot: Option<EpochPosition>,
+    #[serde(rename = "spot")]
+    pub(crate) position: Option<EpochPosition>,
     /// Set while the program was taking its batches.
     #[serde(default)]
     pub(crate) is_open: bool,
@@ -94,7 +95,7 @@ impl<O: Send + 'static> PreparedLoader<O> {
             number: self.context.number,
             passes: passes - u64::from(is_in_pass),
             trained: self.cursor.is_trained(),
-            spot: position,
+            position,
             is_open: self.cursor.is_open(),
             steppers: self.cursor.steppers(),
             waits: self.cursor.waits(),
@@ -124,7 +125,7 @@ impl<O: Send + 'static> PreparedLoader<O> {
     ) -> Result<Self> {
         let mine = self.loader_state();
         saved.compare(name, &mine)?;
-        let in_mid_epoch = how.goes_on && saved.spot.is_some_and(|spot| spot.step > 0);
+        let in_mid_epoch = how.goes_on && saved.position.is_some_and(|position| position.step > 0);
         match &mut self.samples {
             Samples::Opaque(_) if in_mid_epoch && !how.same_world => {
                 return Err(other_world(name, "one of Burn's own", "LoaderBuilder"));
@@ -157,11 +158,14 @@ impl<O: Send + 'static> PreparedLoader<O> {
         self.passes = AtomicU64::new(saved.passes);
         let leads = how.leads && saved.trained && self.context.shared.rank() == 0;
         self.cursor = Cursor::restored(Restored {
-            position: saved.spot,
+            position: saved.position,
             steppers: saved.steppers.clone(),
             trained: saved.trained,
             goes_on: how.goes_on,
-            first_epoch: saved.spot.filter(|_| leads).map(EpochPosition::next_epoch),
+            first_epoch: saved
+                .position
+                .filter(|_| leads)
+                .map(EpochPosition::next_epoch),
         });
         Ok(self)
     }
