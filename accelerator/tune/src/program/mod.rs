@@ -273,6 +273,10 @@ impl TrialRunner for Programs {
 
     fn next(&mut self, wait: Duration) -> Result<Option<RunnerEvent>> {
         let until = Instant::now() + wait;
+        // What has arrived meanwhile is not late, however long the search took.
+        while let Ok(event) = self.events.try_recv() {
+            self.handle(event)?;
+        }
         // Others may report all the time.
         self.end_late()?;
         loop {

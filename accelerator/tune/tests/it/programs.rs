@@ -313,3 +313,23 @@ fn no_report_is_lost_however_fast_a_program_prints_or_writes_to_its_file() {
         assert_eq!(last.value("loss"), Some(2499.0));
     }
 }
+
+/// The program has ended when the search takes up its first report.
+#[test]
+fn no_report_is_lost_however_long_the_search_takes_over_one() {
+    let folder = tempfile::tempdir().unwrap();
+    let search = programs(folder.path(), 1).stop(Stop::new().when(|_, result| {
+        // The second pause is longer than the search waits for what an ended program has left.
+        let seconds = match result.training_iteration {
+            1 => 1,
+            1400 => 6,
+            _ => 0,
+        };
+        std::thread::sleep(Duration::from_secs(seconds));
+        false
+    }));
+    let script = "i=0; while [ $i -lt 1500 ]; do echo \"{{\\\"loss\\\": $i}}\"; i=$((i + 1)); done";
+    let results = run(search, folder.path(), script);
+    let last = results.trials()[0].last.as_ref().unwrap();
+    assert_eq!(last.training_iteration, 1500);
+}
