@@ -234,7 +234,7 @@ fn what_would_hide_a_job_is_refused() {
     let commands = Commands::new(&[("sbatch", "cat >/dev/null; echo 7")]);
     for option in ["--output=/tmp/x", "-o/tmp/x", "--clusters=b", "-Mb"] {
         let option = format!("--sbatch-arg={option}");
-        let submitted = submit(&jobs, &commands, "a", &format!("{option}"));
+        let submitted = submit(&jobs, &commands, "a", &option);
         assert_eq!(submitted.code, Some(2), "{submitted:?}");
         assert!(submitted.stderr.contains(&option[2..12]), "{submitted:?}");
     }

@@ -415,34 +415,25 @@ mod tests {
     }
 
     #[test]
-    fn the_schedulers_words_are_shown() {
-        let waits = pod(
-            "a",
-            1,
-            json!({"phase": "Pending", "conditions": [{"type": "PodScheduled", "status": "False",
-        "reason": "Unschedulable", "message": "0/2 nodes are available: 2 Insufficient nvidia.com/gpu."}]}),
-        );
-        let instance = instance(vec![waits]);
-        assert_eq!(instance.status, JobStatus::Pending);
-        assert_eq!(
-            instance.reason.unwrap(),
-            "Unschedulable: 0/2 nodes are available: 2 Insufficient nvidia.com/gpu."
-        );
-    }
-
-    #[test]
-    fn an_image_that_is_not_there_is_named() {
-        let state =
+    fn why_a_pod_waits_is_shown() {
+        let unschedulable = json!([{"type": "PodScheduled", "status": "False", "reason": "Unschedulable",
+            "message": "0/2 nodes are available: 2 Insufficient nvidia.com/gpu."}]);
+        let pulling =
             json!({"waiting": {"reason": "ImagePullBackOff", "message": "Back-off pulling image"}});
-        let waits = pod(
-            "a",
-            1,
-            json!({"phase": "Pending", "containerStatuses": container(state)}),
-        );
-        assert_eq!(
-            instance(vec![waits]).reason.unwrap(),
-            "ImagePullBackOff: Back-off pulling image (r/m:1)"
-        );
+        for (status, reason) in [
+            (
+                json!({"phase": "Pending", "conditions": unschedulable}),
+                "Unschedulable: 0/2 nodes are available: 2 Insufficient nvidia.com/gpu.",
+            ),
+            (
+                json!({"phase": "Pending", "containerStatuses": container(pulling)}),
+                "ImagePullBackOff: Back-off pulling image (r/m:1)",
+            ),
+        ] {
+            let instance = instance(vec![pod("a", 1, status)]);
+            assert_eq!(instance.status, JobStatus::Pending);
+            assert_eq!(instance.reason.unwrap(), reason);
+        }
     }
 
     #[test]

@@ -387,34 +387,26 @@ mod tests {
 
     #[test]
     fn nodes_are_read() {
-        let shown: Vec<_> = of_nodes(NODES)
-            .into_iter()
+        let nodes = of_nodes(NODES);
+        let shown: Vec<_> = nodes
+            .iter()
             .map(|node| {
                 (
-                    node.name,
-                    node.address,
-                    node.status,
+                    &*node.name,
+                    &*node.address,
+                    &*node.status,
                     node.gpus,
                     node.gpus_allocated,
                 )
             })
             .collect();
-        let node = |name: &str, address: &str, status: &str, gpus, allocated| {
-            (
-                name.to_owned(),
-                address.to_owned(),
-                status.to_owned(),
-                gpus,
-                allocated,
-            )
-        };
         assert_eq!(
             shown,
             [
-                node("n1", "10.77.0.1", READY, 2, 1),
-                node("n2", "10.77.0.2", READY, 0, 0),
-                node("n3", "10.77.0.1", "unknown+drain+invalid_reg", 2, 0),
-                node("n4", "10.77.0.4", "down+not_responding", 0, 0),
+                ("n1", "10.77.0.1", READY, 2, 1),
+                ("n2", "10.77.0.2", READY, 0, 0),
+                ("n3", "10.77.0.1", "unknown+drain+invalid_reg", 2, 0),
+                ("n4", "10.77.0.4", "down+not_responding", 0, 0),
             ]
         );
     }
