@@ -76,7 +76,7 @@ impl FailedCalls {
 }
 
 impl BackwardCall {
-    /// The ranks have met in this call: each of them knows how it goes.
+    /// Notes that the ranks have met in this call: each of them knows how it goes.
     pub(super) fn mark_synchronized(&self) {
         self.synchronized.store(true, Ordering::Relaxed);
     }

@@ -97,7 +97,7 @@ impl BucketStorage {
         }
     }
 
-    /// The same sums in host memory.
+    /// Moves the sums to host memory.
     pub(super) fn into_host(self, group: &ProcessGroup) -> Self {
         let mut flat = match self {
             Self::Host(buffer) => return Self::Host(buffer),
@@ -115,7 +115,7 @@ impl BucketStorage {
         Self::Host(buffer)
     }
 
-    /// The same sums on a device.
+    /// Moves the sums to a device.
     pub(super) fn into_device(self, device: &Device) -> Self {
         match self {
             Self::Host(buffer) => {
@@ -127,7 +127,7 @@ impl BucketStorage {
     }
 }
 
-/// A copy of a buffer on a device.
+/// Copies a buffer to a device.
 pub(super) fn uploaded(buffer: &Buffer, device: &Device) -> Tensor<1> {
     fn data<E: Element + burn::tensor::Element>(buffer: &Buffer) -> TensorData {
         TensorData::new(slice::<E>(buffer).to_vec(), [buffer.len()])

@@ -259,7 +259,7 @@ impl SumScope {
         }
     }
 
-    /// The elements that this rank has of a parameter of so many.
+    /// Returns the elements that this rank has of a parameter.
     pub(super) fn of_parameter(&self, parameter: usize, elements: usize) -> Range<usize> {
         match self {
             Self::Whole => 0..elements,
@@ -267,7 +267,7 @@ impl SumScope {
         }
     }
 
-    /// The elements that this rank has of a bucket of so many.
+    /// Returns the elements that this rank has of a bucket.
     pub(super) fn of_bucket(
         &self,
         bucket: usize,

@@ -128,7 +128,7 @@ impl<'a> ControlSums<'a> {
         self.header.norm > 0.0
     }
 
-    /// Tells of each bucket if any rank asks for another reduction of it.
+    /// Returns for each bucket whether any rank asks for another reduction.
     pub(super) fn needs_retry(&self) -> impl Iterator<Item = bool> {
         self.needs_retry.iter().map(|ranks| *ranks > 0.0)
     }

@@ -9,14 +9,14 @@ use burn::tensor::{DType, Tensor, TensorData, Transaction};
 use crate::core::tensor::{any_rank, register, with_rank};
 use crate::model::Trainable;
 
-/// The gradient of a parameter, left in `gradients`.
+/// Returns the gradient of a parameter, which stays in `gradients`.
 pub(super) fn peek(gradients: &GradientsParams, parameter: &Trainable) -> Option<DispatchTensor> {
     with_rank!(parameter.shape.len(), D => {
         gradients.get::<D>(parameter.id).map(Tensor::into_dispatch)
     })
 }
 
-/// The gradient of a parameter, removed from `gradients`.
+/// Removes the gradient of a parameter from `gradients`.
 pub(super) fn take(
     gradients: &mut GradientsParams,
     parameter: &Trainable,

@@ -91,7 +91,7 @@ impl AveragedGradients {
             .is_some_and(|reduced| reduced.token.is_some())
     }
 
-    /// Lets local training tell that a sharded optimizer was given these, which are this rank's alone.
+    /// Notes that a sharded optimizer was given these gradients of one rank, for local training to return the error.
     pub(crate) fn refuse_shards(&self) {
         if let Some(reduced) = self.reduced() {
             reduced.model_state.round().meet_shards();

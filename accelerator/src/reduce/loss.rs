@@ -49,7 +49,7 @@ impl LossSum {
         self.unread.clear();
     }
 
-    /// The mean over so many samples, read from the device; `None` if it is not known.
+    /// Returns the mean over this many samples, read from the device; `None` if it is not known.
     pub(super) fn mean(&self, samples: f64) -> Option<f64> {
         (!self.is_unknown).then(|| self.value() / samples)
     }

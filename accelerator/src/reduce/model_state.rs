@@ -100,7 +100,7 @@ pub(super) struct WorkingPart {
     pub(super) cast: Option<Arc<Cast>>,
 }
 
-/// Tells models apart, on all ranks alike.
+/// The name that tells models apart, the same on all ranks.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) struct ModelName {
     first: Option<ParamId>,

@@ -73,8 +73,7 @@ pub(crate) fn mean_over_ranks(
     }
 }
 
-/// Asks all ranks which of them has put in what is not finite: nothing tells it in the sums, of which that
-/// of `path` is not finite.
+/// Asks all ranks whose values are not finite: the sums, of which that of `path` is not finite, do not tell.
 #[track_caller]
 fn whose_is_it(
     group: &ProcessGroup,

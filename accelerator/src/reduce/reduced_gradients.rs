@@ -223,8 +223,8 @@ impl ReducedGradients {
         self.sums().is_some_and(BucketSums::is_sharded)
     }
 
-    /// Shows the gradients as a step would take them, in path order. If this rank has a part of them alone it shows
-    /// none, and says so once.
+    /// Shows the gradients as a step would take them, in path order. If this rank has only a part of them, it shows
+    /// none and warns once.
     pub(super) fn read_each(&self, mut read: impl FnMut(&Trainable, TensorData)) {
         match &self.values {
             GradientStorage::Sums(sums) if sums.is_sharded() => self.model_state.warnings.unread(),
@@ -244,7 +244,7 @@ impl ReducedGradients {
         }
     }
 
-    /// Tells of each parameter if it is clipped.
+    /// Returns for each parameter whether it is clipped.
     pub(super) fn chosen(&self, clip: &Clip<'_>) -> Vec<bool> {
         let parameters = self.model_state.parameters().iter();
         parameters.map(|known| clip.covers(&known.path)).collect()
@@ -263,8 +263,7 @@ impl ReducedGradients {
         self.whole_norm(NormAsked::ByOne).ok()
     }
 
-    /// The L2 norm of everything, before clipping. All ranks call it where their sums are spread and it is
-    /// not known.
+    /// Returns the L2 norm of everything, before clipping. If sums are sharded and it is not known, all ranks call it.
     #[track_caller]
     pub(super) fn whole_norm(&mut self, asked: NormAsked) -> Result<f64> {
         // On devices it needs nothing of the window: ranks compare when all of them ask.
@@ -331,7 +330,7 @@ impl ReducedGradients {
         Ok(())
     }
 
-    /// The norm of what is chosen, as it is now. All ranks call it where their sums are spread.
+    /// Returns the norm of what is chosen, as it is now. If sums are sharded, all ranks call it.
     #[track_caller]
     pub(super) fn norm_of(&mut self, order: f64, chosen: &[bool], asked: NormAsked) -> Result<f64> {
         if order == 2.0 {
@@ -361,8 +360,7 @@ impl ReducedGradients {
         })
     }
 
-    /// Scales what is chosen down to the norm `max`, if it is longer. All ranks call it where their sums are
-    /// spread.
+    /// Scales what is chosen down to the norm `max`, if it is longer. If sums are sharded, all ranks call it.
     #[track_caller]
     pub(super) fn clip_norm(&mut self, max: f64, order: f64, chosen: &[bool]) -> Result<()> {
         if order == 2.0 {
@@ -402,7 +400,7 @@ impl ReducedGradients {
         true
     }
 
-    /// Keeps the norm as it is before clipping, to be read by who asks for it; `false` where that takes a wait.
+    /// Keeps the norm as it is before clipping, to be read when it is asked for; `false` if that takes a wait.
     fn remember_unread(&mut self) -> bool {
         if self.apart().is_some() || !self.values.is_on_device(&self.model_state) {
             return false;
@@ -477,8 +475,7 @@ impl ReducedGradients {
         }
     }
 
-    /// Holds the chosen elements within a range, where they lie. All ranks call it where their sums are
-    /// spread.
+    /// Holds the chosen elements within a range, where they lie. If sums are sharded, all ranks call it.
     #[track_caller]
     pub(super) fn clamp(&mut self, max: f64, chosen: &[bool]) -> Result<()> {
         // It can be had later no more.
@@ -606,7 +603,7 @@ pub(crate) struct StepCommit {
 }
 
 impl StepCommit {
-    /// The window's samples are used, its step counts, and the scale of losses moves by it.
+    /// Commits the window: its samples are used, its step counts, and the scale of losses moves by it.
     pub(crate) fn commit(self) {
         self.model_state.count_step();
         let model = self.model_state.first_id();
@@ -616,7 +613,7 @@ impl StepCommit {
         }
     }
 
-    /// The replica of this rank is updated so, as those of all ranks must be; without a rate where the program steps by
+    /// Notes the update of this rank's replica, the same as on all ranks; without a rate if the program steps by
     /// itself.
     pub(crate) fn note_update(&self, rate: Option<f64>) {
         self.model_state.updates().note(rate, self.clips);

@@ -132,7 +132,8 @@ fn check_between_steps(model_state: &ModelState) -> Result<()> {
     }
 }
 
-/// Gives a prepared model the values and ids that were saved in the file that rank 0 opens, and makes it known by them, after so many steps, with that scale of its losses and that hook.
+/// Gives a prepared model the values and ids in the file that rank 0 opens, and makes it known by them, after this
+/// many steps, with that scale of its losses and that hook.
 #[track_caller]
 pub(crate) fn resume<M: Module>(
     context: &ReduceContext,

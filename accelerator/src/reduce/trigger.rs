@@ -55,7 +55,7 @@ impl Trigger {
         self.0.lock().set = true;
     }
 
-    /// Tells of a checkpoint that is being written, from the next window on.
+    /// Watches a checkpoint that is being written, from the next window on.
     pub(crate) fn watch(&self, work: Weak<dyn WatchedSave>) {
         self.0.lock().saving = Some(work);
     }

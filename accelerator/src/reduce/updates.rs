@@ -111,7 +111,7 @@ pub(crate) enum OpenRoundConcern {
 }
 
 impl LocalRound {
-    /// A window has ended.
+    /// Counts a window that has ended.
     pub(crate) fn count(&mut self, samples: f64, concern: OpenRoundConcern) {
         self.steps += 1;
         self.samples += samples;
@@ -130,12 +130,12 @@ impl LocalRound {
         self.apart
     }
 
-    /// A sharded optimizer was to step, and did not.
+    /// Notes that a sharded optimizer was to step, and did not.
     pub(crate) fn meet_shards(&mut self) {
         self.met_shards = true;
     }
 
-    /// Tells once that a sharded optimizer was to step.
+    /// Fails once if a sharded optimizer was to step.
     pub(crate) fn check_whole(&mut self) -> Result<()> {
         match core::mem::take(&mut self.met_shards) {
             true => Err(sharded()),

@@ -47,7 +47,7 @@ impl BatchFingerprint {
         }
     }
 
-    /// `None` if it is not known: nothing is said of a weight that the program made.
+    /// Returns the fingerprint; `None` if some weight is of no batch.
     pub(super) fn number(self) -> Option<u64> {
         (!self.has_others).then_some(self.sum)
     }

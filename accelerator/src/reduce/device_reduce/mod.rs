@@ -101,8 +101,8 @@ impl DeviceReducer {
         }
     }
 
-    /// Lets all ranks agree on the way where one was asked for that may be closed: who asks for it learns that
-    /// before anything is trained. All of them call it.
+    /// Agrees with all ranks on the path, if the program asked for one that may be unavailable: it learns that before
+    /// it trains. All ranks call it.
     #[track_caller]
     pub(crate) fn check(&self, group: &ProcessGroup) -> Result<()> {
         match self.asked {
@@ -111,7 +111,7 @@ impl DeviceReducer {
         }
     }
 
-    /// Lets all ranks agree on the way, before the first sums travel. All of them call it.
+    /// Agrees with all ranks on the path, before the first sums travel. All ranks call it.
     #[track_caller]
     pub(super) fn settle(&self, group: &ProcessGroup) -> Result<()> {
         // Without CUDA there is nothing to agree on: a program has the same features on all ranks.
@@ -156,7 +156,7 @@ impl DeviceReducer {
         }
     }
 
-    /// Tells of GPUs, which there are none of on most machines.
+    /// Reports the path, if this machine has GPUs.
     fn say(&self, group: &ProcessGroup, way: &str) {
         if group.topology().is_main() && self.kind == BackendKind::Cuda {
             error::tell(&format!("gradients of the GPUs are reduced {way}"));
@@ -170,22 +170,21 @@ impl DeviceReducer {
         }
     }
 
-    /// Waits until the device has done what was sent from it: who is gone before the others have done
-    /// theirs is taken for lost.
+    /// Waits until the device has done what was sent from it: other ranks take a rank that leaves earlier for lost.
     pub(crate) fn rest(&self) {
         if let Some(nccl) = self.nccl() {
             nccl.rest();
         }
     }
 
-    /// A window begins, behind those that were stepped with.
+    /// Notes that a window begins, behind those that were stepped with.
     pub(super) fn window_begins(&self) {
         if let Some(nccl) = self.nccl() {
             nccl.window_begins();
         }
     }
 
-    /// The window may be stepped with.
+    /// Notes that the window may be stepped with.
     pub(super) fn window_ends(&self) {
         if let Some(nccl) = self.nccl() {
             nccl.window_ends();

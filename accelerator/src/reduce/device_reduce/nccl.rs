@@ -117,7 +117,7 @@ impl Nccl {
         })
     }
 
-    /// Lets what the device is given from now on wait for what was sent.
+    /// Orders what the device is given from now on behind what was sent.
     pub(in crate::reduce) fn order_after(&self) -> Result<()> {
         self.communicator.order_after().map_err(failed)
     }
@@ -131,18 +131,18 @@ impl Nccl {
         }
     }
 
-    /// Waits for the sums that were stepped with, and tells whether they are complete.
+    /// Waits for the sums that were stepped with. Fails if they are not complete.
     pub(super) fn confirm(&self) -> Result<()> {
         self.communicator.wait().map_err(failed)
     }
 
-    /// Another window begins: what was stepped with so far is known to be complete, or is not.
+    /// Notes that another window begins: what was stepped with so far is known to be complete, or is not.
     pub(super) fn window_begins(&self) {
         let is_done = matches!(self.communicator.is_done(), Ok(true));
         self.is_sound.store(is_done, Ordering::Release);
     }
 
-    /// The window may be stepped with, though its sums are still on their way.
+    /// Notes that the window may be stepped with, though its sums are still on their way.
     pub(super) fn window_ends(&self) {
         self.is_sound.store(false, Ordering::Release);
     }

@@ -195,8 +195,7 @@ impl HookInstance {
         &self.name
     }
 
-    /// Lets the hook reduce a bucket. A panic of its is an error like others: the other ranks wait for
-    /// what does not come.
+    /// Reduces a bucket by the hook. A panic becomes an error like others: the other ranks wait for this one.
     pub(in crate::reduce) fn reduce(
         &self,
         bucket: &mut GradientBucket<'_>,
@@ -248,7 +247,7 @@ impl HookInstance {
         })
     }
 
-    /// Errors of the communication stay what they are.
+    /// Returns the error of the hook; errors of the communication stay what they are.
     fn failed(&self, kind: Kind, what: &str, error: HookError) -> Error {
         let error = match error.downcast::<accelerator_collective::Error>() {
             Ok(error) => return Error::from(*error),

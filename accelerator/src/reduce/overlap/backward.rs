@@ -32,8 +32,7 @@ impl OverlapScheduler {
         }
     }
 
-    /// Runs backward, while `reducer` sends what is ready if it is known where to look. Tells what was
-    /// learnt in it.
+    /// Runs backward. Meanwhile `reducer` sends what is ready, if it is known where to look. Returns what was learnt.
     pub(in crate::reduce) fn backward<M: Module>(
         &mut self,
         loss: Tensor<1>,

@@ -132,11 +132,10 @@ impl RankCalibration {
         }
     }
 
-    /// A window was reduced. All ranks call it, for a model with so many parameters.
+    /// Agrees on the order after a window was reduced, for a model with this many parameters. All ranks call it.
     ///
-    /// The order is that of the first rank on which anything is ready early. It is there when every
-    /// rank has learnt, or when one has been waited for in vain: that one will send everything in
-    /// the end.
+    /// The order is that of the first rank on which anything is ready early. The ranks agree when every rank has
+    /// learnt, or after `MAX_WINDOWS`: a rank that has not learnt by then sends everything in the end.
     #[track_caller]
     pub(super) fn agree(
         &mut self,

@@ -14,7 +14,7 @@ use crate::reduce::updates::SeenUpdates;
 use crate::timeline::{EventSubject, Phase};
 
 impl Reducer {
-    /// Lets the ranks add up their weights, before anybody sends.
+    /// Starts to add up the weights of all ranks, before anybody sends.
     pub(super) fn start_weighing(&mut self) -> Result<()> {
         let spare = self.bucket_set.weight_buffer.take();
         let mut total = spare.unwrap_or_else(|| self.group.buffer(DType::F64, 1));

@@ -30,7 +30,7 @@ use crate::timeline::{EventSubject, Phase, Timeline};
 /// backward or after it, and sends what is complete.
 ///
 /// All ranks issue the same operations: with compression, the weight; the buckets in their order;
-/// the control vector; then again what was sent too early somewhere; with compression and spread sums,
+/// the control vector; then again what was sent too early somewhere; with compression and sharded sums,
 /// whether all fit; then all compressed buckets if one did not. See the README of `reduce`.
 #[derive(Debug)]
 pub(super) struct Reducer {
@@ -222,7 +222,7 @@ impl Reducer {
         Self { casts, ..self }
     }
 
-    /// Lets travel along how often this rank failed before `call`, and the flag of `trigger`.
+    /// Adds the number of calls that failed before `call`, and the flag of `trigger`, to the control vector.
     pub(super) fn with_signals(self, call: Option<&BackwardCall>, trigger: &Arc<Trigger>) -> Self {
         Self {
             call: call.cloned(),
@@ -303,7 +303,7 @@ impl Reducer {
         }
     }
 
-    /// Sends what is left, and waits for everything. Tells how many buckets were sent too early.
+    /// Sends what is left, and waits for everything. Returns the number of buckets that were sent too early.
     fn conclude(
         &mut self,
         model_state: &ModelState,
@@ -345,8 +345,8 @@ impl Reducer {
         Ok(repaired)
     }
 
-    /// Sends the buckets that are left, and the control vector, and takes in what comes to that. Tells
-    /// how many buckets were sent too early.
+    /// Sends the buckets that are left and the control vector, and receives the sums. Returns the number of buckets
+    /// that were sent too early.
     fn exchange(&mut self, model_state: &ModelState, gradients: &GradientsParams) -> Result<usize> {
         if self.send_mode == SendMode::InFlight && self.early == 0 && !is_networked(&self.group) {
             self.send_mode = SendMode::Blocking;
@@ -419,8 +419,8 @@ impl Reducer {
         })
     }
 
-    /// Fills the buckets that are open, and compares what the others were filled with. Tells how
-    /// many gradients are of no parameter that is known.
+    /// Fills the open buckets, and compares what the others were filled with. Returns the number of gradients of
+    /// unknown parameters.
     fn fill(&mut self, model_state: &ModelState, gradients: &mut GradientsParams) -> usize {
         let mut unknown = gradients.len();
         let bucket_set = &mut self.bucket_set;

@@ -182,7 +182,7 @@ impl Reducer {
         Ok(())
     }
 
-    /// Lets the sums of a bucket travel, or what was rounded of them.
+    /// Starts to reduce the sums of a bucket, or the rounded ones.
     fn start(&mut self, bucket: usize, buffer: Buffer) -> Result<Pending> {
         let group = self.caller_group();
         let pending = match self.sum_scope.cut(bucket) {
@@ -249,7 +249,7 @@ impl Reducer {
         Ok(())
     }
 
-    /// Reduces the buckets again that some rank has sent too early. Tells how many there were.
+    /// Reduces the buckets again that some rank has sent too early. Returns their number.
     pub(super) fn redo(
         &mut self,
         model_state: &ModelState,

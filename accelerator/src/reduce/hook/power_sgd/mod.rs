@@ -324,8 +324,8 @@ impl<T: MatrixFloat> PowerSgdState<T> {
         Ok(PendingFactors::Everything)
     }
 
-    /// Lets a bucket whose products leave the range of their type be sent exactly. Its values hold the errors of earlier
-    /// steps already, so those are cleared.
+    /// Returns that a bucket whose products leave the range of their type is to be sent exactly. Its values hold the
+    /// errors of earlier steps already, so those are cleared.
     fn send_exactly(&mut self, matrices: &[Matrix<'_>]) -> PendingFactors {
         for matrix in matrices {
             if let Some(tensor) = self.tensors.get_mut(matrix.path) {
@@ -395,7 +395,7 @@ fn grown<T: MatrixFloat>(values: &mut Vec<T>, count: usize) -> &mut [T] {
     &mut values[start..]
 }
 
-/// The first so many of what is left.
+/// Takes the first `count` of what is left.
 fn cut<'a, T>(left: &mut &'a [T], count: usize) -> &'a [T] {
     let (mine, others) = left.split_at(count);
     *left = others;
