@@ -29,7 +29,7 @@ impl SampleLog {
     ///
     /// # Errors
     ///
-    /// [`Error::is_io`] if the file cannot be written.
+    /// [`Error::is_io`](crate::Error::is_io) if the file cannot be written.
     pub fn open(path: Option<&Path>, rank: usize) -> Result<Self> {
         Ok(Self {
             file: path.map(JsonLines::create).transpose()?,
@@ -42,7 +42,7 @@ impl SampleLog {
     ///
     /// # Errors
     ///
-    /// [`Error::is_io`] if the file cannot be written.
+    /// [`Error::is_io`](crate::Error::is_io) if the file cannot be written.
     pub fn log(&mut self, samples: &[u64]) -> Result<()> {
         self.step += 1;
         let Some(file) = &mut self.file else {
