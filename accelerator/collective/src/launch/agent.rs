@@ -1,4 +1,4 @@
-//! The place that engines tell an agent: the launcher that is started once on each host of a job.
+//! The place that engines give an agent, the launcher that is started once on each host of a job.
 
 use std::{fmt, str::FromStr};
 
@@ -13,16 +13,16 @@ use crate::{
     rendezvous::without_brackets,
 };
 
-/// The place of an agent among the agents of its job, as the variables of an engine tell it. What an engine does not
-/// tell is `None`, for the agent's own settings or its first agent to say.
+/// The place of an agent among the agents of its job, read from the variables of an engine. Fields that the engine does
+/// not give are `None`; the agent's own settings or the first agent of the job provide them.
 ///
-/// The first engine that tells anything tells all of it, in this order:
+/// All fields come from the first engine in this table that gives any of them:
 ///
 /// | engine | variables |
 /// |---|---|
 /// | an operator with torchrun's settings | `PET_NNODES` (`2`, `1:4`), `PET_NODE_RANK`, `PET_NPROC_PER_NODE`, `PET_RDZV_ENDPOINT`, `PET_MASTER_ADDR`, `PET_MASTER_PORT`, `PET_RDZV_ID`; for the head also `MASTER_ADDR` and `MASTER_PORT` |
 /// | PyTorchJob, where `RANK` counts pods | `RANK`, `WORLD_SIZE`, `NPROC_PER_NODE`, `MASTER_ADDR`, `MASTER_PORT` |
-/// | a step of Slurm with one task a host | `SLURM_NODEID`, `SLURM_STEP_NODELIST` and others of a step |
+/// | a step of Slurm with one task per host | `SLURM_NODEID`, `SLURM_STEP_NODELIST` and others of a step |
 /// | SageMaker | `SM_HOSTS`, `SM_CURRENT_HOST`, `SM_NUM_GPUS` |
 /// | an Indexed Job of Kubernetes | `JOB_COMPLETION_INDEX`, which comes without a count |
 ///
@@ -66,9 +66,9 @@ pub struct AgentLaunch {
     pub head: Option<AgentHead>,
     /// The name of the job, if the engine gives it one.
     pub job: Option<String>,
-    /// The engine that told it.
+    /// The engine that gave this place.
     pub source: LaunchSource,
-    /// Engines that have left variables, and did not tell it.
+    /// Engines whose variables are set, but that did not give this place.
     pub noticed: Vec<LaunchSource>,
 }
 
@@ -82,13 +82,13 @@ impl AgentLaunch {
         Self::from_vars(|name| Some(variable(name)?.to_string_lossy().into_owned()))
     }
 
-    /// Reads variables through `lookup`; one that is empty counts as not set. `None` if no engine tells anything,
-    /// and in a rank of another launcher, which `LOCAL_RANK` shows.
+    /// Reads variables through `lookup`; an empty one counts as not set. Returns `None` if no engine gives a place, and
+    /// in a rank of another launcher, which `LOCAL_RANK` shows.
     ///
     /// # Errors
     ///
-    /// A topology error that names the variables if what an engine tells is malformed or contradictory, or if
-    /// a step of Slurm has several tasks on a host: an agent starts the processes of its host itself.
+    /// A topology error that names the variables if those of an engine are malformed or contradictory, or if a step of
+    /// Slurm has several tasks on a host: an agent starts the processes of its host itself.
     pub fn from_vars(lookup: impl Fn(&str) -> Option<String>) -> Result<Option<Self>> {
         let vars = LaunchReader(&lookup);
         if vars.is_set("LOCAL_RANK") {
@@ -132,7 +132,7 @@ impl AgentLaunch {
         match node < nodes.most {
             true => Ok(()),
             false => Err(Error::topology(format!(
-                "{} tells that this is host {node} of {nodes}; hosts are counted from 0",
+                "{} says that this is host {node} of {nodes}; hosts are counted from 0",
                 self.source.launcher
             ))),
         }
@@ -167,7 +167,7 @@ impl FromStr for NodeCount {
         match (number(least), number(most)) {
             (Some(least), Some(most)) if least <= most => Ok(Self { least, most }),
             _ => Err(Error::topology(format!(
-                "{text:?} is no number of hosts; expected a number from 1 on, or a range such as 1:4"
+                "{text:?} is not a number of hosts; expected a number from 1 on, or a range such as 1:4"
             ))),
         }
     }
@@ -201,7 +201,7 @@ impl FromStr for AgentProcesses {
             number => match number.parse() {
                 Ok(count) if count > 0 => Ok(Self::Number(count)),
                 _ => Err(Error::topology(format!(
-                    "{text:?} is no number of processes; expected a number from 1 on, auto or gpu"
+                    "{text:?} is not a number of processes; expected a number from 1 on, auto or gpu"
                 ))),
             },
         }
@@ -233,7 +233,7 @@ impl FromStr for AgentHead {
     fn from_str(text: &str) -> Result<Self> {
         let wrong = || {
             Error::topology(format!(
-                "{text:?} is no address of the first agent; expected a host, or a host and a port from 1 to \
+                "{text:?} is not an address of the first agent; expected a host, or a host and a port from 1 to \
                  65535 such as node-0:29400"
             ))
         };
@@ -277,7 +277,7 @@ impl fmt::Display for AgentHead {
 
 struct Engine {
     name: &'static str,
-    /// Any of these variables shows that it was there.
+    /// Any of these variables shows that the engine is present.
     shown_by: &'static [&'static str],
     read: fn(LaunchReader<'_>, LaunchSource) -> Result<Option<AgentLaunch>>,
 }
@@ -440,7 +440,7 @@ fn parsed<T: FromStr<Err = Error>>(vars: LaunchReader<'_>, name: &str) -> Result
     }
 }
 
-/// The strings of a list in JSON, whose strings are names of hosts.
+/// The strings of a JSON list of host names.
 fn strings(text: &str) -> Option<Vec<&str>> {
     fn unquoted(text: &str) -> Option<&str> {
         let name = text.trim().strip_prefix('"')?.strip_suffix('"')?;

@@ -1,4 +1,4 @@
-//! Puts a launch together from what variables tell.
+//! Builds a launch from variables.
 
 use std::{fmt, str::FromStr, time::Duration};
 
@@ -23,7 +23,7 @@ impl Launch {
     ///
     /// # Errors
     ///
-    /// A topology error that names the variable, what it holds and what was expected.
+    /// A topology error that names the variable, its value and the values that were expected.
     pub fn from_vars(lookup: impl Fn(&str) -> Option<String>) -> Result<Self> {
         LaunchBuilder::new(LaunchReader(&lookup)).launch()
     }
@@ -84,7 +84,7 @@ impl<'a> LaunchBuilder<'a> {
         Ok(launch)
     }
 
-    /// Finds where the ranks meet: at `MASTER_ADDR`, or where the launcher tells.
+    /// Finds the place where the ranks meet: `MASTER_ADDR`, or the one that the launcher gives.
     fn meeting(&mut self, launch: &mut Launch, place: &Place) -> Result<()> {
         if let Some(host) = self.vars.text("MASTER_ADDR") {
             let host = host.trim();
@@ -144,7 +144,8 @@ impl<'a> LaunchBuilder<'a> {
         }
     }
 
-    /// The place on the host: as it was told, as it follows from where the ranks meet, or not known yet.
+    /// Finds the place on the host: as a variable gives it, or as it follows from the place where the ranks meet.
+    /// Otherwise it is not known yet.
     fn place_on_host(&mut self, launch: &mut Launch, place: &Place) -> Result<()> {
         let names = place.names;
         if let LocalTold::Place(rank, size) = place.local {
@@ -176,8 +177,8 @@ impl<'a> LaunchBuilder<'a> {
         self.note("local world size", topology.world_size(), Origin::Derived);
         match launch.local_rank {
             Some(told) if told != topology.rank() => Err(Error::topology(format!(
-                "{} is {told}, but {} is not set, and all ranks meet on the loopback interface: then the local \
-                 rank is the rank, {}; set both or neither",
+                "{} is {told}, but {} is not set, and all ranks meet on the loopback interface, so the local \
+                 rank must be the rank, {}; set both or neither",
                 names.local_rank,
                 names.local_world_size,
                 topology.rank()
@@ -186,8 +187,8 @@ impl<'a> LaunchBuilder<'a> {
         }
     }
 
-    /// Returns `true` if an operator of Kubernetes tells rank 0 that the store is on `localhost`: the other pods are
-    /// given its name.
+    /// Returns `true` if a Kubernetes operator tells rank 0 that the store is on `localhost`; it gives the other pods
+    /// the name of rank 0's pod.
     fn is_own_pod(&self, place: &Place, rendezvous: &Rendezvous) -> bool {
         place.rank == 0
             && matches!(place.local, LocalTold::Nothing)

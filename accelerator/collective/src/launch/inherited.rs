@@ -34,8 +34,8 @@ pub(super) fn socket(number: usize) -> Result<OwnedFd> {
         .is_ok_and(|target| target.to_string_lossy().starts_with("socket:"));
     let Some(descriptor) = descriptor.filter(|_| is_socket) else {
         return Err(Error::topology(format!(
-            "PMI_FD is {number}, but this process has no socket of that number: its launcher's was closed on \
-             the way; set MASTER_ADDR and MASTER_PORT for every process instead"
+            "PMI_FD is {number}, but this process has no socket of that number: the launcher's was closed before \
+             this process started; set MASTER_ADDR and MASTER_PORT for every process instead"
         )));
     };
     // SAFETY: the descriptor is open, as was just seen. By PMI's contract it is the launcher's end of this very
@@ -50,8 +50,8 @@ pub(super) fn socket(number: usize) -> Result<OwnedFd> {
     }
 }
 
-/// Starts a command that alone can read `content`, by [`inherited`]: a file in memory holds it, the process inherits
-/// the file's descriptor, and the variable holds the descriptor's number.
+/// Starts a command that alone can read `content`, by [`inherited`]. A file in memory holds the content, the process
+/// inherits the file's descriptor, and the variable holds the descriptor's number.
 ///
 /// Children of the command inherit the descriptor, too, until the command calls [`inherited`]; later ones do not. So
 /// the ranks that `accel-launch` starts have it, and the processes that these ranks start do not.
@@ -100,7 +100,7 @@ pub fn spawn_with_inherited(
 ///
 /// # Errors
 ///
-/// Fails if the process has inherited it, and cannot read it.
+/// Fails if the process has inherited the content but cannot read it.
 #[cfg(target_os = "linux")]
 pub fn inherited(variable: &str) -> io::Result<Option<Vec<u8>>> {
     let number = accelerator_host::variable(variable);
@@ -108,9 +108,9 @@ pub fn inherited(variable: &str) -> io::Result<Option<Vec<u8>>> {
     let Some(number) = number.filter(|number: &RawFd| *number > 2) else {
         return Ok(None);
     };
-    // SAFETY: the number is only used to ask the system, which says where no file is open there.
+    // SAFETY: the number is only passed to the system, which reports an error if no file is open under it.
     let file = unsafe { BorrowedFd::borrow_raw(number) };
-    // Any other file that is open there has other seals, or cannot have any.
+    // Any other file that is open under this number has other seals, or cannot have any.
     if !fcntl_get_seals(file).is_ok_and(|seals| seals.contains(SEALS)) {
         return Ok(None);
     }
@@ -131,7 +131,7 @@ pub fn inherited(variable: &str) -> io::Result<Option<Vec<u8>>> {
     Ok(Some(content))
 }
 
-/// The seals by which nobody can change the file.
+/// The seals that keep everyone from changing the file.
 #[cfg(target_os = "linux")]
 const SEALS: SealFlags = SealFlags::SEAL
     .union(SealFlags::WRITE)

@@ -1,4 +1,4 @@
-//! The place of a process, as the variables of one launcher tell it.
+//! The place of a process, as the variables of one launcher give it.
 
 use super::{
     exchange::Wire,
@@ -15,7 +15,7 @@ pub(super) struct Place {
     pub(super) rank: usize,
     pub(super) world_size: usize,
     pub(super) local: LocalTold,
-    /// The variables that told it.
+    /// The variables that gave it.
     pub(super) names: &'static PlaceVariables,
     pub(super) meeting: MeetingTold,
 }
@@ -24,7 +24,7 @@ pub(super) struct Place {
 #[derive(Clone, Copy)]
 pub(super) enum LocalTold {
     Nothing,
-    /// The local rank alone: the rest is found when the ranks meet, and has to agree.
+    /// The local rank alone. The rest is found when the ranks meet, and has to agree with it.
     Rank(usize),
     Place(usize, usize),
 }
@@ -33,7 +33,7 @@ pub(super) enum LocalTold {
 pub(super) enum MeetingTold {
     /// No variable names it; the text says why, for the error.
     Nowhere(String),
-    /// A store of rank 0's, whose address follows from the variables.
+    /// A store on rank 0, whose address follows from the variables.
     Store(DerivedStore),
     /// An address that rank 0 tells the others through the launcher.
     Exchanged(Wire),
@@ -42,12 +42,12 @@ pub(super) enum MeetingTold {
 /// The address of a store, derived from the variables of a launcher.
 pub(super) struct DerivedStore {
     pub(super) host: String,
-    /// Unless a variable says otherwise.
+    /// The port, unless a variable gives another one.
     pub(super) port: u16,
     pub(super) job: String,
 }
 
-/// The port of a store that a job of this number has: from 21000 to 28999, below the ports that systems give out.
+/// The store port of the job with this number, from 21000 to 28999: below the ports that systems give out.
 pub(super) fn derived_port(number: u64) -> u16 {
     const FIRST: u16 = 21_000;
     const COUNT: u64 = 8_000;
@@ -69,7 +69,7 @@ pub(super) struct PlaceVariables {
 }
 
 impl PlaceVariables {
-    /// The place that they tell; `None` if none of them is set.
+    /// The place that they give; `None` if none of them is set.
     ///
     /// # Errors
     ///
@@ -138,7 +138,7 @@ impl PlaceVariables {
 }
 
 impl Place {
-    /// Refuses what cannot be.
+    /// Rejects impossible places.
     pub(super) fn check(&self) -> Result<()> {
         let Self {
             rank,
@@ -188,7 +188,7 @@ impl Place {
         }
     }
 
-    /// The topology, without a place on the host if that is not told in full.
+    /// The topology, without a place on the host if the variables do not give it in full.
     pub(super) fn topology(&self) -> Result<Topology> {
         let topology = Topology::new(self.rank, self.world_size)?;
         match self.local {
@@ -197,7 +197,7 @@ impl Place {
         }
     }
 
-    /// Returns `true` if the variables tell that all ranks are on one host.
+    /// Returns `true` if the variables show that all ranks are on one host.
     pub(super) fn is_on_one_host(&self) -> bool {
         matches!(self.local, LocalTold::Place(_, size) if size == self.world_size)
     }

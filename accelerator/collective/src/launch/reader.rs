@@ -35,10 +35,10 @@ impl LaunchReader<'_> {
             .map_or(Ok(false), |value| is_on(name, &value))
     }
 
-    /// A number that has to be there if these `others` are.
+    /// Returns a number that must be set if these `others` are.
     pub(super) fn required(&self, name: &str, others: &[&str]) -> Result<usize> {
         self.number(name)?.ok_or_else(|| {
-            Error::topology(format!("{name} is not set, beside {}", self.shown(others)))
+            Error::topology(format!("{name} is not set, unlike {}", self.shown(others)))
         })
     }
 
@@ -83,7 +83,7 @@ pub struct Setting {
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub enum Origin {
-    /// Nobody said anything: the default.
+    /// Nothing set it, so it is the default.
     Default,
     /// It follows from other settings.
     Derived,

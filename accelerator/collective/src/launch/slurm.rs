@@ -21,7 +21,7 @@ pub(super) const STEP: PlaceVariables = PlaceVariables {
     local_world_size: TASKS_PER_NODE,
 };
 
-/// The place of a process in its step; `None` for one that is no task of a step.
+/// The place of a process in its step; `None` if the process is not a task of a step.
 pub(super) fn task(vars: LaunchReader<'_>) -> Result<Option<Place>> {
     let Some(step) = SlurmStep::read(vars)? else {
         return Ok(None);
@@ -44,8 +44,8 @@ pub(super) fn task(vars: LaunchReader<'_>) -> Result<Option<Place>> {
     Ok(Some(place))
 }
 
-/// Refuses a process of a job with several tasks or hosts that is no task of a step: the body of a batch script, or a
-/// shell of `salloc`.
+/// Rejects a process that belongs to a job with several tasks or hosts but is not a task of a step, such as the body of
+/// a batch script or a shell of `salloc`.
 ///
 /// # Errors
 ///
@@ -78,7 +78,7 @@ pub(super) struct SlurmStep {
 }
 
 impl SlurmStep {
-    /// The task that this process is; `None` for one that is no task of a step.
+    /// Reads the task that this process runs as; returns `None` if it is not a task of a step.
     ///
     /// # Errors
     ///
@@ -122,7 +122,7 @@ impl SlurmStep {
         derived_port(job.wrapping_add(257 * self.step))
     }
 
-    /// The name of the job: no two steps have the same.
+    /// The name of the job, which differs from step to step.
     pub(super) fn name(&self) -> String {
         format!("slurm-{}.{}", self.job, self.step)
     }
@@ -130,8 +130,8 @@ impl SlurmStep {
     fn meeting(&self, vars: LaunchReader<'_>) -> MeetingTold {
         if is_arbitrary(vars) && self.hosts.len() > 1 {
             return MeetingTold::Nowhere(format!(
-                "with {} rank 0 may be on any host of {NODES}; start the step with `srun --mpi=pmi2`, by which \
-                 rank 0 tells its address, or ",
+                "with {} rank 0 may be on any host of {NODES}; start the step with `srun --mpi=pmi2`, which \
+                 lets rank 0 share its address, or ",
                 vars.shown(&[DISTRIBUTION])
             ));
         }
@@ -177,7 +177,7 @@ impl SlurmStep {
     }
 }
 
-/// Tasks are placed by a list of the user's.
+/// Returns `true` if a list from the user places the tasks.
 fn is_arbitrary(vars: LaunchReader<'_>) -> bool {
     vars.text(DISTRIBUTION)
         .is_some_and(|how| how.starts_with("arbitrary"))
@@ -185,7 +185,7 @@ fn is_arbitrary(vars: LaunchReader<'_>) -> bool {
 
 /// The number of the step, if the variables are those of one that `srun` has started.
 fn step_id(vars: LaunchReader<'_>) -> Option<u64> {
-    /// Numbers from here on are the batch script, the shell of `salloc` and the like; so are negative ones.
+    /// Numbers from here on, and negative ones, stand for the batch script, the shell of `salloc` and the like.
     const FIRST_SPECIAL: u64 = 0xffff_fff0;
     match vars.text(STEP_ID) {
         Some(id) => id.trim().parse().ok().filter(|id| *id < FIRST_SPECIAL),
@@ -201,7 +201,7 @@ fn list<T>(
 ) -> Result<Vec<T>> {
     let Some(text) = vars.text(name) else {
         return Err(Error::topology(format!(
-            "{name} is not set, beside {}",
+            "{name} is not set, unlike {}",
             vars.shown(&TASK)
         )));
     };
@@ -279,7 +279,7 @@ pub(super) fn tasks_per_node(list: &str) -> Result<Vec<usize>, String> {
     Ok(counts)
 }
 
-/// The items of a list: separators within brackets do not part them.
+/// The items of a list. Separators within brackets belong to an item.
 fn items(list: &str) -> Result<Vec<&str>, String> {
     let mut items = Vec::new();
     let (mut start, mut is_inside) = (0, false);
@@ -303,7 +303,7 @@ fn items(list: &str) -> Result<Vec<&str>, String> {
     Ok(items)
 }
 
-/// The hosts of one item, whose brackets are whole.
+/// The hosts of one item, whose brackets match.
 fn expand(item: &str) -> Result<Vec<String>, String> {
     let Some((before, rest)) = item.split_once('[') else {
         return Ok(vec![item.to_owned()]);

@@ -1,6 +1,6 @@
 //! PMI-1, as MPICH's Hydra and Slurm's `--mpi=pmi2` serve it: one line each way, `cmd=NAME key=value …`.
 //!
-//! A launcher takes a process that closes its connection without `finalize` for one that has died, and kills the job.
+//! If a process closes its connection without `finalize`, the launcher assumes that it has died, and kills the job.
 
 #[cfg(test)]
 mod tests;
@@ -31,7 +31,7 @@ pub(super) struct PmiClient {
     deadline: Instant,
 }
 
-/// A process that its launcher has told its place over a connection.
+/// A place that the launcher has given this process over a connection.
 pub(super) struct AskedPlace {
     pub(super) rank: usize,
     pub(super) world_size: usize,
@@ -39,7 +39,8 @@ pub(super) struct AskedPlace {
     client: Mutex<Option<PmiClient>>,
 }
 
-/// The place of the process with this id, which the launcher at an address tells; it is asked once.
+/// Asks the launcher at `address` for the place of the process with this id. It is asked once; later calls return the
+/// same answer.
 pub(super) fn asked(address: &str, id: usize) -> Result<&'static AskedPlace> {
     static ASKED: OnceLock<Result<AskedPlace>> = OnceLock::new();
     ASKED
@@ -53,7 +54,7 @@ impl AskedPlace {
         let deadline = Instant::now() + ANSWER;
         let mut client = PmiClient::new(connect(address)?.into(), deadline);
         client.say(&format!("cmd=initack pmiid={id}"))?;
-        // One line, or one for each of them.
+        // The launcher sends both in one line, or each in a line of its own.
         let mut told = HashMap::new();
         while !(told.contains_key("size") && told.contains_key("rank")) {
             let line = client.line("initack")?;
@@ -109,11 +110,12 @@ impl PmiClient {
         }
     }
 
-    /// Does the same, and ends the connection.
+    /// Broadcasts a text from rank 0, which passes it as `own`, and ends the connection.
     pub(super) fn share(mut self, own: Option<&str>) -> Result<String> {
         self.ask("init pmi_version=1 pmi_subversion=1", "response_to_init")?;
         let told = self.share_open(own);
-        // Whatever went wrong: the launcher would kill the ranks that could still say what.
+        // The connection ends in order whatever went wrong: otherwise the launcher would kill the ranks that can still
+        // report the cause.
         let ended = self.finalize();
         let told = told?;
         ended?;
@@ -141,14 +143,14 @@ impl PmiClient {
         Ok(answer.value("value")?.to_owned())
     }
 
-    /// Sends a command and reads its answer, which must not be one of failure.
+    /// Sends a command and reads its answer; fails if the answer reports a failure.
     fn ask(&mut self, command: &str, expected: &str) -> Result<Answer> {
         self.say(&format!("cmd={command}"))?;
         let name = command.split(' ').next().unwrap_or(command);
         let (line, answer) = loop {
             let line = self.line(name)?;
             let answer = Answer::parse(&line);
-            // What is left of the answer to `initack`.
+            // The rest of the answer to `initack`.
             if answer.command() != "set" {
                 break (line, answer);
             }
