@@ -31,8 +31,8 @@ pub(crate) struct Meeting {
 }
 
 impl Rendezvous {
-    /// Meets the other ranks within `connect_timeout`. A rank from which nothing comes for `liveness`
-    /// is lost, and all must have been asked for the same `transport`.
+    /// Meets the other ranks within `connect_timeout`. A rank that sends nothing for `liveness` is lost, and all ranks
+    /// must ask for the same `transport`.
     pub(crate) fn meet(
         &self,
         topology: &Topology,
@@ -53,7 +53,7 @@ impl Rendezvous {
         self.meet_at(place, topology, connect_timeout, liveness, transport)
     }
 
-    /// Meets the other ranks as [`meet`](Self::meet) does, at a place that is found by the deadline that it is given.
+    /// Meets the other ranks as [`meet`](Self::meet) does, at the place that `place` finds; `place` gets the deadline.
     pub(crate) fn meet_at(
         &self,
         place: impl FnOnce(Instant) -> Result<StorePlace>,
@@ -84,8 +84,8 @@ impl Rendezvous {
         let place = place(deadline)?;
         if place.is_shadowed {
             tracing::info!(
-                "rank {} listens at all addresses of its host: the host of the store, {:?} (MASTER_ADDR), is {} here, \
-                 which no other host reaches",
+                "rank {} listens on all addresses of its host: here, the host of the store, {:?} (MASTER_ADDR), is {}, \
+                 which other hosts cannot reach",
                 topology.rank(),
                 self.host,
                 place.addresses[0].ip()
@@ -118,7 +118,7 @@ impl Rendezvous {
             listener,
             stream,
         } = attempt.run(&targets)?;
-        // At an interface that is named, a rank knows its address.
+        // If an interface is named, each rank knows its own address.
         if self.network_interface.is_none() {
             let store = stream
                 .peer_addr()
@@ -141,7 +141,8 @@ impl Rendezvous {
         topology.is_main() && self.store == StoreHost::Rank0
     }
 
-    /// The addresses of the store; at least one. Says at once that there is none yet.
+    /// Returns the addresses of the store, at least one. If there is none yet, warns at once and tries again until the
+    /// deadline.
     fn resolve(&self, topology: &Topology, deadline: Instant) -> Result<Vec<SocketAddr>> {
         let mut is_told = false;
         loop {
@@ -155,7 +156,7 @@ impl Rendezvous {
                 }
                 Err(error) => error,
             };
-            // The name of a host that is starting may become known yet.
+            // The name of a host that is still starting may become known later.
             if Instant::now() + RETRY > deadline {
                 return Err(Error::caused(
                     Kind::Rendezvous,
@@ -214,9 +215,10 @@ fn is_on_one_host(topology: &Topology) -> bool {
     topology.is_local_known() && topology.local_world_size() == topology.world_size()
 }
 
-/// Reaches the ranks on the host of the store as the store itself was `reached`: a rank there cannot know by which of the
-/// host's addresses, some of which are `known`, the others reach it. A rank that does not meet others over the network
-/// knows none; even then, a loopback address is valid on the store's host only.
+/// Replaces the addresses of ranks on the store's host by `reached`, the address at which the store was reached: a rank
+/// there cannot know by which of its host's addresses the others reach it. `known` has some of these addresses. It is
+/// `None` if this rank does not meet others over the network; then only loopback addresses are replaced, since they are
+/// valid on the store's host only.
 fn reach_beside_store(ranks: &mut [Registration], reached: IpAddr, known: Option<&[SocketAddr]>) {
     let first = ranks.first().map(|rank| rank.address.ip());
     for rank in ranks {
@@ -240,7 +242,7 @@ pub(crate) struct StorePlace {
     pub(super) addresses: Vec<SocketAddr>,
     /// The socket on which the store already listens.
     pub(super) listener: Option<TcpListener>,
-    /// True if the addresses are loopback ones, by which other hosts cannot reach this one.
+    /// True if a loopback address is among the addresses: other hosts cannot reach this one by it.
     is_shadowed: bool,
 }
 
@@ -264,13 +266,13 @@ impl StorePlace {
         }
     }
 
-    /// Listens at all addresses of this host, which is reached at those of an interface where one is named; port 0 takes
-    /// a free one.
+    /// Listens on all addresses of this host; if an interface is named, the others reach the store at that interface's
+    /// addresses. Port 0 picks a free port.
     ///
     /// # Errors
     ///
-    /// An address-in-use error where the port is taken, an I/O error where the system refuses it; a topology error where
-    /// there is no such interface, or it has no address.
+    /// An address-in-use error if the port is taken, an I/O error if the system refuses it; a topology error if there
+    /// is no such interface, or it has no address.
     pub(crate) fn in_network(port: u16, interface: Option<&str>) -> Result<Self> {
         let own = match interface {
             Some(name) => of_one_family(addresses_of(name)?),
@@ -282,7 +284,7 @@ impl StorePlace {
         }
     }
 
-    /// Listens on the loopback interface; port 0 takes a free one.
+    /// Listens on the loopback interface. Port 0 picks a free port.
     ///
     /// # Errors
     ///

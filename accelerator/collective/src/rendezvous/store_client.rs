@@ -21,17 +21,17 @@ use crate::{
 };
 use accelerator_host::sync::{Condvar, Mutex};
 
-/// A live connection to the store, for as long as the group lives: what the store has seen comes
-/// in, what this rank has suffered goes out. Handles are cheap to clone; the connection ends with
-/// the last one, and with it the store, where this rank hosts it.
+/// A live connection to the store, for as long as the group lives: the store reports what it has seen, and this rank
+/// reports its failures. Handles are cheap to clone. The connection ends with the last one, and so does the store if
+/// this rank hosts it.
 ///
-/// Nothing here waits for the store, except [`exit_notice`](Self::exit_notice) for as long as it is
-/// asked to. Once the ranks are connected, the end of the connection means nothing to them.
+/// Nothing here waits for the store, except [`exit_notice`](Self::exit_notice) and [`next_place`](Self::next_place), up
+/// to their timeouts. Once the ranks are connected, the end of the connection means nothing to them.
 #[derive(Clone)]
 pub(crate) struct StoreClient(Arc<ClientHandle>);
 
 impl StoreClient {
-    /// Keeps the connection on which the table has come.
+    /// Keeps the connection on which the table arrived.
     pub(super) fn open(
         rank: usize,
         stream: TcpStream,
@@ -66,10 +66,11 @@ impl StoreClient {
         })))
     }
 
-    /// Waits up to `timeout` for what the store knows about the end of a rank. The text continues "rank 2 is lost: ".
+    /// Returns the store's text about the end of a rank, which continues "rank 2 is lost: ". Waits up to `timeout` for
+    /// it if a launcher hosts the store.
     pub(crate) fn exit_notice(&self, rank: usize, timeout: Duration) -> Option<String> {
         let connection = &self.0.connection;
-        // Rank 0 sees connections end as every rank does; a launcher sees how processes end.
+        // Rank 0 sees only that connections end, as every rank does; a launcher sees how processes end.
         let timeout = match connection.store.host {
             StoreHost::Launcher => timeout,
             StoreHost::Rank0 => Duration::ZERO,
@@ -84,10 +85,10 @@ impl StoreClient {
         known.exit_notices.get(&rank).cloned()
     }
 
-    /// Tells the store how this rank's group failed: whom it blames (or itself), and in which
-    /// words.
+    /// Tells the store how this rank's group failed: the rank that the error blames (or this one), and the error's
+    /// text.
     pub(crate) fn report_failure(&self, error: &Error) {
-        // Until the ranks are connected the store knows what it has said itself.
+        // Before the ranks are connected, the store already knows a failure that it reported itself.
         let told = {
             let known = self.0.connection.known.lock();
             !known.connected && known.connect_failure.is_some()
@@ -114,7 +115,7 @@ impl StoreClient {
         self.0.connection.known.lock().next_place.is_some()
     }
 
-    /// The launch variables of that place, none where there is none in the next group; waits for them.
+    /// Waits for the launch variables of that place; they are empty if this rank has none in the next group.
     pub(crate) fn next_place(&self, timeout: Duration) -> Option<Vec<(String, String)>> {
         let connection = &self.0.connection;
         let waiting = |known: &mut ClientState| {
@@ -140,8 +141,8 @@ impl StoreClient {
         self.send(RankMessage::Leave, &Message::Leave);
     }
 
-    /// Tells the store that this rank is connected to all others. From here on the store judges
-    /// nobody, and its end means nothing.
+    /// Tells the store that this rank is connected to all others. From then on the store judges nobody, and its end
+    /// means nothing.
     pub(crate) fn connected(&self) {
         self.0.connection.known.lock().connected = true;
         self.send(RankMessage::Connected, &Message::Connected);
@@ -187,7 +188,7 @@ pub(super) struct StoreLocation {
 }
 
 impl StoreLocation {
-    /// The error of a rank that can do without a store no longer.
+    /// The error of a rank that has lost the store and still needs it.
     pub(super) fn error(&self, what: impl fmt::Display) -> Error {
         let text = format!("{self} {what}");
         match (self.host, &self.store_process) {
@@ -270,8 +271,8 @@ impl HeartbeatTimer {
         due
     }
 
-    /// The time for which nothing had come when [`is_due`](Self::is_due) looked, if that is too long. A suspension
-    /// since then is found by the next look.
+    /// Returns how long nothing had come when [`is_due`](Self::is_due) looked, if that is too long. The next look
+    /// notices a suspension since then.
     pub(super) fn silence(&self) -> Option<Duration> {
         let silence = self.looked_at.saturating_duration_since(self.heard);
         (silence > self.liveness).then_some(silence)
@@ -286,13 +287,13 @@ impl HeartbeatTimer {
 struct ClientHandle {
     rank: usize,
     connection: Arc<StoreConnection>,
-    /// The store, where this rank hosts it.
+    /// The store, if this rank hosts it.
     server: Option<StoreServer>,
 }
 
 impl Drop for ClientHandle {
     fn drop(&mut self) {
-        // The reading thread sees it, and ends.
+        // The reading thread notices this and ends.
         let _ = self.connection.stream.shutdown(Shutdown::Both);
     }
 }
@@ -302,7 +303,7 @@ struct StoreConnection {
     liveness: Duration,
     store: StoreLocation,
     writer: Mutex<ConnectionWriter>,
-    // Each change can stand alone: what is known of one rank, or of the store.
+    // Each change stands alone: it concerns one rank, or the store.
     known: Mutex<ClientState>,
     changed: Condvar,
     wake: Mutex<Option<Wake>>,
@@ -310,7 +311,7 @@ struct StoreConnection {
 
 type Wake = Arc<dyn Fn() + Send + Sync>;
 
-/// The state of the sending side: after a message that did not go out whole, nothing can follow.
+/// The state of the sending side. After a message that was not sent whole, nothing more can be sent.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum ConnectionWriter {
     Torn,
@@ -403,7 +404,7 @@ impl StoreConnection {
         self.wake();
     }
 
-    /// The store does not do its part; that matters until the ranks are connected.
+    /// Records that the store has failed; this matters only until the ranks are connected.
     fn store_failed(&self, what: fmt::Arguments<'_>) {
         {
             let mut known = self.known.lock();
@@ -418,7 +419,7 @@ impl StoreConnection {
     fn send(&self, message: &Message) {
         let mut writer = self.writer.lock();
         if *writer == ConnectionWriter::Whole && message.offer(&self.stream).is_err() {
-            // A store that takes nothing is stopped or gone; this rank goes on without it.
+            // A store that takes nothing is stopped or gone; this rank continues without it.
             *writer = ConnectionWriter::Torn;
         }
     }

@@ -50,8 +50,8 @@ impl ServerState {
         stream: &Arc<TcpStream>,
         mut handshake: PendingHandshake,
     ) {
-        // Without a token only some may join at all. The others are told so from a list of their
-        // own, where they take no place from those who may.
+        // Without a token, only some processes may join at all. The others are refused through a list of their own, so
+        // that they take no place from those that may.
         let origin = match self.options.token {
             Some(_) => None,
             None => Some(PeerOrigin::of(stream, ORIGIN_LOOKUP_TIME)),
@@ -64,7 +64,7 @@ impl ServerState {
         let inside = handshake.leave();
         let (registration, nonces) = match admitted {
             Ok(registered) if inside => registered,
-            // It had to make room, and will come again where it is a rank.
+            // The connection had to make room for others. If it is a rank, it will connect again.
             Ok(_) => return,
             Err(error) => {
                 self.reject(stream, &error);
@@ -73,7 +73,7 @@ impl ServerState {
         };
         let rank = registration.rank;
         let Ok(outbox) = Outbox::new(Arc::clone(stream)) else {
-            // It is gone already.
+            // The peer is gone already.
             return;
         };
         {
@@ -132,7 +132,7 @@ impl ServerState {
         }
     }
 
-    /// The handshake with a rank; gives the registration of one that may join.
+    /// Performs the handshake with a rank; returns the registration of one that may join.
     fn admit(
         &self,
         stream: &TcpStream,
@@ -141,7 +141,7 @@ impl ServerState {
         let deadline = Instant::now() + PendingHandshakes::TIMEOUT;
         let unreadable =
             |error: ReadError| Error::protocol(format!("no rank of this job: {error}"));
-        // A rank that waits must not be delayed; without this it only takes longer.
+        // Avoids delays for a rank that waits; if this fails, the handshake only takes longer.
         let _ = stream.set_nodelay(true);
         let key = self.options.token.as_ref().map(Token::key);
         let hello = Message::receive(stream, MAX_SHORT_BYTES, deadline).map_err(unreadable)?;
@@ -199,7 +199,7 @@ impl ServerState {
             ))),
             PeerOrigin::Unknown if self.options.security == Security::Waived => Ok(()),
             PeerOrigin::Unknown => Err(Error::unauthorized(
-                "the system does not tell whose process it is, which cannot join without a token; \
+                "the system does not say which user runs the process, so it cannot join without a token; \
                  set ACCEL_TOKEN_FILE for every process",
             )),
             PeerOrigin::Remote if self.options.security == Security::Waived => Ok(()),
@@ -214,5 +214,5 @@ impl ServerState {
 /// The longest search for the owner of an incoming connection.
 const ORIGIN_LOOKUP_TIME: Duration = Duration::from_millis(100);
 
-/// The most rejected connections that are noted; the others are only answered.
+/// The most rejected connections that are noted; further ones are only answered.
 const MAX_REJECTION_NOTES: usize = 64;

@@ -7,11 +7,11 @@ use crate::{error::Error, rendezvous::Report, wire::message::Registration};
 /// Something that happens to a store.
 #[derive(Debug)]
 pub(crate) enum StoreInput {
-    /// The store is about to close; the rank that hosts it, where one does.
+    /// The store is about to close; `host` is the rank that hosts it, if one does.
     Closing { host: Option<usize> },
     /// A connection ended.
     Gone { connection: Connection },
-    /// The clock was not looked at for a while: the process was stopped, or starved.
+    /// Nobody looked at the clock for a while, because the process was stopped or starved.
     Suspended,
     /// A rank has come.
     Registered {
@@ -57,9 +57,9 @@ pub(crate) enum StoreAction {
         connection: Connection,
         error: Error,
     },
-    /// Tells the process that hosts the store.
+    /// Reports to the process that hosts the store.
     Report(Report),
-    /// Tells a rank whom it is waiting for.
+    /// Tells a rank which ranks it is waiting for.
     ReportMissing {
         connection: Connection,
         missing: Vec<usize>,
@@ -76,14 +76,14 @@ pub(crate) enum StoreAction {
         connection: Connection,
         place: NextPlaceVariables,
     },
-    /// Gives all ranks the table of all.
+    /// Sends all ranks the table of all ranks.
     Welcome {
         connections: Vec<Connection>,
         ranks: Vec<Registration>,
     },
 }
 
-/// The variables of a place, by name; none where there is none.
+/// The variables of a place, by name; empty if there is no place.
 pub(crate) type NextPlaceVariables = Vec<(String, String)>;
 
 /// The weight of an exit notice.
@@ -91,7 +91,7 @@ pub(crate) type NextPlaceVariables = Vec<(String, String)>;
 pub(crate) enum Severity {
     /// The rank is lost.
     RankLost,
-    /// An answer to whoever asks.
+    /// The notice only answers ranks that ask for it.
     ExitInfo,
 }
 
@@ -104,13 +104,13 @@ pub(super) struct Participant {
     pub(super) registration: Registration,
     /// The time at which the rank gives up waiting for the others.
     pub(super) deadline: Instant,
-    /// The time at which the rank was last heard.
+    /// The time at which the store last heard from the rank.
     pub(super) heard: Instant,
     /// The time at which the connection ended.
     pub(super) gone: Option<Instant>,
     /// The end of its process, and the time at which it was reported; kept while the rank's own message may still come.
     pub(super) ended: Option<(String, Instant)>,
-    /// The time at which the rank is next told whom it is waiting for.
+    /// The time at which the store next tells the rank which ranks it is waiting for.
     pub(super) tell_at: Instant,
     pub(super) stage: JoinStage,
 }

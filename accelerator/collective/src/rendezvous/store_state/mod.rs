@@ -32,9 +32,9 @@ pub(crate) use event::{
 ///         a death, silence ────► failed ◄───── a rank that gives up
 /// ```
 ///
-/// Whoever comes after the table is complete is refused; what happened before does not change.
-/// Deaths and silence are judged in [`StoreInput::Tick`] only, so that whoever keeps the time can say
-/// first that it was [suspended](StoreInput::Suspended).
+/// A rank that comes after the table is complete is refused, and changes nothing for the ranks in the table. Deaths and
+/// silence are judged in [`StoreInput::Tick`] only, so that the timekeeper can first report that it was
+/// [suspended](StoreInput::Suspended).
 #[derive(Debug)]
 pub(crate) struct StoreState {
     world_size: usize,
@@ -49,7 +49,7 @@ pub(crate) struct StoreState {
     /// Set once the ranks have the table.
     complete: bool,
     phase: Phase,
-    /// The actions that follow from the event that is handled.
+    /// The actions that follow from the current event.
     actions: Vec<StoreAction>,
 }
 
@@ -196,8 +196,8 @@ impl StoreState {
             .push(StoreAction::Welcome { connections, ranks });
     }
 
-    /// A registration that contradicts what is known can never become right: the rendezvous
-    /// fails for everyone at once, with the contradiction as the reason.
+    /// Fails if a registration contradicts what is known. It can never become right, so the rendezvous fails for
+    /// everyone at once, with the contradiction as the reason.
     fn check(&self, new: &Registration) -> Result<(), Error> {
         if new.world_size != self.world_size {
             return Err(Error::about(
@@ -305,8 +305,8 @@ impl StoreState {
         }
     }
 
-    /// Tells a rank its place in the next group, where it is known, as soon as the rank is connected to the others: before
-    /// that it expects the table.
+    /// Tells a rank its place in the next group, if the place is known and the rank is connected to the others. Before
+    /// it is connected, the rank expects the table.
     fn tell_next_place(&mut self, rank: usize) {
         if self.has_connected(rank)
             && let Some(connection) = self.ranks[&rank].connection
@@ -330,8 +330,8 @@ impl StoreState {
         }
     }
 
-    /// Handles the exit notice of somebody who saw a rank end. The rank's own final message may be on its
-    /// way, and blame another rank: it is heard first.
+    /// Handles the exit notice of an observer that saw a rank end. The rank's own final message may still be on its
+    /// way, and may blame another rank; the notice then waits for it.
     fn exit_notice(&mut self, rank: usize, text: String, now: Instant) {
         if rank >= self.world_size {
             return;
@@ -358,7 +358,7 @@ impl StoreState {
         self.report(Report::Rejected { note });
     }
 
-    /// The store closes, for the rank that hosts it or for the launcher.
+    /// Handles the end of the store: `host` is the rank that hosts it, or `None` if the launcher does.
     fn closing(&mut self, host: Option<usize>) {
         match (&self.phase, host) {
             (Phase::Gathering, _) => self.fail(Error::about(
@@ -426,7 +426,7 @@ impl StoreState {
         matches!(self.phase, Phase::Gathering | Phase::Connecting)
     }
 
-    /// The least that a rank has told.
+    /// Returns the shortest liveness timeout that any rank has given.
     fn liveness(&self) -> Duration {
         let told = self.ranks.values().map(|x| x.registration.liveness);
         bounded(told.min().unwrap_or(MAX_TIMEOUT))
@@ -441,16 +441,16 @@ enum Phase {
     Together,
 }
 
-/// The longest wait that is computed with, so that adding it to a point in time cannot overflow.
+/// The longest wait to compute with, so that adding it to a point in time cannot overflow.
 pub(crate) const MAX_WAIT: Duration = Duration::from_secs(365 * 24 * 3600);
 
 /// The time within which a rank whose connection ended may come again.
 pub(crate) const RECONNECT_TIME: Duration = Duration::from_millis(500);
 
-/// The time within which the launcher may report how a process ended after its connection did.
+/// The time that the launcher has to report how a process ended, counted from the end of the process's connection.
 const EXIT_NOTICE_WAIT: Duration = Duration::from_millis(250);
 
-/// The time within which a process's final message may arrive after the launcher reported its end.
+/// The time that a process's final message has to arrive, counted from the launcher's report of the process's end.
 const FINAL_MESSAGE_WAIT: Duration = Duration::from_millis(500);
 
 /// The time after which the store first tells a waiting rank which ranks are missing.
@@ -500,8 +500,8 @@ impl StoreState {
         }
     }
 
-    /// Tells the ranks that have the table that one is lost. Ranks that are still waiting as far as the
-    /// store knows may be connected already, or become so.
+    /// Tells the ranks that have the table that one is lost. Even ranks that the store believes to be waiting are told:
+    /// they may be connected already, or become so.
     fn report_loss(&mut self, rank: usize, text: String) {
         if self.complete {
             self.report_exit(rank, text, Severity::RankLost);
@@ -523,7 +523,7 @@ impl StoreState {
         let waited = self.started.map_or(Duration::ZERO, |started| now - started);
         let mut message = format!(
             "rendezvous: {} of {} ranks came within {}; missing: {}; start as many processes as \
-             WORLD_SIZE says, and see what became of those that did not come",
+             WORLD_SIZE says, and check why the missing ones did not come",
             self.present(),
             self.world_size,
             Seconds(waited),
@@ -540,9 +540,9 @@ impl StoreState {
         self.fail_but(error, None);
     }
 
-    /// Tells everyone who is not connected, but the one who told us.
+    /// Fails the rendezvous: tells all ranks that are not connected, except `teller`, which reported the error.
     fn fail_but(&mut self, error: Error, teller: Option<usize>) {
-        // How others ended meanwhile no longer decides anything.
+        // The ends of other ranks no longer decide anything; they are only reported.
         let ranks = self.ranks.iter_mut();
         let ended = ranks.filter_map(|(rank, x)| Some((*rank, x.ended.take()?.0)));
         for (rank, text) in ended.collect::<Vec<_>>() {
@@ -560,7 +560,7 @@ impl StoreState {
                 connection,
                 error: refusal,
             });
-            // A rank that is told of its own loss has reported nothing itself.
+            // A rank that learns of its own loss has reported nothing itself.
             if !error.ranks().contains(&rank) {
                 let report = FailureReport::new(rank, &error);
                 self.actions
