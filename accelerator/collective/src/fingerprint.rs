@@ -1,5 +1,5 @@
-//! The fingerprint of a collective: what each rank sends about its call, so that ranks that call
-//! different collectives all fail with the same error; and checksums of such data.
+//! The fingerprint of a collective, which each rank sends with its call, so that ranks that call different collectives
+//! all fail with the same error; and checksums of such data.
 
 use std::{fmt, panic::Location};
 
@@ -91,7 +91,7 @@ impl CollectiveFingerprint {
         out[8..16].copy_from_slice(&(self.len as u64).to_le_bytes());
         out[16..20].copy_from_slice(&self.site.line.to_le_bytes());
         let purpose = self.purpose.as_str().as_bytes();
-        // At most Purpose::BOUND, which fits. Behind it the fixed part is zero.
+        // At most Purpose::BOUND, which fits. The rest of the fixed part is zero.
         out[20] = purpose.len() as u8;
         let mut end = Self::FIXED;
         for text in [self.site.file().as_bytes(), purpose] {
@@ -101,7 +101,7 @@ impl CollectiveFingerprint {
         (out, end)
     }
 
-    /// Reads what [`encode`](Self::encode) wrote; `None` where the bytes are anything else.
+    /// Reads what [`encode`](Self::encode) wrote; returns `None` if the bytes are anything else.
     pub(crate) fn decode(bytes: &[u8]) -> Option<Self> {
         let (fixed, texts) = bytes.split_at_checked(Self::FIXED)?;
         let optional = |code: u8| (code != 0).then_some(code);
@@ -161,7 +161,7 @@ impl fmt::Display for CollectiveFingerprint {
     }
 }
 
-/// The operations of a process group; the numbers are those of the wire.
+/// The operations of a process group. Their numbers are the ones on the wire.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, PartialEq, Serialize)]
 #[serde(into = "u8", try_from = "u8")]
 #[non_exhaustive]
@@ -340,7 +340,7 @@ pub(crate) fn mismatch(sequence: u64, fingerprints: &[Option<CollectiveFingerpri
     )
 }
 
-/// A short text that travels with the header of an operation; empty where nobody gave one.
+/// A short text that travels with the header of an operation; empty if none was given.
 #[derive(Clone, Copy, Eq, PartialEq)]
 pub(crate) struct Purpose {
     bytes: [u8; Self::BOUND],
@@ -353,7 +353,7 @@ impl Purpose {
         len: 0,
     };
 
-    /// The beginning of `text`, as much of it as fits.
+    /// The beginning of `text`, up to the length that fits.
     pub(crate) fn new(text: &str) -> Self {
         let mut end = text.len().min(Self::BOUND);
         while !text.is_char_boundary(end) {
@@ -373,7 +373,7 @@ impl Purpose {
         std::str::from_utf8(&self.bytes[..usize::from(self.len)]).unwrap_or("?")
     }
 
-    /// The text as words, zeros behind it; nothing where there is no purpose.
+    /// The text as words, padded with zeros; empty if there is no purpose.
     pub(crate) fn words(&self) -> impl Iterator<Item = u64> {
         let used = usize::from(self.len).next_multiple_of(size_of::<u64>());
         let words = self.bytes[..used].as_chunks().0.iter();
@@ -395,7 +395,7 @@ impl fmt::Debug for Purpose {
 /// time.
 pub(crate) const SEED: u64 = 0x6163_6365_6c5f_7368;
 
-/// The checksum of what `sum` is that of, and one more word.
+/// Extends the checksum `sum` by one more word.
 pub(crate) fn mix(sum: u64, word: u64) -> u64 {
     let mixed = (sum ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     mixed ^ mixed >> 29

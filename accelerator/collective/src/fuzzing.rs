@@ -1,7 +1,7 @@
 //! Entry points for fuzz targets (see `fuzz/`). No part of the interface.
 //!
-//! A target fails by a panic, by memory without bounds, or by taking for ever; besides, a stream
-//! that was correct before it was damaged must give an error or the right sums.
+//! A target fails if it panics, uses unbounded memory, or never ends. A correct stream that was damaged must also give
+//! an error or the right sums.
 
 use std::{
     io::{Cursor, Read},
@@ -28,10 +28,10 @@ use crate::transport::{
 use crate::wire::message::{MAX_SHORT_BYTES, MAX_TABLE_BYTES, Message, RankTable, Registration};
 use crate::wire::{FrameKind, Head, MAX_PREAMBLE, from_bytes};
 
-/// Gives bytes to a rank as what its peer sent over an open connection.
+/// Gives bytes to a rank, as if its peer had sent them over an open connection.
 ///
-/// If the first byte is even, the rest follows that many frames of a correct stream. If it is odd,
-/// the rest says how a correct stream is damaged.
+/// If the first byte is even, it chooses how many frames of a correct stream come before the rest. If it is odd, the
+/// rest says how a correct stream is damaged.
 pub fn frames(bytes: &[u8]) {
     let Some((mode, bytes)) = bytes.split_first() else {
         return;
@@ -41,7 +41,7 @@ pub fn frames(bytes: &[u8]) {
         let kept = usize::from(mode / 2) % (correct.len() + 1);
         let mut stream = correct[..kept].concat();
         stream.extend_from_slice(bytes);
-        // Any sums are right here: the peer may send what it likes.
+        // Any sums are right here: the peer may send anything.
         let _ = receive(Cursor::new(stream));
         return;
     }
@@ -56,7 +56,7 @@ pub fn frames(bytes: &[u8]) {
     }
 }
 
-/// Reads bytes as messages of those who meet, from unknown processes and from the store.
+/// Reads bytes as rendezvous messages, from unknown processes and from the store.
 pub fn messages(bytes: &[u8]) {
     for bound in [MAX_SHORT_BYTES, MAX_TABLE_BYTES] {
         let mut rest = Cursor::new(bytes);
@@ -72,8 +72,8 @@ pub fn messages(bytes: &[u8]) {
     let _ = from_bytes::<RankTable>(bytes);
 }
 
-/// The lengths of an operation that is one frame, one with a part for each rank, and one whose parts are cut. As many
-/// operations follow in which each rank keeps every other block.
+/// The lengths of three operations: one that is a single frame, one with a part for each rank, and one whose parts are
+/// cut. The same number of operations follow, in which each rank keeps every other block.
 const LENGTHS: [usize; 3] = [3, 5000, 140_000];
 
 fn values(rank: usize, len: usize) -> Vec<f32> {
@@ -250,7 +250,7 @@ impl FuzzWire {
 
     fn push(&self, head: Head, preamble: &[u8], payload: &[u8]) {
         let sent = self.sent.lock();
-        // Nobody listens where the peer is a stream that was written before.
+        // If the peer is a stream that was written before, nobody receives frames.
         let _ = sent.send([&head.encode()[..], preamble, payload].concat());
     }
 }

@@ -16,14 +16,13 @@ pub struct ShardLayout {
 }
 
 impl ShardLayout {
-    /// A layout of `len` elements: `parts[rank]` are the ranges of elements that a rank keeps, in any
-    /// order. They need not cover the buffer. Empty ranges do not count, and adjacent ones of a rank
-    /// are one.
+    /// Creates a layout of `len` elements, in which each rank keeps the ranges `parts[rank]`, in any order. They need
+    /// not cover the buffer. Empty ranges are ignored, and adjacent ranges of a rank are merged.
     ///
     /// # Errors
     ///
-    /// A misuse error where a range ends before it starts or behind the buffer, or where two ranges
-    /// overlap, of one rank or of two.
+    /// A misuse error if a range ends before it starts or beyond the buffer, or if two ranges overlap, whether they are
+    /// of one rank or of two.
     pub fn new(len: usize, parts: Vec<Vec<Range<usize>>>) -> Result<Self> {
         let mut all = Vec::with_capacity(parts.iter().map(Vec::len).sum());
         for (rank, ranges) in parts.iter().enumerate() {
@@ -65,7 +64,7 @@ impl ShardLayout {
         })
     }
 
-    /// The ranges of elements that a rank keeps, in order; none for what is no rank.
+    /// The ranges of elements that a rank keeps, in order; none if there is no such rank.
     pub fn of(&self, rank: usize) -> &[Range<usize>] {
         self.parts.get(rank).map_or(&[], |part| &part.ranges)
     }
@@ -89,8 +88,8 @@ impl ShardLayout {
         self.largest
     }
 
-    /// The places of the elements that a rank keeps, from number `packed.start` to `packed.end` of them;
-    /// none behind the last one.
+    /// The places of the elements that a rank keeps, from number `packed.start` to `packed.end` of them; none after the
+    /// last one.
     pub(crate) fn runs(&self, rank: usize, packed: Range<usize>) -> Runs<'_> {
         match self.parts.get(rank) {
             Some(part) => part.runs(packed),
@@ -98,8 +97,8 @@ impl ShardLayout {
         }
     }
 
-    /// A BLAKE3 digest, which ranks compare. Ranks that share memory rely on it for who writes
-    /// what, so it must be collision resistant.
+    /// A BLAKE3 digest, which ranks compare. Ranks that share memory rely on it to agree on the elements that each of
+    /// them writes, so it must be collision resistant.
     pub(crate) fn digest(&self) -> &Digest {
         &self.digest
     }
@@ -149,9 +148,9 @@ impl RankShard {
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Runs<'a> {
     ranges: &'a [Range<usize>],
-    /// Elements of the first range that do not belong here.
+    /// The number of elements at the start of the first range that are left out.
     skip: usize,
-    /// Elements of all ranges that do.
+    /// The number of elements in all ranges that are not left out.
     left: usize,
 }
 
@@ -209,9 +208,8 @@ pub(crate) fn shard_layouts_differ(sequence: u64) -> Error {
 
 /// A sequence of `len` elements cut into consecutive parts whose sizes differ by at most one.
 ///
-/// The first `len % parts` parts hold one element more. Part `r` is what rank `r` owns in a
-/// [`reduce_scatter`](crate::ProcessGroup::reduce_scatter), and what it reduces inside an
-/// all-reduce.
+/// The first `len % parts` parts hold one element more. Rank `r` owns part `r` in a
+/// [`reduce_scatter`](crate::ProcessGroup::reduce_scatter), and reduces it inside an all-reduce.
 ///
 /// ```
 /// use accelerator_collective::Partition;
@@ -237,7 +235,7 @@ impl Partition {
         }
     }
 
-    /// The elements of one part; empty behind the last part.
+    /// The elements of one part; empty beyond the last part.
     pub fn range(&self, part: usize) -> Range<usize> {
         self.start(part)..self.start(part.saturating_add(1))
     }
@@ -254,8 +252,8 @@ impl Partition {
     }
 }
 
-/// The range of one of the chunks of `size` into which `len` is cut; the last one may be shorter, and
-/// those behind it are empty.
+/// The range of chunk `index` if `len` is cut into chunks of `size`. The last chunk may be shorter, and those after it
+/// are empty.
 pub(crate) fn chunk(len: usize, index: usize, size: usize) -> Range<usize> {
     let start = len.min(index * size);
     start..len.min(start + size)

@@ -55,7 +55,7 @@ pub(super) fn serve(rank_state: &RankState, jobs: &Receiver<Job>) {
         next: None,
         spare: Vec::with_capacity(max_in_flight),
     };
-    // Dropped first: the group has failed before those that wait have their turns.
+    // Dropped first, so that the group has failed before waiting threads get their turns.
     let _abort_on_panic = AbortOnPanic { rank_state };
     let inbox = rank_state.transport.inbox();
     loop {
@@ -70,12 +70,12 @@ pub(super) fn serve(rank_state: &RankState, jobs: &Receiver<Job>) {
 
 /// The operations under way, in their order.
 ///
-/// Each continues whenever its parts have come. They end in their order, and an error waits for its
-/// permit: what a rank sees is what it would see if they ran one after the other.
+/// Each continues whenever its parts have come. They end in their order, and an error waits for its permit, so a rank
+/// sees what it would see if they ran one after the other.
 struct InFlightOps<'a> {
     rank_state: &'a RankState,
     ops: VecDeque<InFlightOp<'a>>,
-    /// A job that has to wait: an operation between it and the last one runs on another thread.
+    /// A job that has to wait, because an operation between it and the last one runs on another thread.
     next: Option<Job>,
     spare: Vec<Scratch>,
 }
@@ -98,8 +98,8 @@ enum OpState {
 }
 
 impl<'a> InFlightOps<'a> {
-    /// Lets jobs in, as many as there is room for; waits for one if nothing is under way. Returns `true` if
-    /// there is anything to do.
+    /// Admits as many jobs as there is room for; waits for one if nothing is under way. Returns `true` if there is
+    /// anything to do.
     fn admit(&mut self, jobs: &Receiver<Job>, max_in_flight: usize) -> bool {
         while self.ops.len() < max_in_flight {
             let job = match self.next.take() {
@@ -161,7 +161,7 @@ impl<'a> InFlightOps<'a> {
         for op in &mut self.ops {
             op.advance(self.rank_state, position);
             if matches!(op.state, OpState::Failed(_)) {
-                // What comes after an error is not begun.
+                // Operations after a failed one do not continue.
                 break;
             }
             position = OpPosition::Later;
@@ -185,19 +185,19 @@ impl<'a> InFlightOps<'a> {
         }
     }
 
-    /// Ends the operations that are done, in their order, and says whether there were any.
+    /// Ends the operations that are done, in their order, and returns whether there were any.
     fn complete_ready(&mut self) -> bool {
         let mut any = false;
         while let Some(first) = self.ops.front_mut() {
             let outcome = match &first.state {
                 OpState::Running(OpProgress::Waiting(_)) => {
                     if any {
-                        // Its deadline begins when those before it are done.
+                        // Its deadline starts when the operations before it are done.
                         first.deadline.restart();
                     }
                     break;
                 }
-                // The error of an operation before it is the last word, also for what is done.
+                // If an earlier operation failed, its error counts, even though this operation is done.
                 OpState::Running(OpProgress::Done) => self.rank_state.check_open(),
                 OpState::Failed(error) => {
                     Err(self.rank_state.fail(first.permit.number(), error.clone()))
@@ -228,7 +228,7 @@ impl InFlightOp<'_> {
         if !matches!(self.state, OpState::Running(OpProgress::Waiting(_))) {
             return;
         }
-        // What failed has been told to everyone, who then send nothing more.
+        // If the group has failed, all ranks know, and send nothing more.
         if let Err(error) = rank_state.check_open() {
             self.state = OpState::Failed(error);
             return;
@@ -246,7 +246,7 @@ impl InFlightOp<'_> {
         };
     }
 
-    /// Tells the outcome; the next operation has its permit afterwards.
+    /// Reports the outcome, and then lets the next operation have its turn.
     fn end(mut self, outcome: Result<()>) -> Scratch {
         self.scratch.clear(0);
         if let Some(start_timer) = self.start_timer {

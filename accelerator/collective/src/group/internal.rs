@@ -49,20 +49,20 @@ pub trait GroupExt: Sized {
     fn check_allowed(&self, call: impl fmt::Display) -> Result<()>;
 
     /// Aborts the group, like [`abort`](ProcessGroup::abort), because a panic of this thread was caught; the reason is
-    /// the panic's message and location. A group whose last handle is dropped by a thread that unwinds
-    /// does so by itself.
+    /// the panic's message and location. If an unwinding thread drops the last handle of a group, the group aborts by
+    /// itself.
     fn abort_by_panic(&self);
 
-    /// Returns the message and the place of the latest panic of this thread, for a thread that unwinds. It is known in
-    /// a program with a group of several ranks.
+    /// Returns the message and the location of the latest panic of this thread, for a thread that unwinds. They are
+    /// known only in a program with a group of several ranks.
     fn last_panic() -> String;
 
     /// Returns `true` if the launcher has told this process its place in a next group. Nothing is sent or awaited.
     /// Other ranks may learn of theirs a moment earlier or later. It is always `false` without a launcher that does so.
     fn has_next_place(&self) -> bool;
 
-    /// The place that the launcher gives this process in the next group; waits up to `timeout` for it. The group may be
-    /// closed already.
+    /// Waits up to `timeout` for the place that the launcher gives this process in the next group. This group may
+    /// already be closed.
     ///
     /// # Errors
     ///
@@ -81,9 +81,9 @@ pub trait GroupExt: Sized {
     /// allocated and that are not dropped yet.
     fn buffer_bytes(&self) -> usize;
 
-    /// Calls `observer` after each operation of this rank, before its result is given out: to
-    /// measure, not to compute. It runs on the thread that ran the operation, must not wait, and must
-    /// call no collective. Nothing is measured if nobody observes.
+    /// Calls `observer` after each operation of this rank, before the operation returns its result. The observer is
+    /// meant to measure, not to compute: it runs on the thread that ran the operation, must not wait, and must not call
+    /// a collective. Without an observer, nothing is measured.
     ///
     /// ```
     /// use std::sync::{Arc, atomic::{AtomicUsize, Ordering}};
@@ -109,9 +109,9 @@ pub trait GroupExt: Sized {
     /// A misuse error if this rank has an observer already.
     fn observe(&self, observer: impl Fn(&OpEvent) + Send + Sync + 'static) -> Result<()>;
 
-    /// Gathers as [`all_gather_varied`](ProcessGroup::all_gather_varied) does, into memory of the caller: `sink` gets the
-    /// values of each other rank with its number, piece by piece and in order for each rank. The
-    /// rank's own values are not given back.
+    /// Gathers as [`all_gather_varied`](ProcessGroup::all_gather_varied) does, but into memory of the caller: `sink`
+    /// gets the values of each other rank with its number, piece by piece and in order for each rank. It does not get
+    /// the rank's own values.
     ///
     /// # Errors
     ///
@@ -123,15 +123,15 @@ pub trait GroupExt: Sized {
         sink: impl FnMut(usize, &[T]),
     ) -> Result<()>;
 
-    /// Shows every rank parts of the buffers of all ranks: `sink` gets each part with its rank and its
-    /// number among the parts of that rank, its own ones too. All ranks pass buffers of the same
-    /// lengths, and the same `parts`, by rank, of which those of different ranks must not overlap.
+    /// Shows every rank parts of the buffers of all ranks, its own included: `sink` gets each part with its rank and
+    /// its index among the parts of that rank. All ranks pass buffers of the same lengths, and the same `parts`, listed
+    /// by rank; parts of different ranks must not overlap.
     ///
-    /// If ranks share memory, they see the parts where they lie, without a copy. What a rank has in its
-    /// own buffers of the parts of others is unspecified then and after errors.
+    /// If ranks share memory, they see the parts in place, without a copy. In that case, and after errors, a rank's own
+    /// buffers have unspecified contents where the parts of other ranks lie.
     ///
-    /// `sink` is called for everything or not at all, also if an error is returned: it is called when
-    /// all parts of all ranks are there.
+    /// `sink` is called for every part or for none, even if an error is returned: the calls begin only when all parts
+    /// of all ranks are there.
     ///
     /// ```
     /// use std::thread;
@@ -162,8 +162,8 @@ pub trait GroupExt: Sized {
     ///
     /// # Errors
     ///
-    /// A misuse error if parts do not lie within the buffers, or are not those of as many ranks as
-    /// there are; a mismatch error if ranks pass other parts; otherwise as
+    /// A misuse error if parts do not lie within the buffers, or if there are parts for more or fewer ranks than the
+    /// group has; a mismatch error if ranks pass different parts; otherwise the errors of
     /// [`all_reduce`](ProcessGroup::all_reduce).
     #[track_caller]
     fn all_gather_parts(
@@ -173,14 +173,14 @@ pub trait GroupExt: Sized {
         sink: impl FnMut(usize, usize, &[u8]),
     ) -> Result<()>;
 
-    /// Reduces the values of all ranks, element by element, in place, and only those that this rank
-    /// keeps by the `layout`: afterwards they have the bits that
-    /// [`all_reduce_buffer`](ProcessGroup::all_reduce_buffer) would give them. All others are unspecified.
+    /// Reduces the values of all ranks, element by element and in place, but only the elements that this rank keeps by
+    /// the `layout`: afterwards they have the bits that [`all_reduce_buffer`](ProcessGroup::all_reduce_buffer) would
+    /// give them. All other elements are unspecified.
     ///
-    /// All ranks pass buffers of the same length, and the same layout. Where they share memory, what a
-    /// rank keeps is reduced where it lies and written once; over connections no results travel, which
-    /// is half of what an all-reduce sends. Over [several hosts](crate::TransportKind::Hierarchical)
-    /// everything is reduced as by an all-reduce, so that a link carries no more.
+    /// All ranks pass buffers of the same length, and the same layout. If they share memory, the elements that a rank
+    /// keeps are reduced in place and written once. Over connections, no results travel, so this sends half as much as
+    /// an all-reduce. Over [several hosts](crate::TransportKind::Hierarchical), everything is reduced as by an
+    /// all-reduce, so that a link carries no more.
     ///
     /// ```
     /// use std::{sync::Arc, thread};
@@ -213,9 +213,9 @@ pub trait GroupExt: Sized {
     ///
     /// # Errors
     ///
-    /// A misuse error if the layout is one of another number of ranks, or of a buffer of another
-    /// length; a mismatch error, with the same text on every rank, if ranks pass other layouts;
-    /// otherwise as [`all_reduce`](ProcessGroup::all_reduce). The buffer's contents are then unspecified.
+    /// A misuse error if the layout is for another number of ranks, or for a buffer of another length; a mismatch
+    /// error, with the same text on every rank, if ranks pass different layouts; otherwise the errors of
+    /// [`all_reduce`](ProcessGroup::all_reduce). After an error, the buffer's contents are unspecified.
     #[track_caller]
     fn reduce_scatter_buffer(
         &self,
@@ -276,7 +276,7 @@ impl Drop for Forbidden {
 pub enum NextPlace {
     /// The process is this rank of the next group.
     Join(Box<Launch>),
-    /// The process is no rank of the next group, and ends.
+    /// The process has no rank in the next group, and ends.
     Leave,
 }
 
@@ -311,7 +311,7 @@ impl GroupExt for ProcessGroup {
         let store = self.handle.rank_state.store.as_ref();
         let Some(told) = store.and_then(|store| store.next_place(timeout)) else {
             return Err(Error::rendezvous(format!(
-                "the launcher has told {} no place in a next group, within {}",
+                "the launcher gave {} no place in a next group within {}",
                 self.topology(),
                 Seconds(timeout)
             )));
@@ -401,7 +401,7 @@ impl GroupExt for ProcessGroup {
 }
 
 impl ProcessGroup {
-    /// The fingerprint of a reduction by a shard layout, which must fit.
+    /// Returns the fingerprint of a reduction by a shard layout; fails if the layout does not fit.
     #[track_caller]
     fn scattering(
         &self,

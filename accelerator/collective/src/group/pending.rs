@@ -13,8 +13,8 @@ use crate::error::{Error, Result};
 
 /// A reduction that was started and gives its buffer back when it is done.
 ///
-/// Dropping it does not stop the operation, since the other ranks count on it; the buffer and
-/// any error are then lost, though a failed group says so at the next operation.
+/// Dropping it does not stop the operation, since the other ranks count on it. The buffer and any error are then lost,
+/// but if the group has failed, its next operation returns an error.
 #[must_use = "the result and any error of the operation come from wait()"]
 pub struct Pending(Option<Arc<PendingSlot>>);
 
@@ -25,7 +25,7 @@ impl Pending {
     ///
     /// # Errors
     ///
-    /// The error of the operation, as of the blocking one; or that of an earlier one, if it failed.
+    /// The error that the blocking operation would return, or the error of an earlier operation, if one failed.
     pub fn wait(mut self) -> Result<Buffer> {
         // Only this method takes it.
         let Some(slot) = self.0.take() else {
@@ -67,13 +67,13 @@ impl Drop for Pending {
         };
         let result = mem::replace(&mut *outcome, next);
         drop(outcome);
-        // A buffer takes a while.
+        // Dropping a buffer takes a while, so the lock is released first.
         drop(result);
     }
 }
 
-/// The end of an operation that knows the result. Dropped without one, it reports an error, so
-/// that nobody waits for ever.
+/// The end of a started operation that delivers its result. If it is dropped without a result, it reports an error, so
+/// that nobody waits forever.
 #[derive(Debug)]
 pub(crate) struct Completion(Option<Arc<PendingSlot>>);
 
@@ -99,7 +99,7 @@ impl Completion {
         };
         drop(outcome);
         drop(unwanted);
-        // It may serve another operation already, whose end then looks once more.
+        // The slot may serve another operation already; the thread that waits for that one then checks once more.
         slot.done.notify_all();
     }
 }
@@ -172,8 +172,8 @@ fn interrupted() -> Error {
 
 const MAX_FREE_SLOTS: usize = 256;
 
-/// The two ends of a queue. Once one end is gone, the queue is closed: nothing more can be sent,
-/// and what was sent before is still received, or dropped with the receiving end.
+/// The two ends of a queue. Once one end is gone, the queue is closed: nothing more can be sent. Jobs that were sent
+/// before are still received, or dropped with the receiving end.
 pub(super) fn channel<T>() -> (Sender<T>, Receiver<T>) {
     let queue = Arc::new(JobQueue {
         state: Mutex::new(JobQueueState {
@@ -215,7 +215,7 @@ impl<T> Drop for Sender<T> {
 pub(super) struct Receiver<T>(Arc<JobQueue<T>>);
 
 impl<T> Receiver<T> {
-    /// Waits for the next job; none when there will be no more.
+    /// Waits for the next job; returns `None` if there will be no more.
     pub(super) fn recv(&self) -> Option<T> {
         let empty = |state: &mut JobQueueState<T>| state.jobs.is_empty() && !state.closed;
         let mut waited = self.0.arrival.wait_while(self.0.state.lock(), empty);
@@ -234,7 +234,7 @@ impl<T> Drop for Receiver<T> {
         state.closed = true;
         let jobs = std::mem::take(&mut state.jobs);
         drop(state);
-        // What they hold may send again.
+        // Values in the jobs may send again when they are dropped, so the lock is released first.
         drop(jobs);
     }
 }
@@ -251,10 +251,10 @@ struct JobQueueState<T> {
     closed: bool,
 }
 
-/// A waiting lock: whoever joins gets a number, and numbers are served in order.
+/// A lock with a queue: each caller gets a number, and numbers are served in order.
 ///
-/// The numbers are the sequence numbers of the operations, so the lock is what makes all ranks
-/// count alike, whichever of their threads an operation runs on.
+/// The numbers are the sequence numbers of the operations, so the lock makes all ranks count alike, whichever of their
+/// threads runs an operation.
 #[derive(Debug, Default)]
 pub(crate) struct TicketLock {
     state: Mutex<TicketState>,
@@ -287,8 +287,8 @@ impl TicketLock {
         OpPermit { lock: self, number }
     }
 
-    /// Serves a ticket beside the one before it, whose permit the caller holds. The caller ends
-    /// the turns in their order.
+    /// Serves a ticket while the caller still holds the permit of the one before it. The caller must end the turns in
+    /// their order.
     pub(crate) fn acquire_next(&self, ticket: Ticket) -> OpPermit<'_> {
         OpPermit {
             lock: self,
@@ -296,7 +296,7 @@ impl TicketLock {
         }
     }
 
-    /// Waits a while until nobody is in the lock, and says whether that is so.
+    /// Waits up to `pause` until nobody is in the lock, and returns whether that is so.
     pub(crate) fn is_idle_within(&self, pause: Duration) -> bool {
         let mut state = self.state.lock();
         state.waiting += 1;
@@ -310,7 +310,7 @@ impl TicketLock {
         self.state.lock().serving
     }
 
-    /// Goes on to a number, and past those that were given up.
+    /// Moves on to a number, or past it if it and those after it were given up.
     fn release(&self, mut state: MutexGuard<'_, TicketState>, mut number: u64) {
         while let Some(index) = state.abandoned.iter().position(|x| *x == number) {
             state.abandoned.swap_remove(index);
@@ -326,8 +326,8 @@ impl TicketLock {
     }
 }
 
-/// A place in the lock, to be turned into a [`OpPermit`]. One that is dropped instead, as by the panic
-/// of a thread that holds it, is passed over when it would be served: the lock never stops.
+/// A place in the lock, to be turned into an [`OpPermit`]. If it is dropped instead, for example because its thread
+/// panics, the lock skips it when its turn comes, and never stops.
 #[derive(Debug)]
 pub(crate) struct Ticket {
     number: u64,

@@ -1,20 +1,19 @@
 //! The arithmetic of reductions, as fast as memory.
 //!
-//! [`fold`] combines the same part of all ranks' buffers in rank order and writes the result to one
-//! place, or to all of those buffers at once. It works block by block: of every rank in turn it
-//! reads a few vector registers full, and writes the totals when the last rank is in. Totals never
-//! leave the registers, every byte is read once and written once.
+//! [`fold`] combines the same part of all ranks' buffers in rank order and writes the result to one place, or to all of
+//! those buffers at once. It works block by block: it fills a few vector registers from each rank in turn, and writes
+//! the totals after the last rank. Totals never leave the registers; every byte is read once and written once.
 //!
-//! The code is written once, as loops over arrays, and compiled several times: for AVX-512, for
-//! AVX2, and for what every processor of the architecture has. The widest that the processor has is
-//! taken. Bits do not depend on it: an element's operations and their order are the same, and where
-//! an instruction leaves bits open (the payload of a sum that is NaN) they are fixed. Only `f16` has
-//! conversions of its own for each (`simd.rs`).
+//! The code is written once, as loops over arrays, and compiled several times: for AVX-512, for AVX2, and for the
+//! instructions that every processor of the architecture has. The widest that the processor supports are used. The
+//! choice does not change any bits: each element goes through the same operations in the same order, and bits that an
+//! instruction leaves open (the payload of a sum that is NaN) are fixed. Only `f16` has separate conversions for each
+//! (`simd.rs`).
 //!
-//! What was tried and left out, with two cores and buffers of 64 KB to 100 MB: totals in the
-//! first-level cache rather than in registers (half as fast within caches, no faster from memory),
-//! stores that bypass the caches (the lines have just been read: up to 20 times slower), and
-//! prefetching (the processor finds these streams by itself). `tests/speed.rs` measures.
+//! These alternatives were tried and left out, with two cores and buffers of 64 KB to 100 MB: totals in the first-level
+//! cache rather than in registers (half as fast within caches, no faster from memory), stores that bypass the caches
+//! (the lines have just been read: up to 20 times slower), and prefetching (the processor finds these streams by
+//! itself). `tests/speed.rs` measures.
 #![expect(unsafe_code, reason = "works on memory that several ranks share")]
 
 mod arithmetic;
@@ -39,7 +38,7 @@ use simd::{Convert, Instructions, Portable};
 /// - Each source can be read, and each target written, for `len` elements of `dtype`.
 /// - All of them are aligned to the element.
 /// - A target is exactly one of the sources, or touches none of them; no two targets overlap.
-/// - Nobody else writes sources, or reads or writes targets, meanwhile: also no other process.
+/// - Meanwhile, nobody else writes sources, or reads or writes targets, and neither does any other process.
 pub(crate) unsafe fn fold(
     dtype: DType,
     op: ReduceOp,
@@ -136,10 +135,10 @@ pub(crate) unsafe fn fold_by(
     if sources.is_empty() {
         return;
     }
-    // The number is that of elements in a block: totals of 256 bytes.
+    // `$block` is the number of elements in a block: totals of 256 bytes.
     macro_rules! run {
         ($kernel:ty, $block:expr) => {
-            // SAFETY: the caller promises what `run` asks, for elements of this type.
+            // SAFETY: the caller meets the conditions of `run`, for elements of this type.
             unsafe { run::<$kernel, { $block }, { $block / 2 }>(level, &parts) }
         };
     }
@@ -158,7 +157,7 @@ pub(crate) unsafe fn fold_by(
             match op {
                 ReduceOp::Max => run!(Max<$element>, $block),
                 // Vectors do not divide integers.
-                // SAFETY: the caller promises what `blocks` asks.
+                // SAFETY: the caller meets the conditions of `blocks`.
                 ReduceOp::Mean => unsafe {
                     blocks::<ExactMean<$element>, _, 8>(Portable, &parts);
                 },
@@ -231,7 +230,7 @@ unsafe fn avx512<K: Kernel, const N: usize>(parts: &FoldParts<'_>) {
     unsafe { blocks::<K, _, N>(simd::Avx512::assume(), parts) }
 }
 
-/// Two ranks, the most frequent number, have their pointers in registers.
+/// Combines in blocks of `N` elements. With two ranks, the most frequent number, the pointers stay in registers.
 ///
 /// # Safety
 ///

@@ -9,9 +9,9 @@ use crate::{
 };
 
 impl OpContext<'_> {
-    /// Sends `own` to every rank for which `sends(from, to)` holds, and gives what comes likewise from the others to
-    /// `sink`, in order for each rank: an all-gather where every rank sends to every other one, a gather or a
-    /// broadcast where only one receives or sends.
+    /// Sends `own` to every rank for which `sends(from, to)` holds, and passes what other ranks send by the same rule
+    /// to `sink`, in order for each rank. This is an all-gather if every rank sends to every other one, and a gather or
+    /// a broadcast if only one receives or sends.
     pub(crate) fn gather(
         mut self,
         own: &[u8],
@@ -94,7 +94,7 @@ impl OpContext<'_> {
             .map(|peer| (part(peer).len() as u64).to_le_bytes())
             .collect();
         if let Some(shm) = self.shm_op() {
-            // All parts lie in shared memory, behind their lengths.
+            // All parts lie in shared memory, after their lengths.
             let mut all = Vec::with_capacity(scatter_len(parts));
             all.extend_from_slice(lens.as_flattened());
             (0..world_size).for_each(|peer| all.extend_from_slice(part(peer)));
@@ -122,8 +122,8 @@ impl OpContext<'_> {
         })
     }
 
-    /// Sends `part(rank)` to each other rank, chunk by chunk, and gives what they send, of which there are
-    /// `len(rank)` bytes, to `sink` with its rank and where it begins, in order for each rank.
+    /// Sends `part(rank)` to each other rank, chunk by chunk, and receives `len(rank)` bytes from each. Passes every
+    /// received chunk to `sink` with the sender's rank and the chunk's offset, in order for each rank.
     fn exchange<'b>(
         &mut self,
         first: FirstChunk,
@@ -162,19 +162,19 @@ impl OpContext<'_> {
     }
 }
 
-/// The place in which the first chunk of an exchange travels.
+/// The position of an exchange's first chunk, relative to the header.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum FirstChunk {
     InHeader,
     AfterHeader,
 }
 
-/// Returns the number of bytes that these parts take in shared memory, behind their lengths.
+/// Returns the number of bytes that these parts take in shared memory, including the lengths before them.
 pub(crate) fn scatter_len(parts: &[Vec<u8>]) -> usize {
     parts.len() * LEN_BYTES + parts.iter().map(Vec::len).sum::<usize>()
 }
 
-/// The part of one rank in the parts of all, which come piece by piece, behind their lengths.
+/// A reader that picks one rank's part out of the parts of all ranks, which come piece by piece after their lengths.
 struct ScatterReader {
     rank: usize,
     lens: Vec<u8>,
@@ -193,7 +193,7 @@ impl ScatterReader {
         }
     }
 
-    /// Takes the next piece of all parts, and gives what it has of this rank's part to `sink`.
+    /// Takes the next piece of all parts, and passes the bytes that belong to this rank's part to `sink`.
     fn take(&mut self, piece: &[u8], sink: impl FnOnce(&[u8])) {
         let missing = (self.header - self.lens.len()).min(piece.len());
         let (lens, data) = piece.split_at(missing);
