@@ -1,4 +1,5 @@
-//! The journal of a search: a JSON line for each event. It is the truth; all other files follow from it.
+//! The journal of a search, with a line of JSON for each event. It is the source of truth: all other files follow from
+//! it.
 
 use std::fmt::Display;
 use std::fs::{self, File};
@@ -42,7 +43,7 @@ pub(crate) enum Asking {
     InTime,
 }
 
-/// A line behind the head: an event, and its number, by which it is noticed that a line is gone.
+/// A line after the head: an event and its number, which reveals that a line is missing.
 #[derive(Deserialize, Serialize)]
 struct Line<E> {
     #[serde(flatten)]
@@ -56,9 +57,9 @@ pub(crate) const VERSION: u32 = 1;
 
 /// A journal that is being written.
 ///
-/// A line is handed to the system before its event takes effect, so it survives the end of this process. It is on the disk
-/// within [`SYNC`], and before anything is done that cannot be undone. A machine that loses power loses the newest
-/// events, and the search repeats what they were about.
+/// A line is handed to the system before its event takes effect, so it survives the end of this process. It is on the
+/// disk within [`SYNC`], and before any action that cannot be undone. A machine that loses power loses the newest
+/// events, and the search repeats the work that they record.
 #[derive(Debug)]
 pub(crate) struct Journal {
     file: AppendedFile,
@@ -68,14 +69,14 @@ pub(crate) struct Journal {
 }
 
 impl Journal {
-    /// Begins one in a folder. Whoever finds it finds its head.
+    /// Creates a journal in a folder. A reader that finds the file also finds its head.
     pub(crate) fn create(folder: &Path, head: &Head) -> Result<Self> {
         let head = json_lines([head])?;
         let file = AppendedFile::replace(folder.join(JOURNAL), &head, Durability::Flushed)?;
         Ok(Self::append_to(file, 0))
     }
 
-    /// Goes on with one that was [read](read): what is behind its last intact line is cut off.
+    /// Continues a journal that was [read](read); cuts off anything after its last intact line.
     pub(crate) fn reopen(folder: &Path, before: &Journaled) -> Result<Self> {
         let file = AppendedFile::open(folder.join(JOURNAL))?;
         file.cut(before.intact)?;
@@ -90,7 +91,7 @@ impl Journal {
         self.sync_if_due()
     }
 
-    /// Waits until every line is on the disk, where one has waited long enough.
+    /// Waits until every line is on the disk, if the last sync is longer ago than [`SYNC`].
     pub(crate) fn sync_if_due(&mut self) -> Result<()> {
         match self.synced.elapsed() > SYNC {
             true => self.sync(),
@@ -139,8 +140,8 @@ pub(crate) fn written(folder: &Path) -> Option<SystemTime> {
     metadata.modified().ok()
 }
 
-/// Reads the journal in a folder; `None` where there is none. An incomplete last line, of a process that was killed or a
-/// machine that lost power, is left out.
+/// Reads the journal in a folder; returns `None` if there is none. Leaves out an incomplete last line, as written by a
+/// process that was killed or a machine that lost power.
 pub(crate) fn read(folder: &Path) -> Result<Option<Journaled>> {
     let path = folder.join(JOURNAL);
     let file = match File::open(&path) {
@@ -157,7 +158,7 @@ pub(crate) fn read(folder: &Path) -> Result<Option<Journaled>> {
     };
     let corrupt = |at: u64, error: &dyn Display| {
         let what = format!(
-            "the line at byte {at} of {} is no line of a search's journal of format {VERSION} ({error}); restore it, or remove \
+            "the line at byte {at} of {} is not a line of a search's journal of format {VERSION} ({error}); restore it, or remove \
              the folder and search anew",
             path.display()
         );
@@ -184,7 +185,7 @@ pub(crate) fn read(folder: &Path) -> Result<Option<Journaled>> {
         }
         let is_whole = line.ends_with(b"\n");
         match serde_json::from_slice(&line) {
-            // Lines behind one that is not intact: it was not the last.
+            // A line follows one that is not intact, which therefore was not the last.
             Ok::<Line<Event>, _>(_) if torn.is_some() => {
                 if let Some((at, error)) = &torn {
                     return Err(corrupt(*at, error));

@@ -29,7 +29,7 @@ use crate::view::{SearchEnd, SearchView, Trial};
 #[derive(Clone, Debug, Default)]
 pub(crate) struct RunOptions {
     pub(crate) display: Display,
-    /// Counts requests to end; signals where it is absent.
+    /// Counts requests to end; if it is absent, signals are counted instead.
     pub(crate) interrupts: Option<Arc<AtomicU32>>,
 }
 
@@ -72,7 +72,7 @@ pub(crate) fn run(
         let view = shown(&core, &files, None, &|_| None);
         console.finish(&view);
         console.note(&format!(
-            "This search ended at {}, and nothing was run: choose another folder for another search, or remove {}.",
+            "This search ended at {}, so nothing was run: choose another folder for another search, or remove {}.",
             humantime::format_rfc3339_seconds(ended.unwrap_or(SystemTime::UNIX_EPOCH)),
             folder.display()
         ));
@@ -90,7 +90,7 @@ pub(crate) fn run(
         && !runner.takes_turns()
     {
         return Err(Error::misuse(format!(
-            "`order.ordered.workers` is {workers}, and there are {} slots: programs do not wait for one another, so each of \
+            "`order.ordered.workers` is {workers}, but there are only {} slots: programs do not wait for one another, so each of \
              the workers needs a slot; see `slots`",
             runner.slots()
         )));
@@ -134,13 +134,13 @@ pub(crate) fn run(
     Ok(results)
 }
 
-/// A search's folder, below that of searches.
+/// The folder of a search, relative to the folder of all searches.
 pub(super) fn folder_of(name: &str) -> Result<&str> {
     let mut parts = Path::new(name).components();
     match (parts.next(), parts.next()) {
         (Some(Component::Normal(part)), None) if part == name => Ok(name),
         _ => Err(Error::misuse(format!(
-            "the search's `name` is {name:?}, and names its folder in `tune`: it is not empty and has no `/`; or choose a folder"
+            "the search's `name` is {name:?}; it names a folder in `tune`, so it must not be empty or contain `/`; or choose a folder"
         ))),
     }
 }
@@ -157,10 +157,10 @@ fn set_up(
     if !spec.points_to_evaluate.is_empty() && !matches!(spec.search_alg, SearchAlgorithm::Variants)
     {
         return Err(Error::misuse(
-            "`points_to_evaluate` is for the search algorithm `variants`; others are not given any, so leave them out",
+            "`points_to_evaluate` works only with the search algorithm `variants`; leave it out for others",
         ));
     }
-    // Suggestions of a user's searcher cannot be known before.
+    // The suggestions of a user's searcher cannot be known in advance.
     if !matches!(spec.search_alg, SearchAlgorithm::Custom { .. }) {
         spec.scheduler.check_parameters(&spec.space.keys())?;
     }
@@ -168,8 +168,8 @@ fn set_up(
         (Some(searcher), _) => (searcher, Some(spec.num_samples as usize)),
         (None, SearchAlgorithm::Custom { searcher }) => {
             return Err(Error::misuse(format!(
-                "`search_alg` is {searcher}, a searcher of the program that began the search: start that program again, or \
-                 give it by `Search::searcher`"
+                "`search_alg` is {searcher}, which came from the program that began the search: start that program again, or \
+                 pass it by `Search::searcher`"
             )));
         }
         (None, SearchAlgorithm::Variants) => {
@@ -190,7 +190,7 @@ fn set_up(
     Ok((searcher, asking, expected))
 }
 
-/// The journal of a search, its first line and its events; a new one where there is none.
+/// Opens the journal of a search, or creates a new one if there is none; returns its head, the journal and its events.
 fn open_journal(
     spec: &SearchSpec,
     searcher: &dyn Searcher,
@@ -203,7 +203,7 @@ fn open_journal(
             let journal = Journal::reopen(folder, &before)?;
             return Ok((before.head, journal, before.events));
         }
-        // A command that could not start, and was corrected: nothing is lost.
+        // The earlier command could not start and was then corrected, so nothing is lost.
         Some(before) => (before.head.id, before.head.created),
         None => (new_id(), unix_time().as_secs()),
     };
@@ -224,7 +224,7 @@ pub(super) fn new_core(spec: &SearchSpec, asks: Asking) -> Result<Core> {
     let objective = spec.objective();
     let scheduler = spec.scheduler.build(&objective, spec.seed)?;
     let (lookahead, max_trials) = match asks {
-        // All of them, so that it is known where they part.
+        // Ask for all trials, so that the points where they diverge are known.
         Asking::Ahead if spec.share_prefixes => (usize::MAX, None),
         Asking::Ahead => (LOOKAHEAD, None),
         Asking::InTime => (0, Some(spec.num_samples)),
@@ -261,7 +261,7 @@ fn limits(spec: &SearchSpec) -> Result<Limits> {
     };
     let budget = duration("time_budget_s", spec.time_budget_s)?;
     Ok(Limits {
-        // What is beyond all time is no limit.
+        // A budget too long to add to the clock is no limit.
         deadline: budget.and_then(|budget| Instant::now().checked_add(budget)),
         report_timeout: duration("report_timeout_s", spec.report_timeout_s)?,
     })
@@ -308,7 +308,7 @@ pub(super) fn view(
     }
 }
 
-/// The number of trials that a searcher that ignores results is asked for before they can begin: Ray's number.
+/// The number of trials that a searcher that ignores results creates ahead of time; the same as in Ray.
 const LOOKAHEAD: usize = 200;
 
 fn new_id() -> String {
@@ -340,7 +340,7 @@ impl CountedSignals {
 impl Drop for CountedSignals {
     fn drop(&mut self) {
         self.handle.close();
-        // It counts, and cannot fail.
+        // The thread only counts, and cannot fail.
         let _ = self.thread.take().map(JoinHandle::join);
     }
 }
