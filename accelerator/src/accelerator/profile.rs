@@ -36,8 +36,8 @@ impl Accelerator {
         self.shared.context.timeline.summary()
     }
 
-    /// The [`step_summary`](Self::step_summary) of all ranks: each figure is the mean of the ranks'
-    /// own. Every rank must call it.
+    /// Returns the [`step_summary`](Self::step_summary) of all ranks: each figure is the mean over the ranks, and
+    /// `steps` the lowest count of any rank. Every rank must call it.
     ///
     /// # Errors
     ///
