@@ -1,4 +1,4 @@
-//! The state that the supervisor of a job writes for other processes, and which process a recorded one is.
+//! The state that a job's supervisor writes for other processes, and the identity of recorded processes.
 
 use std::fs;
 use std::io;
@@ -22,7 +22,7 @@ pub(super) const POLL: Duration = Duration::from_millis(50);
 const FILE: &str = "state.json";
 /// The lock file that the supervisor holds for as long as it lives.
 const LOCK: &str = "supervisor.lock";
-/// The time for which a supervisor waits for commands that hold its lock to look at it.
+/// The time that a supervisor waits for commands that briefly hold its lock to check it.
 const LONGEST_LOOK: Duration = Duration::from_secs(1);
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -57,7 +57,8 @@ impl LocalState {
         replace_json(&folder.join(FILE), self)
     }
 
-    /// Returns the current state: a failure if no supervisor is left to write it.
+    /// Returns the current state; a job that has not ended counts as failed if no supervisor is left to write its
+    /// state.
     pub(super) fn current(folder: &Path) -> Option<Self> {
         let state = Self::read(folder)?;
         // If the lock cannot be checked, the state is the best answer.
@@ -69,7 +70,7 @@ impl LocalState {
         if !state.status.is_final() {
             state.status = JobStatus::Failed;
             state.reason =
-                Some("its supervisor was killed, or this machine was started again; `accel-launch jobs stop` ends what may still run of it".to_owned());
+                Some("its supervisor was killed, or this machine was restarted; `accel-launch jobs stop` ends any of its processes that still run".to_owned());
         }
         Some(state)
     }
