@@ -44,15 +44,15 @@ pub(crate) struct Settings {
     pub(crate) layout: Layout,
     /// The index of this host.
     pub(crate) host: usize,
-    /// The fewest with which a restart may continue.
+    /// The fewest ranks with which a restart may continue.
     pub(crate) least_ranks: NonZeroUsize,
-    /// The most to which the job may grow again on this host.
+    /// The most ranks that the job may grow back to on this host.
     pub(crate) most_ranks: NonZeroUsize,
     /// The time after which the job first tries to grow again.
     pub(crate) regrow_after: Duration,
     /// The state of an elastic job, for the ranks that are started.
     pub(crate) elastic: Option<Elastic>,
-    /// The number of groups of ranks that were begun in this attempt before.
+    /// The number of groups of ranks that were begun earlier in this attempt.
     pub(crate) regroups: u64,
     /// The number of restarts so far.
     pub(crate) restart: u64,
@@ -81,7 +81,8 @@ pub(crate) struct Settings {
     pub(crate) grace: Duration,
     /// The mark of each line of output.
     pub(crate) prefix: Prefix,
-    /// The folder of log files: the one that was asked for, and once the job has begun the folder of this run in it.
+    /// The folder of log files: at first the requested one, and once the job has begun, the folder of this run inside
+    /// it.
     pub(crate) log_dir: Option<PathBuf>,
     /// The fate of the job if its output cannot be written.
     pub(crate) on_output_error: OnOutputError,
@@ -95,7 +96,7 @@ pub(crate) struct Settings {
 pub(crate) enum Elastic {
     /// All ranks are started with it.
     Running,
-    /// Others run already, and will take it in.
+    /// Other ranks already run, and will take it in.
     Joining,
 }
 
@@ -118,8 +119,8 @@ pub(crate) struct Setting {
 }
 
 impl Settings {
-    /// Fills `options` up with defaults, and with the variables that `lookup` finds; `gpus` are
-    /// resolved from the same.
+    /// Completes `options` with the variables that `lookup` finds, and with defaults; `gpus` are resolved from the same
+    /// options and variables.
     pub(crate) fn resolve(
         options: &Options,
         gpus: Gpus,
@@ -288,8 +289,8 @@ impl Settings {
         }
     }
 
-    /// The settings of a restart with so many ranks on this host; `options` and `lookup` are those that these
-    /// settings were resolved from.
+    /// The settings of a restart with this number of ranks on this host; `options` and `lookup` must be the ones that
+    /// these settings were resolved from.
     pub(crate) fn restarted(
         &self,
         restart: u64,
@@ -311,13 +312,14 @@ impl Settings {
             log_dir: self.log_dir.clone(),
             command: self.command.clone(),
             launch: self.launch.clone(),
-            // A process of the attempt before cannot join this one.
+            // A process of the previous attempt cannot join this one.
             job: format!("{}-restart-{restart}", self.job),
             ..Self::resolve(&options, self.gpus.clone(), lookup)
         }
     }
 
-    /// The settings of the group that follows this one, of ranks of which some run already; `given_up` others were to.
+    /// The settings of the group that follows this one and in which some ranks already run. Before it, `given_up` other
+    /// groups were begun and given up.
     pub(crate) fn regrouped(&self, layout: Layout, given_up: u64) -> Self {
         let regroups = self.regroups + given_up + 1;
         let job = self.job.strip_suffix(&group_suffix(self.regroups));
@@ -325,7 +327,7 @@ impl Settings {
             ranks: NonZeroUsize::new(layout.ranks_of(self.host).len()).unwrap_or(self.ranks),
             layout,
             regroups,
-            // The port of the group before is taken until its ranks have left.
+            // The port of the previous group is in use until its ranks have left.
             master_port: 0,
             // A rank of another group cannot join this one.
             job: job.unwrap_or(&self.job).to_owned() + &group_suffix(regroups),
@@ -334,7 +336,7 @@ impl Settings {
     }
 }
 
-/// Returns the end of a job's name if ranks have formed a new group so often.
+/// Returns the suffix of a job's name after its ranks have formed a new group this many times.
 fn group_suffix(regroups: u64) -> String {
     match regroups {
         0 => String::new(),
@@ -359,7 +361,7 @@ impl Table {
     }
 }
 
-/// `option`, if it was given.
+/// Returns `option` if it was given, and `default` otherwise.
 fn origin<T>(given: &Option<T>, option: &'static str) -> &'static str {
     if given.is_some() { option } else { "default" }
 }
@@ -401,7 +403,7 @@ impl Layout {
         before..before + self.hosts.get(host).copied().unwrap_or(0)
     }
 
-    /// The host of a rank; behind the last one if there is no such rank.
+    /// The host of a rank; the number of hosts if there is no such rank.
     pub(crate) fn host_of(&self, rank: usize) -> usize {
         let mut end = 0;
         let before = self.hosts.iter().take_while(|&&ranks| {
@@ -468,13 +470,13 @@ pub(crate) fn cores() -> NonZeroUsize {
     UsableCores::of_this_process().count()
 }
 
-/// A variable, its value, and why it has that.
+/// Variables with their values, and the reason for each value.
 ///
 /// The first four are settings of glibc's allocator; other allocators do not read them. A training step allocates and
-/// frees the same large blocks again and again. By default glibc gives them back to the system, and the kernel zeroes
-/// them anew each time: ten to fifteen hundredths of the time of one process that trains, and a fifth to a quarter
-/// where two do at the same time, since they wait for each other in the kernel. With the first three it keeps them. The
-/// last asks for huge pages if the system gives them on request. Peaks of memory grew by less than a tenth.
+/// frees the same large blocks again and again. By default, glibc gives them back to the system, and the kernel zeroes
+/// them again each time. This takes 10 to 15 percent of the time of one training process, and 20 to 25 percent if two
+/// train at the same time, since they wait for each other in the kernel. With the first three settings, glibc keeps the
+/// blocks. The fourth asks for huge pages if the system gives them on request. Peak memory grew by less than a tenth.
 pub(crate) const DEFAULT_VARIABLES: [(&str, &str, &str); 5] = [
     ("MALLOC_MMAP_THRESHOLD_", "4294967296", KEPT),
     ("MALLOC_TOP_PAD_", "67108864", KEPT),

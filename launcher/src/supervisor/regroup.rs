@@ -1,7 +1,8 @@
-//! The group that follows the running one in the same attempt, of more or fewer ranks.
+//! The next group in the same attempt, with more or fewer ranks than the running one.
 //!
-//! Ranks that are new are started first, and wait at a store of their own. When all of them are there, the others are told
-//! their places, and join them when the program has ended its step. `README.md` beside this file shows the states.
+//! New ranks are started first, and wait at a store of their own. When all of them have joined, the launcher tells the
+//! running ranks their places, and they join the new ones when the program has ended its step. `README.md` beside this
+//! file shows the states.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -38,7 +39,7 @@ const NOTE_AFTER: Duration = Duration::from_secs(60);
 /// The shortest time between two tries.
 const LEAST_RETRY: Duration = Duration::from_millis(100);
 
-/// Forms the next group beside the running one.
+/// Forms the next group while the current one runs.
 pub(super) struct Regrouping<'a> {
     spawner: &'a dyn Spawner,
     package_dir: Option<&'a Path>,
@@ -83,7 +84,7 @@ pub(super) struct NextGroup {
 }
 
 impl<'a> Regrouping<'a> {
-    /// Nothing has been asked for yet.
+    /// Creates it without a next group.
     pub(super) fn new(
         spawner: &'a dyn Spawner,
         package_dir: Option<&'a Path>,
@@ -167,7 +168,7 @@ impl<'a> Regrouping<'a> {
         next.is_complete()
     }
 
-    /// Ends the ranks that were to join: the group has failed, or ended, or does without them for `why`.
+    /// Ends the ranks that were to join: the group has failed or ended, or it continues without them because of `why`.
     pub(super) fn give_up(&mut self, why: Option<String>) {
         let Some(next) = self.next.take() else {
             return;
@@ -219,7 +220,7 @@ impl<'a> Regrouping<'a> {
         self.next.take_if(|next| next.is_complete())
     }
 
-    /// More ranks that the job should have now.
+    /// Returns the growth that the job should begin now, if any.
     fn growth(&self) -> Option<Resize> {
         if self.retry_at.is_some_and(|at| self.stepped_at < at) {
             return None;
@@ -256,8 +257,8 @@ impl<'a> Regrouping<'a> {
 }
 
 impl NextGroup {
-    /// Makes an attempt of it that continues with the processes of `group`, which is the running one and
-    /// reports on `channel`.
+    /// Turns it into an attempt that continues with the processes of `group`, the running group, which reports on
+    /// `channel`.
     pub(super) fn into_attempt(
         mut self,
         group: Vec<Box<dyn RankProcess>>,
@@ -278,7 +279,7 @@ impl NextGroup {
             }
         }
         for (mut process, _) in group.into_iter().flatten() {
-            // It ends by itself, and its host with it.
+            // The process ends by itself, and its host with it.
             process.abandon();
         }
         carried.readers += self.readers;
@@ -354,7 +355,8 @@ impl NextGroup {
         Ok(next)
     }
 
-    /// Takes in the events of its ranks; returns one that was lost while nobody waits for it yet.
+    /// Takes in the events of its ranks; returns a rank that was lost while nobody was waiting for it yet, and a text
+    /// about its end.
     fn receive(&mut self) -> Option<(usize, String)> {
         for event in self.channel.events.try_iter() {
             match event {
@@ -401,18 +403,18 @@ impl NextGroup {
     fn deadline(&self) -> Option<Instant> {
         match self.is_told {
             true => self.note_at,
-            // Another host that waits shortens it.
+            // The limit shrinks if another host waits, so it is checked again soon.
             false => Some(Instant::now() + JOIN_POLL),
         }
     }
 
-    /// Says that the ranks that run take long to leave their group, once.
+    /// Warns the user, once, that the running ranks take long to leave their group.
     fn note_wait(&mut self) {
         let now = Instant::now();
         if self.note_at.is_some_and(|at| now >= at) {
             self.attempt.output.note(&format!(
-                "the ranks have not formed their next group for {} s: a program does so when it asks `regroup_pending`, or \
-                 `preempted`, after a step",
+                "the ranks have not formed their next group within {} s; a program does so when it calls `regroup_pending` \
+                 or `preempted` after a step",
                 NOTE_AFTER.as_secs()
             ));
             self.note_at = None;

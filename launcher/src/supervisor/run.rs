@@ -24,8 +24,8 @@ use crate::variables;
 /// The time that failure reports may take to arrive after ranks have ended.
 const REPORTS_WITHIN: Duration = Duration::from_millis(100);
 
-/// The time that the notice that a rank closed its group may take to arrive after its end; ranks that lost it wait a
-/// little longer for the store's report.
+/// The longest time between the end of a rank and the notice that it closed its group. Ranks that lost it wait a little
+/// longer for the store's report.
 const LEAVE_WITHIN: Duration = Duration::from_millis(100);
 
 /// The longest part of a rank's error that the other ranks get.
@@ -37,7 +37,7 @@ pub(crate) enum AttemptOutcome {
     Ran(Box<FinishedAttempt>),
     /// The process of this rank could not be started, and those before it were ended.
     NotStarted { rank: usize, error: Error },
-    /// Its ranks run on in another group, of more or fewer of them, which reports on this channel.
+    /// Its ranks continue in a larger or smaller group, which reports on this channel.
     Regrouped(Box<Attempt>, Channel),
 }
 
@@ -54,14 +54,14 @@ pub(crate) struct FinishedAttempt {
     pub(crate) was_to_regroup: bool,
 }
 
-/// The facts of the report about the process of a rank.
+/// The facts that a report gives about the process of a rank.
 #[derive(Clone, Debug)]
 pub(crate) struct RankInfo {
     /// Its id on its host.
     pub(crate) pid: i32,
     /// Its host, if that is another one.
     pub(crate) host: Option<String>,
-    /// The host that was lost with it, and how.
+    /// The host that was lost with it, and the cause.
     pub(crate) loss: Option<String>,
 }
 
@@ -69,7 +69,7 @@ impl Attempt {
     /// Starts the ranks and waits until all have ended.
     ///
     /// # Errors
-    /// When the system gives no thread, or a signal ends the launcher before all ranks run.
+    /// Fails if the system cannot start a thread, or if a signal ends the launcher before all ranks run.
     pub(crate) fn run(
         self,
         spawner: &dyn Spawner,
@@ -165,7 +165,7 @@ impl Attempt {
     }
 }
 
-/// Ends the attempt on other hosts, when it is dropped by an error too.
+/// Ends the attempt on other hosts, also when an error drops it.
 struct OtherHosts<'a>(Option<&'a dyn Spawner>);
 
 impl OtherHosts<'_> {
@@ -185,7 +185,7 @@ impl Drop for OtherHosts<'_> {
     }
 }
 
-/// Reports the ends of ranks to the store, and to the user the ranks that the launcher waits for; forms the next group.
+/// Reports ended ranks to the store, tells the user which ranks the launcher waits for, and forms the next group.
 struct ExitReporter<'a> {
     output: Output,
     rank_reports: RankReports,
@@ -212,7 +212,7 @@ impl Observer for ExitReporter<'_> {
     }
 
     fn ended(&mut self, rank: usize, process: &dyn RankProcess, end: End, ended_by: EndedBy) {
-        // If it is on its way to the next group, the others wait for it there.
+        // If the rank is on its way to the next group, the others wait for it there.
         if let (Some((store_handle, Some(rank))), true) =
             (self.regrouping.told(rank), end != End::Code(0))
         {
@@ -238,7 +238,7 @@ impl Observer for ExitReporter<'_> {
             }
             return;
         }
-        // Its last lines, or the notice that it closed its group, can still be on their way.
+        // The rank's last lines, or the notice that it closed its group, can still be on their way.
         let (output, rank_reports) = (self.output.clone(), self.rank_reports.clone());
         let wait = move || match end {
             End::Code(0) => {
@@ -272,8 +272,8 @@ impl Observer for ExitReporter<'_> {
     }
 }
 
-/// Returns the text about a rank's last lines that the other ranks get: its error. Each of them repeats it, so it is
-/// one line.
+/// Returns the end of the report that the other ranks get about a rank: its error, taken from its last lines. Each of
+/// them repeats the error, so it is a single line.
 pub(crate) fn last_words(lines: &[String]) -> String {
     headline(lines).map_or_else(String::new, |line| {
         format!("; its last words: {}", without_middle(line, MAX_TOLD))

@@ -29,7 +29,7 @@ enum RunsCommand {
     List(list::ListArgs),
     /// Show everything about a run.
     Show(show::ShowArgs),
-    /// Show the hyperparameters and metrics of several runs side by side; what differs is marked.
+    /// Show the hyperparameters and metrics of several runs side by side, with the differences marked.
     Compare(show::CompareArgs),
     /// Name the inputs that differ between two runs: sources, program, arguments, hyperparameters, data, artifacts.
     Diff(show::DiffArgs),
@@ -42,16 +42,17 @@ enum RunsCommand {
     /// The page is served on this machine only, at the address that is printed; its token is a new one each time. On a
     /// machine that you reach by SSH, forward the port: `ssh -L PORT:127.0.0.1:PORT HOST`.
     Board(deliver::BoardArgs),
-    /// Copy runs, with the artifacts that they made and used, to another folder of runs; what is there is not copied again.
+    /// Copy runs, with the artifacts that they made and used, to another folder of runs; anything already there is not
+    /// copied again.
     Upload(deliver::UploadArgs),
-    /// Deliver what is missing of runs to a table, TensorBoard or MLflow.
+    /// Deliver the missing parts of runs to a table, TensorBoard or MLflow.
     Sync(deliver::SyncArgs),
-    /// Remove runs, and what is left that nothing needs.
+    /// Remove runs, and leftover data that nothing needs.
     ///
-    /// Runs are removed that all of the options select; without one, none is. Never removed are runs that are being
-    /// written, those with the tag `keep`, and files in a run's folder that the run did not write.
+    /// A run is removed if all of the given options select it; without options, none is removed. Runs that are being
+    /// written, runs with the tag `keep`, and files in a run's folder that the run did not write are never removed.
     Gc(gc::GcArgs),
-    /// Start the program of a run again, and tell whether the results have the same bits.
+    /// Start the program of a run again, and report whether the results have the same bits.
     ///
     /// The exit code is 0 if they have, 1 if not, and 2 if the program could not be run.
     Reproduce(reproduce::ReproduceArgs),
@@ -109,7 +110,8 @@ impl RunsFolder {
     }
 }
 
-/// Exit code 2 if something does not exist, 1 if it cannot be read or written.
+/// Converts an error: exit code 2 if something does not exist or the request is wrong, 1 if something cannot be read or
+/// written.
 fn failed(error: accelerator_track::Error) -> Error {
     let message = error.to_string();
     let is_usage = error.is_not_found() || error.is_misuse();
