@@ -30,10 +30,10 @@ const TINY: Shape = Shape {
 /// The number of distinct samples.
 const DIFFERENT: usize = 4096;
 
-/// The classes of the network that classifies.
+/// The number of classes that the classifying network tells apart.
 const CLASSES: usize = 10;
 
-/// The pixels of an image.
+/// The number of pixels in an image.
 const PIXELS: usize = 784;
 
 /// The network.
