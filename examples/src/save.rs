@@ -39,7 +39,7 @@ pub(crate) fn check_target(path: &Path) -> Result<()> {
         _ if !parent.is_dir() => {
             return refuse(io::Error::new(
                 ErrorKind::NotFound,
-                "its folder is not there",
+                "its folder does not exist",
             ));
         }
         _ => {}
