@@ -10,7 +10,7 @@ use serde_json::Value;
 use super::TrainingArguments;
 use super::table::Argument;
 
-/// The flag of a file whose arguments hold where no flag says otherwise.
+/// The flag of a file whose arguments hold unless a flag sets them.
 const FILE: &str = "arguments-file";
 
 impl Args for TrainingArguments {
@@ -20,7 +20,7 @@ impl Args for TrainingArguments {
             .long(FILE)
             .value_name("FILE")
             .value_parser(ValueParser::path_buf())
-            .help("Take the training arguments of this TOML or JSON file; flags go before")
+            .help("Read training arguments from this TOML or JSON file; flags take precedence")
             .help_heading(HEADING);
         Self::ARGUMENTS
             .iter()
@@ -51,11 +51,11 @@ impl FromArgMatches for TrainingArguments {
             *self = Self::from_file(file).map_err(refused)?;
         }
         for argument in Self::ARGUMENTS {
-            for value in matches
-                .get_many::<String>(argument.name)
-                .into_iter()
-                .flatten()
-            {
+            let Some(values) = matches.get_many::<String>(argument.name) else {
+                continue;
+            };
+            self.clear_list(argument.name).map_err(refused)?;
+            for value in values {
                 self.set(argument.name, value).map_err(|error| {
                     let said = error.to_string();
                     let said = said.trim_start_matches(argument.name);
@@ -73,7 +73,7 @@ fn flag(argument: &Argument, default: &Value) -> Arg {
         .alias(argument.name)
         .value_parser(NonEmptyStringValueParser::new())
         .help_heading(HEADING);
-    // The last one holds, but of lists.
+    // The last occurrence wins; those of a list accumulate.
     let arg = match default {
         Value::Array(_) => arg,
         _ => arg.overrides_with(argument.name),
@@ -162,9 +162,17 @@ mod tests {
     fn flags_go_before_a_file() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("a.toml");
-        std::fs::write(&file, "learning_rate = 0.5\nseed = 7").unwrap();
-        let parsed = parse(&format!("--arguments-file {} --seed 8", file.display())).unwrap();
+        std::fs::write(
+            &file,
+            "learning_rate = 0.5\nseed = 7\nreport_to = [\"tensorboard\"]",
+        )
+        .unwrap();
+        let file = file.display();
+        let parsed = parse(&format!("--arguments-file {file} --seed 8")).unwrap();
         assert_eq!((parsed.learning_rate, parsed.seed), (0.5, 8));
+        assert_eq!(parsed.report_to, [ReportTo::TensorBoard]);
+        let parsed = parse(&format!("--arguments-file {file} --report-to csv")).unwrap();
+        assert_eq!(parsed.report_to, [ReportTo::Csv]);
     }
 
     #[test]

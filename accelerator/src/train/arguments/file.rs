@@ -34,7 +34,8 @@ impl TrainingArguments {
         Self::from_map(table)
     }
 
-    /// Sets one argument by its name, `learning_rate` or `learning-rate`, from a text.
+    /// Sets one argument by its name, `learning_rate` or `learning-rate`, from a text. A list gets the value in addition to
+    /// those that it has.
     ///
     /// # Errors
     ///
@@ -69,6 +70,17 @@ impl TrainingArguments {
             }
         }
         outcome
+    }
+
+    /// Empties an argument that is a list; others stay as they are.
+    #[cfg(feature = "clap")]
+    pub(super) fn clear_list(&mut self, name: &str) -> Result<()> {
+        let mut map = self.to_map()?;
+        if let Some(Value::Array(list)) = map.get_mut(name) {
+            list.clear();
+            *self = Self::from_map(map)?;
+        }
+        Ok(())
     }
 
     pub(crate) fn to_map(&self) -> Result<Map<String, Value>> {
