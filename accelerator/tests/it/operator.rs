@@ -21,7 +21,7 @@ use crate::common::{assert_error, columns, linear};
 
 const SAMPLES: usize = 22;
 const RATE: f64 = 0.2;
-const CLIP: f64 = 0.3;
+const CLIP: f64 = 0.05;
 
 #[derive(Debug, Module)]
 struct Net {
@@ -261,8 +261,7 @@ fn its_weights_are_those_of_a_loop_by_hand_and_of_the_trainer() {
         let unclipped = on_ranks(world_size, |accelerator| by_hand(&accelerator, 2, None));
         for (rank, operator) in operator.iter().enumerate() {
             assert_eq!(*operator, hand[rank].0);
-            // On three ranks, no gradient is as long as the clip.
-            assert_eq!(*operator == unclipped[rank].0, world_size == 3);
+            assert_ne!(*operator, unclipped[rank].0);
         }
     }
 }
