@@ -66,10 +66,8 @@ pub(crate) fn run(
     if control == Control::StandardInput {
         command.stdin(Stdio::null());
     }
-    let child = process::spawn_with(&mut command, read_end).ok()?;
-    // It held this process's copy of the read end.
-    drop(command);
     let asked = Arc::new(AtomicBool::new(false));
+    // Before the process is started: nothing that may fail comes after.
     if control == Control::StandardInput {
         let commands = write_end.try_clone().ok()?;
         let (excluded, asked) = (excluded.clone(), Arc::clone(&asked));
@@ -79,6 +77,9 @@ pub(crate) fn run(
             .spawn(obey)
             .ok()?;
     }
+    let child = process::spawn_with(&mut command, read_end).ok()?;
+    // It held this process's copy of the read end.
+    drop(command);
     let forward = {
         let asked = Arc::clone(&asked);
         let mut pass_on = move |received: &[i32]| {

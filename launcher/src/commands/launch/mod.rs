@@ -206,8 +206,8 @@ fn resolve_settings(options: &Options, command: &[OsString]) -> Result<Settings>
     };
     if settings.least_ranks < settings.ranks && settings.max_restarts == 0 {
         return Err(Error::usage(
-            "--num-processes MIN:MAX goes on with fewer processes after a failure, which takes a \
-             restart; give --max-restarts at least 1, or one number of processes",
+            "--num-processes MIN:MAX continues with fewer processes after a failure by restarting the job: set \
+             --max-restarts to at least 1, or give one number of processes",
         ));
     }
     Ok(settings)
