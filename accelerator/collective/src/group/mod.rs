@@ -68,7 +68,7 @@ use accelerator_host::sync::Mutex;
 /// # }
 /// ```
 ///
-/// Whatever ranks exchange:
+/// The other collectives:
 ///
 /// ```
 /// use std::thread;

@@ -435,10 +435,10 @@ impl StoreState {
 
 #[derive(Debug)]
 enum Phase {
-    Connecting,
-    Failed(Error),
     Gathering,
+    Connecting,
     Together,
+    Failed(Error),
 }
 
 /// The longest wait to compute with, so that adding it to a point in time cannot overflow.
