@@ -216,7 +216,7 @@ impl<S> PreparedOptimizer<S> {
             return Err(model);
         }
         let copy = self.timeline.span(Phase::Copy(EventSubject::Whole));
-        let Some(averaged) = gradients.into_averaged() else {
+        let Some(averaged) = gradients.into_step_gradients() else {
             return Ok(model);
         };
         let optimizer = &mut self.optimizer;

@@ -101,11 +101,11 @@ fn run_backward<M: Module>(
     let copy = model_state.take_working();
     let group = context.group();
     if group.world_size() > 1 {
-        // A `SyncBatchNorm` misused on this rank: whether the others call `backward` too is not known, so the call is
-        // not counted; if they do, their windows differ in batches.
         // An error from the forward pass explains more than the errors that follow from it.
-        let crossed = context.forward_collectives.check();
-        crossed
+        let forward_outcome = context.forward_collectives.check();
+        // If a `SyncBatchNorm` was misused on this rank, it is not known whether the others call `backward` too, so the
+        // call is not counted; if they do, their windows differ in batches.
+        forward_outcome
             .and_then(|()| Ok(group.check_allowed("`backward`")?))
             .inspect_err(|_| call.into_iter().for_each(BackwardCall::mark_synchronized))?;
     }
@@ -198,7 +198,7 @@ fn run_backward<M: Module>(
     };
     warn_precision_unused(context, &model_state.warnings);
     timeline.backward_begins();
-    // As above.
+    // Faults that are left to the caller concern connections and files; there are none here.
     let _ = fail_point(group.rank(), Point::Step(model_state.steps()));
     let reduced = match scope {
         ReduceScope::Global => {

@@ -309,7 +309,7 @@ impl AveragedGradients {
         }
         let commit = self.take_commit();
         let of_all_ranks = !self.is_own();
-        let params = match self.into_averaged()? {
+        let params = match self.into_step_gradients()? {
             StepGradients::Sums(mut means) => {
                 means.make_whole().ok()?;
                 means.params(|_| true)
@@ -327,7 +327,7 @@ impl AveragedGradients {
 
     /// Returns gradients for an optimizer that reads sums in place; `None` while the window is open, and if the
     /// step is skipped.
-    pub(crate) fn into_averaged(self) -> Option<StepGradients> {
+    pub(crate) fn into_step_gradients(self) -> Option<StepGradients> {
         let WindowResult::Reduced(mut reduced) = self.0 else {
             return None;
         };
@@ -407,10 +407,10 @@ impl AveragedGradients {
 impl fmt::Debug for AveragedGradients {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.0 {
-            WindowResult::Accumulating => f.write_str("Gradients(accumulating)"),
-            WindowResult::Idle { .. } => f.write_str("Gradients(idle)"),
+            WindowResult::Accumulating => f.write_str("AveragedGradients(accumulating)"),
+            WindowResult::Idle { .. } => f.write_str("AveragedGradients(idle)"),
             WindowResult::Overflowed { scale, .. } => {
-                write!(f, "Gradients(not finite at scale {scale})")
+                write!(f, "AveragedGradients(not finite at scale {scale})")
             }
             WindowResult::Reduced(reduced) => f
                 .debug_struct("AveragedGradients")

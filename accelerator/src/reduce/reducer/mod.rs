@@ -31,7 +31,9 @@ use crate::timeline::{EventSubject, Phase, Timeline};
 ///
 /// All ranks issue the same operations: with compression, the weight; the buckets in their order;
 /// the control vector; then again what was sent too early somewhere; with compression and sharded sums,
-/// whether all fit; then all compressed buckets if one did not. See the README of `reduce`.
+/// whether all fit; then all compressed buckets if one did not. With NCCL, the loss goes before the control vector; with a
+/// hook, the control vector goes before the buckets; if a loss that is not finite is refused, ranks gather all losses in the
+/// end. See the README of `reduce`.
 #[derive(Debug)]
 pub(super) struct Reducer {
     /// The first field: it is dropped before operations in flight, so that the other ranks receive the failure first.
@@ -532,8 +534,9 @@ fn waited(
     Ok(pending.wait()?)
 }
 
-/// Returns `true` if started operations gain from others in flight: connections carry several, whereas
-/// memory is as fast as the thread that works on it.
+/// Returns `true` if operations gain from being started: connections carry several at a time, and between hosts the
+/// communication thread sends one bucket while this one copies the next. Memory is as fast as the thread that works on
+/// it.
 fn is_networked(group: &ProcessGroup) -> bool {
     matches!(
         group.transport(),
