@@ -221,12 +221,12 @@ impl<S> PreparedOptimizer<S> {
         };
         let optimizer = &mut self.optimizer;
         match (averaged, &mut self.shards) {
-            (StepGradients::Sums(mut means), None) => {
+            (StepGradients::Sums(mut sums), None) => {
                 // They may have been cut for another optimizer.
-                if means.make_whole().is_err() {
+                if sums.make_whole().is_err() {
                     return Err(model);
                 }
-                let ready = self.kinds.ready(optimizer, means);
+                let ready = self.kinds.ready(optimizer, sums);
                 drop(copy);
                 let _optimizer = self.timeline.span(Phase::Optimizer);
                 Ok(ready.step(optimizer, rate, model))
@@ -236,10 +236,10 @@ impl<S> PreparedOptimizer<S> {
                 let _optimizer = self.timeline.span(Phase::Optimizer);
                 Ok(optimizer.step(rate, model, gradients))
             }
-            (StepGradients::Sums(means), Some(shards)) => {
+            (StepGradients::Sums(sums), Some(shards)) => {
                 drop(copy);
                 let _optimizer = self.timeline.span(Phase::Optimizer);
-                shards.step(optimizer, rate, model, means)
+                shards.step(optimizer, rate, model, sums)
             }
             // They are of an accelerator that is one rank alone.
             (StepGradients::Untouched(_), Some(shards)) => {

@@ -25,9 +25,9 @@ enum FusedKind {
 }
 
 impl FusedSupport {
-    pub(super) fn learn(&mut self, optimizer: &ModuleOptimizer, means: &GradientSums) {
+    pub(super) fn learn(&mut self, optimizer: &ModuleOptimizer, sums: &GradientSums) {
         let mut blank = None;
-        for parameter in means.parameters() {
+        for parameter in sums.parameters() {
             if self.0.contains_key(&parameter.id) {
                 continue;
             }
@@ -35,7 +35,7 @@ impl FusedSupport {
                 let optimizer = optimizer.clone();
                 optimizer.load_record(OptimizerRecord::default())
             });
-            let kind = match is_fused(blank, parameter, means.device()) {
+            let kind = match is_fused(blank, parameter, sums.device()) {
                 true => FusedKind::Fused,
                 false => FusedKind::Other,
             };
@@ -50,38 +50,38 @@ impl FusedSupport {
     pub(super) fn ready(
         &mut self,
         optimizer: &ModuleOptimizer,
-        mut means: GradientSums,
+        mut sums: GradientSums,
     ) -> StepInput {
-        if means.are_on_device() {
-            let gradients = means.params(|_| true);
+        if sums.are_on_device() {
+            let gradients = sums.params(|_| true);
             return StepInput {
-                means,
+                sums,
                 gradients,
                 waiting: HashMap::new(),
             };
         }
-        self.learn(optimizer, &means);
-        let mut gradients = means.params(|id| !self.is_fused(id));
+        self.learn(optimizer, &sums);
+        let mut gradients = sums.params(|id| !self.is_fused(id));
         let mut waiting = HashMap::new();
-        for parameter in means.parameters() {
+        for parameter in sums.parameters() {
             if self.is_fused(parameter.id) {
-                if let Some(stand_in) = means.stand_in(parameter.id) {
+                if let Some(stand_in) = sums.stand_in(parameter.id) {
                     register(&mut gradients, parameter.id, stand_in);
                 }
                 waiting.insert(parameter.id, parameter.shape.iter().product());
             }
         }
         StepInput {
-            means,
+            sums,
             gradients,
             waiting,
         }
     }
 }
 
-/// Averages that can be stepped with.
+/// The sums and the stand-in gradients of one step.
 pub(super) struct StepInput {
-    means: GradientSums,
+    sums: GradientSums,
     gradients: GradientsParams,
     waiting: HashMap<ParamId, usize>,
 }
@@ -94,13 +94,13 @@ impl StepInput {
         model: M,
     ) -> M {
         let Self {
-            means,
+            sums,
             gradients,
             waiting,
         } = self;
         let model = ObservedModel { model, waiting };
         let step = || optimizer.step(rate, model, gradients);
-        step::step_on(means, StepOutput::Parameter, step).0.model
+        step::step_on(sums, StepOutput::Parameter, step).0.model
     }
 }
 

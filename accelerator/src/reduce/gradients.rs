@@ -310,9 +310,9 @@ impl AveragedGradients {
         let commit = self.take_commit();
         let of_all_ranks = !self.is_own();
         let params = match self.into_step_gradients()? {
-            StepGradients::Sums(mut means) => {
-                means.make_whole().ok()?;
-                means.params(|_| true)
+            StepGradients::Sums(mut sums) => {
+                sums.make_whole().ok()?;
+                sums.params(|_| true)
             }
             StepGradients::Untouched(gradients) => gradients,
         };

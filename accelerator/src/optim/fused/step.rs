@@ -35,7 +35,7 @@ pub(in crate::optim) enum StepOutput {
 }
 
 struct PendingStep {
-    means: GradientSums,
+    sums: GradientSums,
     output: StepOutput,
     /// The elements of the parameter that comes next, where its gradient stands for sums.
     next: Option<(ParamId, Range<usize>)>,
@@ -45,12 +45,12 @@ struct PendingStep {
 
 /// Runs a step on sums. Gives them back.
 pub(in crate::optim) fn step_on<R>(
-    means: GradientSums,
+    sums: GradientSums,
     output: StepOutput,
     step: impl FnOnce() -> R,
 ) -> (R, GradientSums) {
     let waiting = PendingStep {
-        means,
+        sums,
         output,
         next: None,
         wrote_sums: false,
@@ -63,7 +63,7 @@ pub(in crate::optim) fn step_on<R>(
     )]
     let waiting = WAITING.take().expect("what the step works on");
     drop(restore);
-    (result, waiting.means)
+    (result, waiting.sums)
 }
 
 /// Puts back what waited before, also after a panic.
@@ -111,7 +111,7 @@ pub(super) fn gradient<const D: usize>(tensor: &Tensor<D>, gradient: Tensor<D>) 
     let part = with_waiting(|waiting| {
         let (id, elements) = waiting.next.take()?;
         waiting.wrote_sums = false;
-        waiting.means.part(id, &elements, &tensor.dims())
+        waiting.sums.part(id, &elements, &tensor.dims())
     });
     part.flatten().map_or(gradient, Tensor::from_dispatch)
 }
@@ -137,7 +137,7 @@ pub(super) fn step<E: Real>(
     };
     let stepped = with_waiting(|waiting| {
         waiting.wrote_sums = waiting.output == StepOutput::Sums;
-        let SumLocation { sums, scale } = waiting.means.place::<E>(id, &elements)?;
+        let SumLocation { sums, scale } = waiting.sums.place::<E>(id, &elements)?;
         let mut gradients = [E::ZERO; BLOCK];
         let mut start = 0;
         if waiting.wrote_sums {

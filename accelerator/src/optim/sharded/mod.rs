@@ -161,23 +161,23 @@ impl Shards {
         optimizer: &mut ModuleOptimizer,
         rate: ModuleLearningRate,
         model: M,
-        mut means: GradientSums,
+        mut sums: GradientSums,
     ) -> core::result::Result<M, M> {
-        if means.ranks() != self.group.world_size() {
+        if sums.ranks() != self.group.world_size() {
             self.refuse_foreign();
             return Err(model);
         }
         let rank = self.group.rank();
-        means.move_to_host(&self.group);
-        let bounds = match self.settle(optimizer, &mut means) {
+        sums.move_to_host(&self.group);
+        let bounds = match self.settle(optimizer, &mut sums) {
             Ok(bounds) => bounds,
             Err(error) => {
                 self.group.abort(error.to_string());
                 return Err(model);
             }
         };
-        self.kinds.learn(&self.blank, &means);
-        let averaged = means.parameters().map(|known| known.id).collect();
+        self.kinds.learn(&self.blank, &sums);
+        let averaged = sums.parameters().map(|known| known.id).collect();
         let mut reader = ShardReader::new(rank, self.partitions.known(), averaged);
         model.visit(&mut reader);
         let (mut shards, stepped) = reader.finish();
@@ -185,23 +185,23 @@ impl Shards {
         for shard in shards.iter_mut() {
             let gradient = if self.kinds.is_fused(shard.id) {
                 shard.sums = ShardGradients::Waiting;
-                means.stand_in(shard.id)
+                sums.stand_in(shard.id)
             } else {
-                means.part(shard.id, &shard.range, &shard.shape)
+                sums.part(shard.id, &shard.range, &shard.shape)
             };
             if let Some(gradient) = gradient {
                 register(&mut gradients, shard.id, gradient);
             }
         }
         let step = || optimizer.step(rate, shards, gradients);
-        let (shards, mut means) = step::step_on(means, StepOutput::Sums, step);
+        let (shards, mut sums) = step::step_on(sums, StepOutput::Sums, step);
         for shard in shards.into_elsewhere() {
             let (id, range) = (shard.id, shard.range.clone());
-            means.write(id, &range, &shard.into_bytes());
+            sums.write(id, &range, &shard.into_bytes());
         }
-        let model = self.exchange(model, &mut means, stepped)?;
+        let model = self.exchange(model, &mut sums, stepped)?;
         if let Some(bounds) = bounds
-            && let Err(error) = means.shard_next(&bounds)
+            && let Err(error) = sums.shard_next(&bounds)
         {
             // Other ranks cut the next window.
             self.group.abort(error.to_string());
@@ -214,7 +214,7 @@ impl Shards {
     fn exchange<M: Module>(
         &self,
         model: M,
-        means: &mut GradientSums,
+        sums: &mut GradientSums,
         stepped: HashSet<ParamId>,
     ) -> core::result::Result<M, M> {
         let partitions = self.partitions.known();
@@ -225,7 +225,7 @@ impl Shards {
         let mut elements = Elements::default();
         let model = model.map(&mut elements.taker(stepped.clone()));
         let mut all_there = false;
-        let gathered = means.exchange(&self.group, part, |id, start, bytes| {
+        let gathered = sums.exchange(&self.group, part, |id, start, bytes| {
             all_there = true;
             elements.write(id, start, bytes);
         });
@@ -249,21 +249,21 @@ impl Shards {
     fn settle(
         &mut self,
         optimizer: &mut ModuleOptimizer,
-        means: &mut GradientSums,
+        sums: &mut GradientSums,
     ) -> Result<Option<Arc<ShardMap>>> {
-        if means
+        if sums
             .bounds()
             .is_some_and(|bounds| !self.partitions.are_at(bounds))
         {
-            means.make_whole()?;
+            sums.make_whole()?;
         }
-        let next = means.next_bounds();
+        let next = sums.next_bounds();
         if next.is_some_and(|bounds| self.partitions.are_at(&bounds)) {
             return Ok(None);
         }
         let (mut partitions, mut cut) = (Vec::new(), Records::default());
-        let mut told = self.judge(means)?.into_iter();
-        for parameter in means.all_parameters() {
+        let mut told = self.judge(sums)?.into_iter();
+        for parameter in sums.all_parameters() {
             if let Some(partition) = self.partitions.known().get(&parameter.id) {
                 partitions.push(partition.clone());
                 continue;
@@ -283,22 +283,20 @@ impl Shards {
             all.0.extend(cut.0);
             let blank = self.blank.clone();
             let loaded = load("a sharded optimizer", blank, all.into_bytes()?)?;
-            let parameters = means.all_parameters();
+            let parameters = sums.all_parameters();
             let known = |id| parameters.iter().find(|known| known.id == id).cloned();
-            check_types(&loaded, known, means.device())?;
+            check_types(&loaded, known, sums.device())?;
             *optimizer = loaded;
         }
-        let bounds = means
-            .can_shard()
-            .then(|| self.partitions.bounds(partitions));
+        let bounds = sums.can_shard().then(|| self.partitions.bounds(partitions));
         Ok(bounds.map(Arc::new))
     }
 
     /// Tells which of the large parameters that are settled next are stepped element by element. Rank 0 decides: the
     /// processors of other hosts may round otherwise.
     #[track_caller]
-    fn judge(&self, means: &GradientSums) -> Result<Vec<bool>> {
-        let parameters = means.all_parameters().iter();
+    fn judge(&self, sums: &GradientSums) -> Result<Vec<bool>> {
+        let parameters = sums.all_parameters().iter();
         let large: Vec<_> = parameters
             .filter(|parameter| self.partitions.asks_about(parameter))
             .collect();
@@ -307,7 +305,7 @@ impl Shards {
         }
         let judged = (self.group.rank() == 0).then(|| {
             let judge = |&parameter: &&Trainable| {
-                param_shards::is_element_wise(&self.blank, parameter, means.device())
+                param_shards::is_element_wise(&self.blank, parameter, sums.device())
             };
             large.iter().map(judge).collect::<Vec<_>>()
         });
