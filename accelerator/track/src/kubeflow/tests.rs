@@ -184,6 +184,8 @@ fn a_server_that_refuses_or_is_another_is_an_error() {
     let error = agent(&folder.path().join("ca.crt")).unwrap_err();
     assert!(error.is_misuse());
     assert_says(&error, "found none");
+    let absent = folder.path().join("none");
+    assert!(agent(&absent).unwrap_err().is_not_found());
 }
 
 #[test]

@@ -105,6 +105,8 @@ impl Provenance {
     /// let capture = Capture::new().seed("model", 42);
     /// let run = Run::builder("mnist").runs_folder(temporary.path()).capture(capture).start()?;
     /// assert_eq!(Provenance::of(&RunHistory::read(run.folder())?).seeds["model"], 42);
+    /// let plain = Run::builder("plain").runs_folder(temporary.path()).start()?;
+    /// assert_eq!(Provenance::of(&RunHistory::read(plain.folder())?), Provenance::default());
     /// # Ok::<(), accelerator_track::Error>(())
     /// ```
     #[must_use]

@@ -98,6 +98,10 @@ impl TensorBoard {
     ///     run.start()?.finish()?;
     /// }
     /// assert!(logs.join("mnist").is_dir() && logs.join("mnist-2").is_dir());
+    /// # for name in ["mnist", "mnist-2"] {
+    /// #     let file = std::fs::read_dir(logs.join(name)).unwrap().next().unwrap().unwrap();
+    /// #     assert!(file.file_name().to_string_lossy().contains("tfevents"));
+    /// # }
     /// # Ok(())
     /// # }
     /// ```
