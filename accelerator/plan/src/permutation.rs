@@ -245,8 +245,8 @@ mod tests {
 
     #[test]
     fn is_a_bijection_at_every_small_length() {
-        for len in 0..300 {
-            let mut seen = order(len, 3, len);
+        for len in (0..300).chain([1023, 1024, 1025, 4999]) {
+            let mut seen = order(len, len ^ 3, len);
             seen.sort_unstable();
             assert!(seen.iter().copied().eq(0..len), "length {len}");
         }
