@@ -60,10 +60,19 @@ pub(crate) fn replace(path: &Path, text: &[u8], durability: Durability) -> Resul
         .map_err(|error| Error::io("write", path, error))
 }
 
-pub(crate) fn json_lines<T: Serialize>(values: impl IntoIterator<Item = T>) -> Result<Vec<u8>> {
+/// Writes each value as a line; `what` names them in errors.
+pub(crate) fn json_lines<T: Serialize>(
+    what: &str,
+    values: impl IntoIterator<Item = T>,
+) -> Result<Vec<u8>> {
     let mut text = Vec::new();
     for value in values {
-        serde_json::to_writer(&mut text, &value).map_err(|error| Error::of(Kind::Io, error))?;
+        serde_json::to_writer(&mut text, &value).map_err(|error| {
+            Error::new(
+                Kind::Io,
+                format!("{what} cannot be written as JSON: {error}"),
+            )
+        })?;
         text.push(b'\n');
     }
     Ok(text)

@@ -71,7 +71,7 @@ pub(crate) struct Journal {
 impl Journal {
     /// Creates a journal in a folder. A reader that finds the file also finds its head.
     pub(crate) fn create(folder: &Path, head: &Head) -> Result<Self> {
-        let head = json_lines([head])?;
+        let head = json_lines("the journal's head", [head])?;
         let file = AppendedFile::replace(folder.join(JOURNAL), &head, Durability::Flushed)?;
         Ok(Self::append_to(file, 0))
     }
@@ -86,7 +86,8 @@ impl Journal {
     pub(crate) fn append(&mut self, event: &Event) -> Result<()> {
         self.lines += 1;
         let line = Some(self.lines);
-        self.file.append(&json_lines([Line { event, line }])?)?;
+        self.file
+            .append(&json_lines("the journal's line", [Line { event, line }])?)?;
         self.is_synced = false;
         self.sync_if_due()
     }

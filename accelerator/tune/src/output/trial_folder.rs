@@ -75,7 +75,7 @@ impl TrialFolder {
         let rows = before
             .iter()
             .map(|(result, config)| row(name, result, config));
-        let rows = json_lines(rows)?;
+        let rows = json_lines("the results of a trial", rows)?;
         let columns = Columns::of(before);
         Ok(Self {
             results: AppendedFile::replace(path.join(RESULTS), &rows, Durability::Cached)?,
@@ -87,7 +87,7 @@ impl TrialFolder {
     }
 
     pub(crate) fn append(&mut self, result: &TrialResult, config: &Config) -> Result<()> {
-        let line = json_lines([row(&self.name, result, config)])?;
+        let line = json_lines("the result of a trial", [row(&self.name, result, config)])?;
         self.results.append(&line)?;
         if self.columns.have_all(result, config) {
             let line = self.columns.row(result, config);

@@ -98,7 +98,7 @@ impl DecisionLog {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Vec::new(),
             Err(error) => return Err(Error::io("read", &path, error)),
         };
-        let text = json_lines(decisions)?;
+        let text = json_lines("the decisions", decisions)?;
         let common = before.len().min(text.len());
         if let Some(at) = (0..common).find(|at| before[*at] != text[*at]) {
             let line = text[..at].iter().filter(|byte| **byte == b'\n').count() + 1;
@@ -115,6 +115,6 @@ impl DecisionLog {
     }
 
     pub(crate) fn append(&mut self, decision: &Decision) -> Result<()> {
-        self.0.append(&json_lines([decision])?)
+        self.0.append(&json_lines("a decision", [decision])?)
     }
 }

@@ -244,7 +244,7 @@ fn introduce(
 }
 
 pub(crate) fn send(mut stream: &TcpStream, value: &impl Serialize) -> Result<()> {
-    Ok(stream.write_all(&json_lines([value])?)?)
+    Ok(stream.write_all(&json_lines("a message", [value])?)?)
 }
 
 /// Reads a line; `None` at the end, and of what is no such value.
