@@ -5,6 +5,7 @@ use std::{
     time::Duration,
 };
 
+#[cfg(target_os = "linux")]
 use accelerator_host::sync::Mutex;
 #[cfg(target_os = "linux")]
 use socket_diag::SocketOwner;
@@ -16,7 +17,7 @@ use std::{thread, time::Instant};
 pub(crate) enum PeerOrigin {
     /// A process on another host.
     Remote,
-    /// A process of this user on this host.
+    /// A process of this user, or of root, on this host.
     SameUser,
     /// A process of another user on this host.
     OtherUser { user: u32 },
