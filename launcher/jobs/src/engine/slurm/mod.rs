@@ -39,6 +39,8 @@ pub(crate) struct SlurmEngine;
 
 /// The interval between two requests to Slurm's controller, which all users share.
 const POLL: Duration = Duration::from_secs(2);
+/// The same while a user waits for a job to stop.
+const STOP_POLL: Duration = Duration::from_millis(500);
 /// The time that the processes of a job may take to end.
 const STOP_LIMIT: Duration = Duration::from_secs(120);
 
@@ -159,7 +161,7 @@ impl Engine for SlurmEngine {
             } else if Instant::now() > deadline {
                 return Err(still_there(name, &job.id, &known));
             }
-            thread::sleep(POLL / 4);
+            thread::sleep(STOP_POLL);
         }
     }
 
