@@ -76,7 +76,7 @@ impl<L: MetricLogger> RunLogger<L> {
                 None => {}
             }
         }
-        // What the epoch comes to is told behind its last batch, and is no batch.
+        // Burn reports an epoch's totals after its last batch; they do not count as a batch.
         if whole.is_empty() {
             self.iterations += 1;
         }

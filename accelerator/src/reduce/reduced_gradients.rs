@@ -591,8 +591,9 @@ fn is_in_memory(tensor: &DispatchTensorKind) -> bool {
     }
 }
 
-/// The state that advances once an optimizer has stepped with a window's gradients: until then, a checkpoint holds
-/// neither the step nor its samples. If the gradients are dropped without a step, nothing advances.
+/// The state that advances once a window is done with: an optimizer has stepped with it, the program has taken its
+/// gradients, or `backward` has skipped it because they are not finite. Until then, a checkpoint holds neither the step nor
+/// its samples. Gradients that the program drops advance nothing.
 pub(crate) struct StepCommit {
     pub(super) clips: Clips,
     pub(super) tickets: Vec<ConsumeTicket>,
