@@ -66,20 +66,27 @@ pub(crate) fn run(
     if control == Control::StandardInput {
         command.stdin(Stdio::null());
     }
-    let asked = Arc::new(AtomicBool::new(false));
-    // Before the process is started: nothing that may fail comes after.
-    if control == Control::StandardInput {
-        let commands = write_end.try_clone().ok()?;
-        let (excluded, asked) = (excluded.clone(), Arc::clone(&asked));
-        let obey = move || obey(commands, &excluded, &asked);
-        thread::Builder::new()
-            .name("commands".into())
-            .spawn(obey)
-            .ok()?;
-    }
-    let child = process::spawn_with(&mut command, read_end).ok()?;
+    // Before the process is started, which would have to be ended if this failed.
+    let commands = match control {
+        Control::StandardInput => Some(write_end.try_clone().ok()?),
+        Control::Signals => None,
+    };
+    let mut child = process::spawn_with(&mut command, read_end).ok()?;
     // It held this process's copy of the read end.
     drop(command);
+    let asked = Arc::new(AtomicBool::new(false));
+    if let Some(commands) = commands {
+        let (excluded, asked) = (excluded.clone(), Arc::clone(&asked));
+        let obey = move || obey(commands, &excluded, &asked);
+        // After the start: when standard input ends, it kills the process, which has to be there.
+        let thread = thread::Builder::new().name("commands".into()).spawn(obey);
+        if thread.is_err() {
+            // Its end is all that is waited for.
+            let _ = child.kill();
+            let _ = child.wait();
+            return None;
+        }
+    }
     let forward = {
         let asked = Arc::clone(&asked);
         let mut pass_on = move |received: &[i32]| {
