@@ -67,10 +67,15 @@ on() {
 
 # strike NET HOST FAULT: lets a host or its link fail; `mend` and `heal` undo it.
 strike() {
-    local net=$1 host=$2 link="$1-v${2#h}"
+    local net=$1 host=$2 link="$1-v${2#h}" pids
     case $3 in
-    # Kills every process of the host at once.
-    kill) ip netns pids "$net-$host" | xargs -r kill -9 2>/dev/null || true ;;
+    # Kills every process of the host at once: all are stopped first, since a launcher whose pid comes after its
+    # rank's would see the rank die, and report it, before it is killed.
+    kill)
+        pids=$(ip netns pids "$net-$host")
+        xargs -r kill -STOP <<<"$pids" 2>/dev/null || true
+        xargs -r kill -9 <<<"$pids" 2>/dev/null || true
+        ;;
     # Takes its link down, and up again.
     cut) ip -n "$net-sw" link set "$link" down ;;
     mend) ip -n "$net-sw" link set "$link" up ;;
