@@ -223,7 +223,7 @@ impl Drift {
             "the parameters are no longer the same on every rank: {who} {verb} {from}, in {count} \
              of {}, first in {}{more}; look for code that changes parameters on some ranks only, such as \
              an optimizer step without the gradients of `accelerator.backward`, or with another \
-             learning rate, and go on from a checkpoint",
+             learning rate, and continue from a checkpoint",
             paths.len(),
             shown.join(", ")
         )

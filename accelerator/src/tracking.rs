@@ -150,7 +150,7 @@ impl Tracking {
         self.with(|run| run.checkpoint_saved(mark));
     }
 
-    /// Goes on from a checkpoint with that mark, on rank 0; gives what the others must know.
+    /// Continues from a checkpoint with that mark, on rank 0; gives what the others must know.
     pub(crate) fn resume(&self, mark: Option<RunMark>) -> Option<RunPlace> {
         let mut state = self.write()?;
         let mark = match (mark, &state.run) {
@@ -241,7 +241,9 @@ impl RunPlace {
 
 /// Warns that the training continues without a run.
 pub(crate) fn untracked(error: &accelerator_track::Error) {
-    error::warn(&format!("the training goes on and is not tracked: {error}"));
+    error::warn(&format!(
+        "the training continues and is not tracked: {error}"
+    ));
 }
 
 fn finish(

@@ -515,7 +515,7 @@ const FUSED: [Make; 3] = [
 ];
 
 #[test]
-fn fused_state_of_another_type_than_the_default_devices_goes_on_with_the_same_bits() {
+fn fused_state_of_another_type_than_the_default_devices_continues_with_the_same_bits() {
     for case in of_another_type() {
         for (kind, make) in FUSED.into_iter().enumerate() {
             let case = Case { make, ..case };

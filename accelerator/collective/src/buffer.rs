@@ -199,7 +199,7 @@ impl Memory {
 }
 
 /// A buffer that other ranks may write to until this ends. Where it is dropped before, they may
-/// go on: the buffer then gets other memory.
+/// continue: the buffer then gets other memory.
 pub(crate) struct Loan<'a> {
     memory: &'a mut Memory,
     offset: usize,

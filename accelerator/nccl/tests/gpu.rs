@@ -212,7 +212,7 @@ fn a_group_that_ends_frees_who_connects() {
 
 #[test]
 #[ignore = "needs an NVIDIA GPU"]
-fn an_aborted_communicator_returns_the_reason_and_the_gpu_goes_on() {
+fn an_aborted_communicator_returns_the_reason_and_the_gpu_continues() {
     let (_, gpu) = gpu();
     let (communicator, group) = alone(&gpu);
     let memory = DeviceMemory::new(&gpu, 1 << 26).unwrap();

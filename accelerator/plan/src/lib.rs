@@ -17,7 +17,7 @@
 //! assert_eq!(share(0), [vec![0, 1, 2], vec![6, 7]]);
 //! assert_eq!(share(1), [vec![3, 4, 5], vec![8, 9]]);
 //!
-//! // The same, shuffled; six samples are done, and the job goes on with three ranks.
+//! // The same, shuffled; six samples are done, and the job continues with three ranks.
 //! let plan = PlanConfig::new(10, BatchSize::per_rank(3)?)
 //!     .with_world_size(3)
 //!     .with_order(Order::Shuffled { seed: 42 })

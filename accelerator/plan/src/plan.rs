@@ -201,7 +201,7 @@ impl EpochPlan {
     /// let plan = PlanConfig::new(100, BatchSize::per_rank(4)?).with_world_size(4).init()?;
     /// let epoch = plan.epoch(3);
     /// assert_eq!((epoch.start(), epoch.steps(0)), (0, 7));
-    /// // Two steps are done, and three ranks go on.
+    /// // Two steps are done, and three ranks continue.
     /// let consumed = epoch.consumed_after(1);
     /// let plan = PlanConfig::new(100, BatchSize::per_rank(4)?).with_world_size(3).init()?;
     /// let rest = plan.epoch(3).starting_at(consumed)?;

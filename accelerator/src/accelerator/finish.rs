@@ -99,7 +99,7 @@ impl Accelerator {
         for path in self.shared.reduction.models.unstepped() {
             error::warn(&format!(
                 "`backward` was called for a model (its first parameter is `{path}`), and no optimizer stepped with \
-                 what it gave, so it is as it was: where it was to be trained, give those to the optimizer, and go on with the \
+                 what it gave, so it is as it was: where it was to be trained, give those to the optimizer, and continue with the \
                  model that `step` gives back"
             ));
         }

@@ -35,7 +35,7 @@ impl Accelerator {
         }
     }
 
-    /// Goes on with a panic of a forward pass; one about types says what to do.
+    /// Continues with a panic of a forward pass; one about types says what to do.
     #[track_caller]
     fn explain(&self, panic: Box<dyn Any + Send>) -> ! {
         let said = panic_text(&*panic);

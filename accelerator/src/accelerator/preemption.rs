@@ -48,7 +48,7 @@ impl Accelerator {
     ///     accelerator.on_preemption(Preemption::new())?;
     /// #     accelerator.on_preemption(Preemption::new().with_signals([]).with_file(leave))?;
     /// #     let model: Linear = LinearConfig::new(1, 1).init(&accelerator.device());
-    ///     // Model, optimizer and loader as ever; they go on where they were.
+    ///     // Model, optimizer and loader as ever; they continue where they were.
     ///     let parts = accelerator.prepare((model, SgdConfig::new().init(), train))?;
     ///     let ((mut model, mut optimizer, train), position) = accelerator.resume(folder, parts)?;
     ///     for epoch in position.epoch()..3 {

@@ -61,10 +61,10 @@ impl Accelerator {
     pub fn init_trackers(&self, name: &str, hyperparameters: &impl Serialize) -> Result<()> {
         let (context, tracking) = (&self.shared.context, &self.shared.tracking);
         let begun = context.on_main("begin the run", || {
-            let goes_on = self.restarts() > 0 || tracking.resumed().is_some();
+            let continues = self.restarts() > 0 || tracking.resumed().is_some();
             match tracking.begin(name, |mark| self.start_run(name, hyperparameters, mark)) {
                 Ok(place) => Ok(place),
-                Err(error) if error.is_io() || goes_on && !error.is_misuse() => {
+                Err(error) if error.is_io() || continues && !error.is_misuse() => {
                     untracked(&error);
                     Ok(None)
                 }

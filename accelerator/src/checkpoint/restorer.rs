@@ -169,7 +169,7 @@ impl<'a> Restorer<'a> {
         if let Ok(Some((saved, kept))) = other {
             error::warn(&format!(
                 "{name} keeps other state than was saved: {kept} of a parameter, in place of {saved}; so its kind, or \
-                 a setting such as its momentum, is another one: it goes on with that of this program, and what was \
+                 a setting such as its momentum, is another one: it continues with that of this program, and what was \
                  not saved begins anew"
             ));
         }
@@ -201,7 +201,7 @@ impl<'a> Restorer<'a> {
         for jump in &self.other_rates {
             if before != now && keeps_samples && self.keeps_batch == Some(true) && !self.plan_fits {
                 return Err(Error::checkpoint(format!(
-                    "{jump}; {now} ranks go on with as many samples a step as {before} had, so the schedule \
+                    "{jump}; {now} ranks continue with as many samples a step as {before} had, so the schedule \
                          must count as many steps: {RESUME_LOADER_HINT}; where batches are to stay those of a rank, use \
                          `Checkpoints::with_rescale` and `Rescale::keep_batch_per_rank`; if the rate was changed on purpose, \
                          change it in a run with {before} ranks, and save there"
@@ -209,7 +209,7 @@ impl<'a> Restorer<'a> {
             }
             if self.context.is_main_process() {
                 error::warn(&format!(
-                    "{jump}; it goes on with the rates of this program"
+                    "{jump}; it continues with the rates of this program"
                 ));
             }
         }
@@ -227,7 +227,7 @@ impl<'a> Restorer<'a> {
         };
         if saved.trained && loader.draws_at_each_read() {
             error::warn(&format!(
-                "{name} has a data set with items that are others each time they are read, so training does not go on \
+                "{name} has a data set with items that are others each time they are read, so training does not continue \
                  with the samples that it would have had; several ranks cannot share it out {DRAWN_HINT}"
             ));
         }
@@ -236,7 +236,7 @@ impl<'a> Restorer<'a> {
         let loader = self
             .found
             .resume_loader(world_size, at, &name, saved, loader)?;
-        if self.found.state.goes_on(at) {
+        if self.found.state.continues(at) {
             let wanted = saved
                 .global_batch
                 .map(|batch| self.found.global_batch(world_size, batch));
@@ -263,7 +263,7 @@ impl<'a> Restorer<'a> {
         };
         if planned != batch && self.context.is_main_process() {
             error::warn(&format!(
-                "{name} goes on with {batch} samples a step over all ranks, and it had {planned} when `plan` or \
+                "{name} continues with {batch} samples a step over all ranks, and it had {planned} when `plan` or \
                  `steps` was called, before `resume`: what was computed from that does not hold; {RESUME_LOADER_HINT}"
             ));
         }
@@ -384,7 +384,7 @@ impl FoundCheckpoint {
     ) -> Result<PreparedLoader<O>> {
         let how = LoaderResume {
             global_batch: &|global_batch| self.global_batch(world_size, global_batch),
-            goes_on: self.state.goes_on(at),
+            continues: self.state.continues(at),
             leads: self.state.leads(at),
             same_world: self.world_size == world_size,
         };

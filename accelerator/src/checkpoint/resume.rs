@@ -74,7 +74,7 @@ pub(crate) fn resume<K, P: Resume<K>>(
         tracing::info!(
             step = found.step,
             pause,
-            "going on from {}",
+            "continuing from {}",
             found.path.display()
         );
         context.go_on_from(None);
@@ -293,5 +293,5 @@ fn named(checkpoint: Checkpoint) -> Result<Candidate> {
     Candidate::read(Source::Folder(Box::new(checkpoint)))
 }
 
-const NAMED_HINT: &str = "pass the folder that holds the checkpoints to go on from the newest one, or see \
+const NAMED_HINT: &str = "pass the folder that holds the checkpoints to continue from the newest one, or see \
                           `accel-launch checkpoint list` for their names";

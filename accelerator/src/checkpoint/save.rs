@@ -72,7 +72,7 @@ pub(crate) fn save_emergency<K>(
     let loss = loss(context)?;
     if !context.device_reducer.is_sound() {
         let message = "the last step may have been taken with sums that the lost rank has left incomplete on \
-            the GPUs, so it is not kept: go on from the last checkpoint";
+            the GPUs, so it is not kept: continue from the last checkpoint";
         return Err(Error::new(Kind::Collective, message).with_source(loss));
     }
     let mut lost = context.group().lost();

@@ -205,7 +205,7 @@ impl CheckpointContext {
         {
             return Err(Error::checkpoint(format!(
                 "another job saves into `{}`: this one saved checkpoint {last}, and {} is there; a \
-                     resume would go on from whichever is newer, so give each job a folder of its own",
+                     resume would continue from whichever is newer, so give each job a folder of its own",
                 folder.display(),
                 number - 1
             )));

@@ -255,7 +255,7 @@ impl Checkpoints {
     pub(super) fn pass_over_after_resume(&self) {
         if !self.after_resume.is_empty() {
             error::warn(
-                "hooks of `after_resume` do not run: training goes on from the memory of the group before, to which \
+                "hooks of `after_resume` do not run: training continues from the memory of the group before, to which \
                  hooks of `before_save` add no files; what they keep travels as an `Object`",
             );
         }

@@ -172,7 +172,7 @@ impl<'a> Snapshot<'a> {
         if self.mode == SnapshotMode::Emergency && optimizer.is_sharded() {
             return Err(Error::misuse(
                 "the state of a sharded optimizer lies on all ranks, and that of the rank that is lost \
-                 is gone with it: leave the optimizer out of the emergency checkpoint, or go on from \
+                 is gone with it: leave the optimizer out of the emergency checkpoint, or continue from \
                  the last one that was saved",
             ));
         }

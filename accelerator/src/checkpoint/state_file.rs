@@ -142,7 +142,7 @@ impl StateFile {
 
     /// Tells if the loader at that place continues in mid-epoch. One for evaluation starts anew, as
     /// it does each time.
-    pub(super) fn goes_on(&self, at: usize) -> bool {
+    pub(super) fn continues(&self, at: usize) -> bool {
         let Some(PartState::Loader(loader)) = self.parts.get(at) else {
             return false;
         };

@@ -30,7 +30,7 @@ impl EpochPosition {
         }
     }
 
-    /// Goes on to another place in the epoch, unless it lies behind it already. Tells whether it was not there yet.
+    /// Continues to another place in the epoch, unless it lies behind it already. Tells whether it was not there yet.
     fn reach(&mut self, other: Self) -> bool {
         let is_new = other.step > self.step;
         if other.step >= self.step {
@@ -61,7 +61,7 @@ pub(super) struct Restored {
     /// Set if an optimizer has stepped with its batches.
     pub(super) trained: bool,
     /// Set if an epoch that is not finished is continued.
-    pub(super) goes_on: bool,
+    pub(super) continues: bool,
     /// The epoch that `Position::epoch` gives for this loader, where this rank is to say that an earlier one is trained.
     pub(super) first_epoch: Option<u64>,
 }
@@ -93,7 +93,7 @@ impl Cursor {
         Arc::new(Self(Mutex::new(CursorState {
             resume: from
                 .position
-                .filter(|position| from.goes_on && !position.finished),
+                .filter(|position| from.continues && !position.finished),
             restored: from.position,
             begun: from.trained,
             steppers: from.steppers,
@@ -331,7 +331,7 @@ impl ConsumeTicket {
 fn warn_of_repeated_epoch(epoch: u64, first: u64) {
     if epoch < first {
         error::warn(&format!(
-            "epoch {epoch} is trained again: training was resumed from a checkpoint that goes on with epoch {first}; \
+            "epoch {epoch} is trained again: training was resumed from a checkpoint that continues with epoch {first}; \
              begin the loop there, `for epoch in position.epoch()..epochs`, with the position that `resume` returns \
              (reported once per loader)"
         ));
@@ -441,7 +441,7 @@ mod tests {
         assert_eq!(
             cursor.position(),
             Some(spot(0, 1)),
-            "the loop was left, to go on"
+            "the loop was left, to continue"
         );
         let next = cursor.begin(1);
         take(&next, 1);
@@ -456,12 +456,12 @@ mod tests {
         assert!(!cursor.is_trained());
     }
 
-    fn restored(position: EpochPosition, goes_on: bool) -> Arc<Cursor> {
+    fn restored(position: EpochPosition, continues: bool) -> Arc<Cursor> {
         Cursor::restored(Restored {
             position: Some(position),
             steppers: Steppers::default(),
-            trained: goes_on,
-            goes_on,
+            trained: continues,
+            continues,
             first_epoch: None,
         })
     }

@@ -114,12 +114,12 @@ impl<O> Epoch<O> {
         })
     }
 
-    /// An epoch that continues behind some step is to leave out so many more.
+    /// An epoch that continues after some step is to leave out so many more.
     fn warn_left_out(&self, batches: u64) {
         let start = self.pass.yielded();
         if start.step > 0 && batches > 0 && self.context.shared.rank() == 0 {
             error::warn(&format!(
-                "after `resume` a loader goes on behind step {} of epoch {}, and `skip_first_batches` leaves out {batches} \
+                "after `resume` a loader continues after step {} of epoch {}, and `skip_first_batches` leaves out {batches} \
                  more, which are never trained on in this epoch: leave it out where it is to find the place of the \
                  checkpoint, which `resume` does",
                 start.step, start.epoch

@@ -48,7 +48,7 @@ pub(crate) struct LoaderResume<'a> {
     /// Returns the samples of a step over all ranks, given their former number.
     pub(crate) global_batch: &'a dyn Fn(u64) -> u64,
     /// Set if an epoch that was not finished is continued.
-    pub(crate) goes_on: bool,
+    pub(crate) continues: bool,
     /// Set if `Position::epoch` is that of this loader.
     pub(crate) leads: bool,
     /// Set if there were as many ranks.
@@ -116,7 +116,7 @@ impl<O: Send + 'static> PreparedLoader<O> {
         }
     }
 
-    /// Goes on where a loader stood that is `name`d so in errors.
+    /// Continues where a loader stood that is `name`d so in errors.
     pub(crate) fn resume_from(
         mut self,
         name: &str,
@@ -125,7 +125,8 @@ impl<O: Send + 'static> PreparedLoader<O> {
     ) -> Result<Self> {
         let mine = self.loader_state();
         saved.compare(name, &mine)?;
-        let in_mid_epoch = how.goes_on && saved.position.is_some_and(|position| position.step > 0);
+        let in_mid_epoch =
+            how.continues && saved.position.is_some_and(|position| position.step > 0);
         match &mut self.samples {
             Samples::Opaque(_) if in_mid_epoch && !how.same_world => {
                 return Err(other_world(name, "one of Burn's own", "LoaderBuilder"));
@@ -139,7 +140,7 @@ impl<O: Send + 'static> PreparedLoader<O> {
                     return Err(Error::new(
                         Kind::Checkpoint,
                         format!(
-                            "{name} is a stream that is read in parts, which goes on in mid-epoch with batches \
+                            "{name} is a stream that is read in parts, which continues in mid-epoch with batches \
                              as before only: it had {} when the checkpoint was saved, and has {} here",
                             saved.size, mine.size
                         ),
@@ -161,7 +162,7 @@ impl<O: Send + 'static> PreparedLoader<O> {
             position: saved.position,
             steppers: saved.steppers.clone(),
             trained: saved.trained,
-            goes_on: how.goes_on,
+            continues: how.continues,
             first_epoch: saved
                 .position
                 .filter(|_| leads)
@@ -199,7 +200,7 @@ impl LoaderState {
     }
 }
 
-/// Goes on with the batch size of the checkpoint, where the program has not given another one.
+/// Continues with the batch size of the checkpoint, where the program has not given another one.
 fn keep_batch(
     name: &str,
     saved: &LoaderState,
@@ -238,7 +239,7 @@ fn other_world(name: &str, what: &str, builder: &str) -> Error {
     Error::new(
         Kind::Checkpoint,
         format!(
-            "{name} is {what}, which goes on in mid-epoch with as many ranks as before only; build it with \
+            "{name} is {what}, which continues in mid-epoch with as many ranks as before only; build it with \
              `accelerator::data::{builder}`, or start as many ranks"
         ),
     )

@@ -252,12 +252,12 @@ impl EpochAssignment {
     }
 
     /// Checks that an epoch of which a part was used continues in the order in which it began.
-    pub(super) fn goes_on_from(&self, start: EpochPosition) -> Result<()> {
+    pub(super) fn continues_from(&self, start: EpochPosition) -> Result<()> {
         match (start.digest, self.digest) {
             (Some(saved), Some(mine)) if saved != mine && start.step > 0 => Err(Error::new(
                 Kind::Checkpoint,
                 format!(
-                    "the checkpoint does not fit the loader: epoch {} goes on behind {} samples of the order \
+                    "the checkpoint does not fit the loader: epoch {} continues after {} samples of the order \
                      that was given when it was saved (digest {}), and another order is given here (digest \
                      {}), so samples would be used twice or never; give the order, the batches or the weights \
                      as they were, make them depend on the epoch alone, or start afresh in another folder",

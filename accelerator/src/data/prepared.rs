@@ -225,7 +225,7 @@ impl<O: Send + 'static> PreparedLoader<O> {
                     assignment = EpochAssignment::agreed(assignment, group, position, caller);
                 }
                 let rest = assignment.and_then(|assignment| {
-                    assignment.goes_on_from(start)?;
+                    assignment.continues_from(start)?;
                     pass.deal(assignment.digest);
                     assignment.share.starting_at(start.consumed)
                 });

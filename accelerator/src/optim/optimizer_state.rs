@@ -119,7 +119,7 @@ impl<S> PreparedOptimizer<S> {
         self.schedule.rate()
     }
 
-    /// Goes on from a saved state, as the optimizer that errors call `name`. Rates are multiplied
+    /// Continues from a saved state, as the optimizer that errors call `name`. Rates are multiplied
     /// by `factor` from here on.
     pub(crate) fn resume_from(
         mut self,

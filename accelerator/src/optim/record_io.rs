@@ -54,7 +54,7 @@ pub(super) fn load(name: &str, blank: ModuleOptimizer, record: Bytes) -> Result<
     match saved.types.iter().find_map(differs) {
         None => Ok(optimizer),
         Some((field, saved_in, found)) => Err(Error::checkpoint(format!(
-            "{name} cannot go on: {} was saved in {}, and Burn loads it in {}; {HINT}",
+            "{name} cannot continue: {} was saved in {}, and Burn loads it in {}; {HINT}",
             saved.shown(&field),
             ShownType(saved_in),
             ShownType(found),

@@ -239,7 +239,7 @@ impl ManualRates {
         self.first
     }
 
-    /// Goes on behind a checkpoint.
+    /// Continues behind a checkpoint.
     pub(super) fn resume(&mut self, first: Option<f64>, last: Option<f64>) {
         (self.first, self.before_resume) = (first, last);
     }

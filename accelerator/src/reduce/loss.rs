@@ -90,7 +90,7 @@ pub(super) fn error(step: u64, losses: impl IntoIterator<Item = (usize, f64)>) -
         .collect();
     let message = format!(
         "the loss of step {} is not finite: {}; the model is as it was before this step: lower the learning rate, \
-         clip gradients, or look at the samples, and go on from a checkpoint",
+         clip gradients, or look at the samples, and continue from a checkpoint",
         step,
         bad.join(", ")
     );

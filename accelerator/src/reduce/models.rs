@@ -62,7 +62,7 @@ impl Models {
         if is_clone_from_before {
             return Err(Error::misuse(
                 "this model is a clone from before `prepare`, which is another model than the prepared one (on \
-                 ranks other than 0, its parameters have other ids): go on with what `prepare` gave back, and clone \
+                 ranks other than 0, its parameters have other ids): continue with what `prepare` gave back, and clone \
                  that",
             ));
         }
@@ -81,7 +81,7 @@ impl Models {
                  some, and prepare it then"
             } else {
                 "this model was not prepared, is a clone from before `prepare`, or got other parameter ids since \
-                 (by loading a record, or from `Param::from_tensor`): pass it through `Accelerator::prepare` before `backward`, and go on with \
+                 (by loading a record, or from `Param::from_tensor`): pass it through `Accelerator::prepare` before `backward`, and continue with \
                  what that gives back"
             })),
         }

@@ -107,7 +107,7 @@ fn whose_is_it(
         ),
     };
     let message = format!(
-        "{what}; models are as they were: clip gradients or lower the learning rate, and go on from a checkpoint"
+        "{what}; models are as they were: clip gradients or lower the learning rate, and continue from a checkpoint"
     );
     Ok(Error::new(Kind::NotFinite, message))
 }

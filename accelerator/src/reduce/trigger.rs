@@ -140,7 +140,7 @@ impl Trigger {
         if told {
             self.0
                 .lock()
-                .tell_user(group, "go on live in the next group");
+                .tell_user(group, "continue live in the next group");
         }
         Ok(told)
     }

@@ -66,7 +66,7 @@ impl SeenUpdates {
             Kind::Drift,
             format!(
                 "the ranks have not updated their replicas of a model alike ({}), so that each has another one: step \
-                 at the same places, with the same learning rate and the same clip on every rank, and go on from a \
+                 at the same places, with the same learning rate and the same clip on every rank, and continue from a \
                  checkpoint",
                 sides(ranks)
             ),

@@ -366,7 +366,7 @@ fn who_waits_for_the_first_hears_of_its_panic() {
                 true => accelerator.local_main_process_first(work),
             }));
             match (accelerator.rank(), outcome) {
-                (0, outcome) => assert!(outcome.is_err(), "it goes on"),
+                (0, outcome) => assert!(outcome.is_err(), "it continues"),
                 (_, outcome) => {
                     let error = outcome.unwrap().unwrap_err();
                     assert!(error.is_panic(), "{error:?}");

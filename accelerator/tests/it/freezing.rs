@@ -290,7 +290,7 @@ fn parts_may_take_turns_and_what_is_frozen_without_prepare_stays() {
 }
 
 #[test]
-fn an_open_window_is_refused_on_every_rank_and_goes_on() {
+fn an_open_window_is_refused_on_every_rank_and_continues() {
     for ranks in [1, 2, 3] {
         let builder = Accelerator::builder().accumulation_steps(2);
         let outcomes = builder.launch(ranks, |accelerator| {
@@ -314,7 +314,7 @@ fn an_open_window_is_refused_on_every_rank_and_goes_on() {
 }
 
 #[test]
-fn the_middle_of_local_training_is_refused_and_goes_on() {
+fn the_middle_of_local_training_is_refused_and_continues() {
     let outcomes = accelerator::launch(2, |accelerator| {
         let parts = (Net::new(&accelerator.device()), SgdConfig::new().init());
         let (mut model, mut optimizer) = accelerator.prepare(parts)?;
@@ -374,7 +374,7 @@ fn a_model_that_is_new_on_one_rank_begins_anew_on_all() {
 }
 
 #[test]
-fn the_scale_of_losses_goes_on() {
+fn the_scale_of_losses_continues() {
     let builder = Accelerator::builder()
         .precision(Precision::F16)
         .loss_scale(LossScale::new().with_initial(1024.0));

@@ -116,7 +116,7 @@ fn c12_a_loader_of_burns_is_gathered_once_idle_ranks_included() {
 }
 
 #[test]
-fn c12_an_epoch_that_goes_on_gathers_the_rest_also_on_more_ranks() {
+fn c12_an_epoch_that_continues_gathers_the_rest_also_on_more_ranks() {
     for ranks in [1, 2, 3] {
         let folder = tempfile::tempdir().unwrap();
         let parts = |accelerator: &Accelerator| {

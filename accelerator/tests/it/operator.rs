@@ -422,7 +422,7 @@ fn steps_go_on_over_calls_and_into_the_next_epoch() {
 }
 
 #[test]
-fn a_training_goes_on_from_what_was_saved() {
+fn a_training_continues_from_what_was_saved() {
     let folder = tempfile::tempdir().unwrap();
     for world_size in [1, 2] {
         let path = folder.path().join(world_size.to_string());

@@ -70,7 +70,7 @@ fn the_newest_checkpoint_is_resumed_and_names_the_rest_of_the_epoch() {
         let batch = train.epoch(0).next().unwrap().unwrap();
         assert_eq!((batch.numbers.clone(), batch.step()), (vec![8, 9], 4));
     }
-    // An iterator's own count goes on too.
+    // An iterator's own count continues too.
     let numbers = |epoch| -> Vec<usize> {
         let batches = train.epoch(epoch).enumerate();
         let numbers = batches.flat_map(|(step, batch)| {
@@ -125,7 +125,7 @@ fn a_batch_that_is_in_no_step_yet_comes_again() {
 /// A weight that is a number says nothing about the position in the data. The batches that were yielded count from the
 /// first step on, and the model tells that there was one.
 #[test]
-fn an_epoch_whose_weights_are_numbers_goes_on_in_its_middle() {
+fn an_epoch_whose_weights_are_numbers_continues_in_its_middle() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
     let accelerator = Accelerator::new().unwrap();

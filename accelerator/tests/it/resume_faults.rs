@@ -103,7 +103,7 @@ fn save_slowly(name: &str, faults: &str) -> Vec<String> {
 
 /// The save may take any time as long as each piece of it is done in time.
 #[test]
-fn a_save_that_goes_on_is_waited_for() {
+fn a_save_that_continues_is_waited_for() {
     let faults = "rank=0 save=1 data slow 2.5s; rank=0 save=1 written slow 2.5s; rank=0 save=1 renamed slow 2.5s";
     for (name, outcomes) in save_slowly_each_way(faults) {
         for outcome in outcomes {

@@ -72,7 +72,7 @@ fn c9_a_schedule_counts_steps_or_those_of_every_process() {
 }
 
 #[test]
-fn a_schedule_by_process_goes_on_where_it_was_saved() {
+fn a_schedule_by_process_continues_where_it_was_saved() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
     let rates = accelerator::launch(2, |accelerator| {
@@ -194,7 +194,7 @@ enum PlanOrder {
 }
 
 #[test]
-fn a_schedule_over_the_steps_of_a_plan_goes_on_at_another_number_of_ranks() {
+fn a_schedule_over_the_steps_of_a_plan_continues_at_another_number_of_ranks() {
     let whole = tempfile::tempdir().unwrap();
     let whole = life(whole.path(), 2, usize::MAX, PlanOrder::AfterTheLoader).unwrap();
     assert_eq!(whole.len(), 12);

@@ -681,7 +681,7 @@ fn part_of_a_run(
 const TO_THE_END: u64 = u64::MAX;
 
 #[test]
-fn a_stream_goes_on_in_mid_epoch() {
+fn a_stream_continues_in_mid_epoch() {
     for kind in KINDS {
         for tail in [TailPolicy::Exact, TailPolicy::Pad] {
             let build = || build(kind, builder(3, tail), numbers(20));
@@ -700,7 +700,7 @@ fn a_stream_goes_on_in_mid_epoch() {
 }
 
 #[test]
-fn another_number_of_ranks_goes_on_with_a_stream_but_not_with_parts() {
+fn another_number_of_ranks_continues_with_a_stream_but_not_with_parts() {
     for kind in KINDS {
         let folder = tempfile::tempdir().unwrap();
         let build = || build(kind, builder(2, TailPolicy::Exact), numbers(20));

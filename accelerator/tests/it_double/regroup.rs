@@ -315,7 +315,7 @@ fn a_watched_preemption_moves_to_the_next_group() {
 }
 
 #[test]
-fn a_run_goes_on_in_the_next_group() {
+fn a_run_continues_in_the_next_group() {
     let job = Job::new(&[1, 3, 2]);
     let log = |accelerator: &Accelerator, step| {
         accelerator.init_trackers("a", &serde_json::json!({ "lr": 0.1 }))?;
@@ -356,7 +356,7 @@ fn a_run_goes_on_in_the_next_group() {
 }
 
 #[test]
-fn what_cannot_be_regrouped_is_an_error_and_the_group_goes_on() {
+fn what_cannot_be_regrouped_is_an_error_and_the_group_continues() {
     let errors = accelerator::launch(2, |accelerator| {
         let error = accelerator.regroup(Object(&1)).unwrap_err();
         accelerator.wait_for_everyone()?;

@@ -528,11 +528,11 @@ fn an_early_stop() {
         save_strategy: SaveStrategy::Steps,
         ..arguments()
     };
-    for goes_on in [false, true] {
+    for continues in [false, true] {
         let values = &[0.1, 0.5, 0.5, 0.6, 0.59, 0.58, 0.9, 0.9, 0.9, 0.9];
         let trainer = train_with_metrics(&arguments, values, IDLE);
         let state = trainer.state();
-        assert_eq!(state.global_step, 6, "going on: {goes_on}");
+        assert_eq!(state.global_step, 6, "continuing: {continues}");
         assert_eq!(
             (state.best_metric, state.best_global_step),
             (Some(0.6), Some(4))
@@ -542,7 +542,7 @@ fn an_early_stop() {
 }
 
 #[test]
-fn a_training_goes_on_where_it_was() {
+fn a_training_continues_where_it_was() {
     for kill_at in 1..=14 {
         let folder = tempfile::tempdir().unwrap();
         let mut arguments = TrainingArguments {
@@ -689,7 +689,7 @@ fn local_sgd_has_the_bits_of_a_loop_by_hand() {
 }
 
 #[test]
-fn a_training_goes_on_at_another_number_of_ranks() {
+fn a_training_continues_at_another_number_of_ranks() {
     let folder = tempfile::tempdir().unwrap();
     let first = TrainingArguments {
         logging_steps: 1.0,

@@ -113,7 +113,7 @@ fn sample(
             && !has_warned
         {
             has_warned = true;
-            tracing::warn!(%error, "what the system uses cannot be written now; training goes on");
+            tracing::warn!(%error, "what the system uses cannot be written now; training continues");
         }
         if is_last {
             return;

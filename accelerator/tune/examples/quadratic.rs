@@ -52,7 +52,7 @@ fn main() -> Result<ExitCode, BoxError> {
         let until = Instant::now() + Duration::from_secs(120);
         while !out.join("go").exists() {
             if Instant::now() > until {
-                return Err("nothing lets this worker go on".into());
+                return Err("nothing lets this worker continue".into());
             }
             std::thread::sleep(Duration::from_millis(5));
         }

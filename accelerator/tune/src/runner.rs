@@ -67,9 +67,9 @@ pub(crate) struct Restore {
 
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Answer {
-    /// Go on to the next report.
+    /// Continue to the next report.
     Continue,
-    /// Save to that folder, which does not exist yet, and go on.
+    /// Save to that folder, which does not exist yet, and continue.
     Save(PathBuf),
     /// Save to that folder and end.
     Pause(PathBuf),

@@ -157,7 +157,7 @@ impl Source<'_> {
         match reader.by_ref().take(1).read_to_end(&mut Vec::new()) {
             Ok(0) => Ok(()),
             Ok(_) => Err(self.error(format!(
-                "goes on after the last of the {} that its header announces; expected its \
+                "continues after the last of the {} that its header announces; expected its \
                  end there: download it again",
                 self.content.name()
             ))),
@@ -308,7 +308,7 @@ pub(super) mod tests {
         packed.push(0);
         whole.push(1);
         for bytes in [&packed, &whole, &gzip(&whole)] {
-            assert_refused(Content::Labels, bytes, "goes on");
+            assert_refused(Content::Labels, bytes, "continues");
         }
     }
 

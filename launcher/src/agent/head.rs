@@ -420,7 +420,7 @@ impl Spawner for HeadSpawner<'_> {
         }
         if is_leaving {
             let leaving: Vec<_> = members.hosts.iter().filter(|host| !stays(host)).collect();
-            changes.push(format!("goes on without {}", shown(&leaving)));
+            changes.push(format!("continues without {}", shown(&leaving)));
         }
         let next = Members::new(settings.ranks.get(), hosts);
         let old_place =

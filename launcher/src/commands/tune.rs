@@ -46,7 +46,7 @@ enum TuneCommand {
     Show(ShowSearchArgs),
     /// Print the best result of a search, its trial, configuration and checkpoint.
     Best(BestArgs),
-    /// Go on with a search that was interrupted, by the command that began it.
+    /// Continue with a search that was interrupted, by the command that began it.
     Resume(ResumeArgs),
     /// Pause a search that runs: its trials save at their next report.
     Stop {
@@ -155,7 +155,7 @@ fn stop(folder: &Path) -> Result<ExitCode> {
     let folder = shown(folder);
     match search.interrupt().map_err(of_tune)? {
         true => note(&format!(
-            "the search in {folder} pauses when its trials have reported; go on with: accel-launch tune resume {folder}"
+            "the search in {folder} pauses when its trials have reported; continue with: accel-launch tune resume {folder}"
         )),
         false => note(&format!(
             "no process of this host carries out the search in {folder}"
@@ -231,7 +231,7 @@ fn resume(arguments: &ResumeArgs, liveness: Option<LivenessPipe>) -> Result<Exit
     if spec.program.is_empty() {
         return Err(Error::usage(format!(
             "the trials of the search in {} are processes of the program that searches: start that program again, as it was \
-             started, and it goes on",
+             started, and it continues",
             shown(&arguments.folder)
         )));
     }
@@ -272,7 +272,7 @@ fn search(
         SearchEnd::Finished => {}
         SearchEnd::Interrupted | SearchEnd::OutOfTime => {
             note(&format!(
-                "the search is paused; go on with: accel-launch tune resume {folder}"
+                "the search is paused; continue with: accel-launch tune resume {folder}"
             ));
             // As a job that is to be started again.
             return Ok(ExitCode::from(accelerator_host::PREEMPTED_EXIT_CODE));

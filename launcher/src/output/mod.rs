@@ -363,7 +363,7 @@ impl Shared {
             self.send(Event::OutputClosed);
         } else if stream == Stream::Out {
             let what = match self.on_output_error {
-                OnOutputError::Continue => "; the job goes on without it",
+                OnOutputError::Continue => "; the job continues without it",
                 OnOutputError::EndJob => "",
             };
             self.note(&format!("standard output cannot be written: {error}{what}"));

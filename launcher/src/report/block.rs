@@ -188,7 +188,7 @@ impl OtherRank {
 
     fn said(&self, end: End, first: &FirstFailure) -> String {
         let said = match end {
-            // A panic, whose message begins with what went wrong and may go on with values.
+            // A panic, whose message begins with what went wrong and may continue with values.
             End::Code(101) | End::Signal(signal::SIGABRT) => headline(&self.last_words),
             _ => self.last_words.last(),
         };

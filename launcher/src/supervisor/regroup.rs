@@ -182,9 +182,10 @@ impl<'a> Regrouping<'a> {
         match why {
             // Each host has its own pause.
             Some(why) if self.spawner.has_hosts() => {
-                self.output.note(&format!("{why}; the job goes on without"));
+                self.output
+                    .note(&format!("{why}; the job continues without"));
             }
-            Some(why) => self.retry(&format!("{why}; the job goes on as it is")),
+            Some(why) => self.retry(&format!("{why}; the job continues as it is")),
             None => {}
         }
     }
@@ -248,7 +249,7 @@ impl<'a> Regrouping<'a> {
                 self.spawner.drop_next();
                 self.given_up += 1;
                 self.retry(&format!(
-                    "the job cannot, and goes on as it is: {}",
+                    "the job cannot, and continues as it is: {}",
                     chain(&error)
                 ));
             }
@@ -313,7 +314,7 @@ impl NextGroup {
             1 => "1 rank".to_owned(),
             _ => format!("{ranks} ranks"),
         };
-        output.note(&format!("the job goes on with {ranks}"));
+        output.note(&format!("the job continues with {ranks}"));
         self.attempt.carried = Some(carried);
         (self.attempt, self.channel)
     }

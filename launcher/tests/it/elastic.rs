@@ -135,7 +135,7 @@ fn hosts_come_and_leave_while_ranks_run() {
     second
         .end()
         .expect(75)
-        .says("this host has left the job, which goes on without it");
+        .says("this host has left the job, which continues without it");
     // The host comes back.
     let again = start(&hosts, 1, ONE);
     let (last, _) = group_of(folder, 4, step + 2.0);
@@ -147,7 +147,7 @@ fn hosts_come_and_leave_while_ranks_run() {
     let ended = head.end().expect(0);
     assert!(!ended.stderr.contains("restart"), "{ended:?}");
     assert!(
-        ended.stderr.contains("the job goes on with 3 ranks"),
+        ended.stderr.contains("the job continues with 3 ranks"),
         "{ended:?}"
     );
     for pid in four.iter().chain(&last) {
@@ -156,7 +156,7 @@ fn hosts_come_and_leave_while_ranks_run() {
 }
 
 #[test]
-fn a_job_goes_on_without_a_lost_host_and_takes_it_in_again() {
+fn a_job_continues_without_a_lost_host_and_takes_it_in_again() {
     let hosts = elastic_hosts(1, 2);
     let folder = &hosts.folder;
     let options = "--nproc-per-node 1 --restart-delay 0";
@@ -202,8 +202,8 @@ fn a_dropped_slot_is_tried_again() {
     let ended = run.end().expect(0);
     for text in [
         "restart 2 of 3, with 2 of 3 processes: slot 2 is taken as gone for good",
-        "rank 2 was to join, and it ended with exit code 7; the job goes on as it is",
-        "the job goes on with 3 ranks",
+        "rank 2 was to join, and it ended with exit code 7; the job continues as it is",
+        "the job continues with 3 ranks",
     ] {
         assert!(ended.stderr.contains(text), "{text:?}: {ended:?}");
     }
@@ -226,7 +226,7 @@ fn ranks_that_save_and_end_are_started_again_in_the_new_number() {
     folder.write("stop", "");
     second.end().expect(0);
     head.end().expect(0).says(
-        "all ranks have saved, to go on in another number; restart 1 of 4, which does not count",
+        "all ranks have saved, to continue with another number of ranks; restart 1 of 4, which does not count",
     );
 }
 
@@ -276,7 +276,7 @@ fn a_host_that_fails_to_join_keeps_no_other_one_out() {
     let says = "rank 1 was to join, and it ended with exit code 3";
     assert!(ended.stderr.contains(says), "{ended:?}");
     assert!(
-        ended.stderr.contains("; the job goes on without\n"),
+        ended.stderr.contains("; the job continues without\n"),
         "{ended:?}"
     );
     assert_eq!(ended.stderr.matches("; restart").count(), 1, "{ended:?}");

@@ -89,13 +89,13 @@ fn odd_bytes_and_long_lines_pass_unharmed() {
 }
 
 #[test]
-fn a_job_goes_on_where_its_output_cannot_be_written() {
+fn a_job_continues_where_its_output_cannot_be_written() {
     let folder = Folder::new();
     folder.script("talk.sh", "echo said; echo $RANK >> ran");
     let command = folder.command("-n 2 talk.sh");
     let full = std::fs::File::options().write(true).open("/dev/full");
     let ended = Run::start_into(command, full.unwrap().into()).end();
-    ended.expect(0).says("the job goes on without it");
+    ended.expect(0).says("the job continues without it");
     assert_eq!(folder.wait_for_lines("ran", 2).len(), 2);
 }
 

@@ -48,7 +48,7 @@ fn without_restarts_the_code_is_left_to_who_started_the_job() {
     folder
         .launch("-n 2 --log-dir logs job.sh")
         .expect(75)
-        .says("start the job again to go on");
+        .says("start the job again to continue");
     assert_eq!(folder.read("seen"), "0 0\n");
     assert_eq!(folder.failure()["ending"], "preempted");
 }

@@ -189,7 +189,7 @@ fn stopped_ranks_end_too() {
 }
 
 #[test]
-fn ranks_that_are_all_stopped_are_named_and_the_job_goes_on() {
+fn ranks_that_are_all_stopped_are_named_and_the_job_continues() {
     let folder = Folder::new();
     folder.script("job.sh", "echo $$ >> pids; kill -STOP $$; echo continued");
     let mut command = folder.command("-n 2 --no-prefix job.sh");

@@ -104,8 +104,8 @@ fn glob(folder: &Path, name: &str) -> Vec<PathBuf> {
 }
 
 #[test]
-fn a_search_without_its_agent_ends_with_the_name_of_the_host_and_goes_on_when_it_is_started_again()
-{
+fn a_search_without_its_agent_ends_with_the_name_of_the_host_and_continues_when_it_is_started_again()
+ {
     let folder = Folder::new();
     folder.write("spec.toml", SPEC);
     // Without the file `calm`, the trial on the second slot ends its agent, which is its parent.
@@ -164,7 +164,7 @@ fn a_specification_that_cannot_be_is_refused_with_its_place() {
 }
 
 #[test]
-fn a_search_whose_launcher_is_killed_goes_on_where_it_was() {
+fn a_search_whose_launcher_is_killed_continues_where_it_was() {
     let folder = Folder::new();
     folder.write("spec.toml", "name = \"s\"\nmetric = \"loss\"\nmode = \"min\"\nslots = 2\nnum_samples = 2\n[space]\nx = 1\n[stop]\ntraining_iteration = 3\n");
     // The trial continues once the file `go` exists.

@@ -216,7 +216,7 @@ node_loss() {
     jobs wait "$name" --timeout "${LIMIT}s" || { fail "$name"; jobs get "$name" >&2; jobs logs "$name" -t 30 >&2; }
     expect 'RESTARTS: [1-9]' jobs get "$name" || true
     timeout 20 tail --pid=$follower -f /dev/null || fail "$name: logs -f does not end"
-    grep -Eq 'training begins at (epoch|step) .*[1-9]' "$ENGINE_DIR/out/follow" || fail "$name: logs -f does not show that it went on"
+    grep -Eq 'training begins at (epoch|step) .*[1-9]' "$ENGINE_DIR/out/follow" || fail "$name: logs -f does not show that it continued"
     compare resumable "$name" $((SECONDS - began))
     expect stopped jobs stop "$name" --forget || true
 }

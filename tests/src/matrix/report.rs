@@ -50,7 +50,7 @@ pub(super) fn table(cells: &[Cell]) -> String {
                         let _ = write!(row, " {seconds:.2} |");
                     }
                     Some(Verdict::Survived { seconds }) => {
-                        let _ = write!(row, " goes on, {seconds:.2} |");
+                        let _ = write!(row, " continues, {seconds:.2} |");
                     }
                     Some(Verdict::NotApplicable(reason)) => {
                         let number = reasons.iter().position(|known| known == reason);
@@ -107,7 +107,7 @@ fn introduction(way: Way) -> &'static str {
              A time is from the fault until the last of these has been shown: the ranks of the other hosts name the host, a \
              rank of it, the cause and the operation; the launchers of the other hosts name it with its ranks, and \
              end with exit code 75; a host that is cut off names host 0, and ends with 75. Where host 0 is lost, the others \
-             end their ranks at once, and name it. `goes on`: no rank sees an error, and the job has succeeded after that \
+             end their ranks at once, and name it. `continues`: no rank sees an error, and the job has succeeded after that \
              time. In every cell nothing is left on any host. A cell fails 1.5 s after its deadline: 1 s for a death, 5 s for a link.\n\n"
         }
         _ => "",

@@ -90,7 +90,7 @@ fn accumulation_in_half_precision() {
 
 /// The schedule is that of the whole training for any number of processes; resuming with another one would fail.
 #[test]
-fn accumulation_goes_on_at_another_number_of_processes() {
+fn accumulation_continues_at_another_number_of_processes() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path().to_str().unwrap();
     let args = [&SMALL[..], &["--checkpoints", folder, "--epochs", "3"]].concat();
@@ -431,7 +431,7 @@ fn resumable_saves_and_leaves_on_a_signal() {
 
 /// The launcher takes a slot for lost after its process has failed twice, and tries it again later.
 #[test]
-fn resumable_goes_on_live_when_a_process_is_back() {
+fn resumable_continues_live_when_a_process_is_back() {
     let folder = tempfile::tempdir().unwrap();
     let mut command = Command::new(launcher());
     command

@@ -162,7 +162,7 @@ fn a_killed_rank_is_the_error_of_the_others_within_seconds() {
 }
 
 #[test]
-fn a_training_goes_on_from_a_checkpoint_to_the_same_bits() {
+fn a_training_continues_from_a_checkpoint_to_the_same_bits() {
     let folder = tempfile::tempdir().unwrap();
     let first = LearnerJob {
         saves: true,

@@ -176,7 +176,7 @@ fn table(folder: &Path) -> Vec<String> {
 
 /// Rank 2 fails in two attempts: the job continues from the checkpoint with two ranks.
 #[test]
-fn a_job_that_loses_a_slot_goes_on_with_fewer_ranks_and_misses_no_sample() {
+fn a_job_that_loses_a_slot_continues_with_fewer_ranks_and_misses_no_sample() {
     let folder = tempfile::tempdir().unwrap();
     let job = job(folder.path(), 0.0, OptimizerKind::Sgd);
     let faults = "rank=2 step=3 kill; rank=2 restart=1 step=5 kill";
@@ -211,7 +211,7 @@ fn a_job_that_loses_a_slot_goes_on_with_fewer_ranks_and_misses_no_sample() {
 
 /// The program supports preemptions but not live changes: it saves and is restarted.
 #[test]
-fn a_job_that_has_a_slot_back_goes_on_with_more_ranks_and_misses_no_sample() {
+fn a_job_that_has_a_slot_back_continues_with_more_ranks_and_misses_no_sample() {
     let folder = tempfile::tempdir().unwrap();
     let job = TrainingJob {
         // The job must not end before the process is back.

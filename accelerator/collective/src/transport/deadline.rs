@@ -24,7 +24,7 @@ pub(crate) struct OpTimeouts {
 /// The timeout of the group that bounds an operation.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum TimeoutKind {
-    /// The connect timeout, which goes on whatever happens.
+    /// The connect timeout, which continues whatever happens.
     Connect,
     /// The progress timeout, which begins anew with each progress.
     Progress,

@@ -34,7 +34,7 @@ fn a_rank() {
             }
             group.close().unwrap();
         }
-        "go on" => {
+        "continue" => {
             let mut values = vec![1.0_f32; 300_000];
             group.all_reduce(&mut values, ReduceOp::Mean).unwrap();
             println!("ready");
@@ -142,7 +142,7 @@ fn hosts_without_a_token_meet_only_if_they_say_so() {
 /// The cable is unplugged, and each side finds the other silent.
 #[test]
 fn a_link_that_goes_down_is_named() {
-    let Some((network, mut ranks)) = started(2, 1, "go on") else {
+    let Some((network, mut ranks)) = started(2, 1, "continue") else {
         return;
     };
     for rank in &mut ranks {
@@ -168,7 +168,7 @@ fn a_rank_that_dies_on_another_host_is_named() {
 }
 
 fn a_rank_dies(hosts: usize, ranks_per_host: usize) {
-    let Some((_network, mut ranks)) = started(hosts, ranks_per_host, "go on") else {
+    let Some((_network, mut ranks)) = started(hosts, ranks_per_host, "continue") else {
         return;
     };
     for rank in &mut ranks {

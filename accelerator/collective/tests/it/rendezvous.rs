@@ -269,7 +269,7 @@ fn a_shared_token_lets_ranks_in() {
 }
 
 #[test]
-fn a_wrong_token_is_refused_and_the_job_goes_on() {
+fn a_wrong_token_is_refused_and_the_job_continues() {
     let token = Token::generate().unwrap();
     let store = StoreServer::bind(("127.0.0.1", 0), 2, Some(token.clone())).unwrap();
     let wrong = at(&store).with_token(Token::generate().unwrap());
@@ -318,7 +318,7 @@ fn a_token_file_that_is_missing_is_named() {
 }
 
 #[test]
-fn a_rank_of_another_job_is_refused_and_the_job_goes_on() {
+fn a_rank_of_another_job_is_refused_and_the_job_continues() {
     let options = StoreOptions::new(2).with_job("mine");
     let store = StoreServer::bind_with(("127.0.0.1", 0), options).unwrap();
     let other = at(&store).with_job("other");

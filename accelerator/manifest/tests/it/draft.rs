@@ -31,7 +31,7 @@ fn large_files_are_streamed() {
 
 /// Each MiB of work reports progress.
 #[test]
-fn all_work_on_a_large_file_shows_that_it_goes_on() {
+fn all_work_on_a_large_file_shows_that_it_continues() {
     const MIB: usize = 1 << 20;
     let temporary = tempfile::tempdir().unwrap();
     let shown = Arc::new(AtomicUsize::new(0));
@@ -95,7 +95,7 @@ fn an_abandoned_draft_leaves_nothing() {
 }
 
 #[test]
-fn a_content_that_fails_leaves_no_file_and_the_draft_goes_on() {
+fn a_content_that_fails_leaves_no_file_and_the_draft_continues() {
     let temporary = tempfile::tempdir().unwrap();
     let folder = Folder::open(temporary.path()).unwrap();
     let mut draft = folder.begin(0).unwrap();

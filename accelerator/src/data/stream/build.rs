@@ -14,7 +14,7 @@ impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
     /// (`W` ranks do `W` times the work of one), so it is for streams that cost little.
     ///
     /// It must give the same samples in the same order on every rank, which cannot be checked. Tail policies do the same
-    /// as for a data set. A resumed epoch continues behind the samples that were used, at any world size.
+    /// as for a data set. A resumed epoch continues after the samples that were used, at any world size.
     ///
     /// A batch is given out when it is known whether it [is the last](crate::data::Batch::is_last): when one sample
     /// more has been read, or it is clear that there is none. Under

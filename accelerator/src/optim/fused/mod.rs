@@ -8,7 +8,7 @@
 //! An optimizer from [`InitFused::init_fused`] is a [`ModuleOptimizer`] like any other: it takes
 //! groups and gradient clipping, and its records are Burn's, so either optimizer continues from what
 //! the other one has saved. It loads state in the float type in which that was saved, where Burn's own takes that of
-//! the default device: parameters of another type go on with fused optimizers alone. On other devices than `flex`, and for other types than `f32` and
+//! the default device: parameters of another type continue with fused optimizers alone. On other devices than `flex`, and for other types than `f32` and
 //! `f64`, it runs Burn's own operations.
 //!
 //! ```

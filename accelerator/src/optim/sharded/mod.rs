@@ -118,7 +118,7 @@ impl Shards {
         Ok((blank, Some(shards)))
     }
 
-    /// Goes on from a record of whole parameters, which fits the optimizer. Gives the optimizer
+    /// Continues from a record of whole parameters, which fits the optimizer. Gives the optimizer
     /// without state.
     pub(super) fn resume_from(&mut self, record: Bytes) -> Result<ModuleOptimizer> {
         self.loaded = Records::read(record)?;

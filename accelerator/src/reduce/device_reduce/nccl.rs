@@ -180,7 +180,7 @@ impl fmt::Debug for PendingReduce {
 }
 
 fn failed(error: accelerator_nccl::Error) -> Error {
-    let message = "gradients could not be reduced from GPU to GPU; go on from a checkpoint, since the last step may \
+    let message = "gradients could not be reduced from GPU to GPU; continue from a checkpoint, since the last step may \
                    have been taken with sums that were not complete";
     Error::new(Kind::Collective, message).with_source(error)
 }

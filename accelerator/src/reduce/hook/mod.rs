@@ -102,7 +102,7 @@ pub trait CommunicationHook: Send {
         Ok(Vec::new())
     }
 
-    /// Goes on from what [`save`](Self::save) gave. It is called on every rank or on none, before the first
+    /// Continues from what [`save`](Self::save) gave. It is called on every rank or on none, before the first
     /// step, and only where the checkpoint was saved with a hook of the same [`name`](Self::name), which kept
     /// something on some rank. `state` is empty where this rank kept nothing and another one did.
     ///
@@ -241,7 +241,7 @@ impl HookInstance {
         restored.map_err(|error| {
             self.failed(
                 Kind::Checkpoint,
-                "could not go on from what it saved",
+                "could not continue from what it saved",
                 error,
             )
         })

@@ -161,7 +161,7 @@ pub(super) fn check_windows(reducer: &Reducer) -> Result<()> {
         .collect();
     if !missed.is_empty() {
         return Err(Error::misuse(format!(
-            "`backward` failed on {} before the other ranks heard of it, and the program went on, so that ranks \
+            "`backward` failed on {} before the other ranks heard of it, and the program continued, so that ranks \
              average the gradients of different steps: return the error from the program, or resume the model \
              on every rank",
             missed.join(", ")

@@ -116,7 +116,7 @@ arguments! {
         save_steps: f64 = 500.0,
         /// The number of checkpoints to keep, the best one among them; never less than that and the newest [default: all].
         save_total_limit: Option<usize> = None,
-        /// Go on from the newest checkpoint of `output_dir` (auto: if there is one), or from that of a path.
+        /// Continue from the newest checkpoint of `output_dir` (auto: if there is one), or from that of a path.
         resume_from_checkpoint: ResumeFrom = ResumeFrom::No,
         /// End with the weights of the best checkpoint.
         load_best_model_at_end: bool = false,

@@ -141,7 +141,7 @@ impl<T: TrainingOperator> OperatorTrainer<T> {
         }
     }
 
-    /// Goes on from the newest checkpoint of a folder, or from one that [`save`](Self::save) has returned, on any number of
+    /// Continues from the newest checkpoint of a folder, or from one that [`save`](Self::save) has returned, on any number of
     /// workers.
     ///
     /// # Errors

@@ -373,7 +373,7 @@ fn check_folder(folder: &Path, resumes: bool) -> Result<()> {
     let before = Folder::open(folder)?.checkpoints()?;
     match before.last() {
         Some(last) if !resumes => Err(Error::config(format!(
-            "output_dir `{}` has checkpoints of another training, up to {}: go on from them by \
+            "output_dir `{}` has checkpoints of another training, up to {}: continue from them by \
              resume_from_checkpoint (true or auto), name another folder, or remove them",
             folder.display(),
             last.number(),

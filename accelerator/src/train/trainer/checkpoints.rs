@@ -19,7 +19,7 @@ where
     O: Send + 'static,
     P: Tensors + Clone + 'static,
 {
-    /// Goes on from the checkpoint there, if one is asked for.
+    /// Continues from the checkpoint there, if one is asked for.
     pub(super) fn resumed(self, folder: Option<PathBuf>) -> Result<Self> {
         let Some(folder) = folder else {
             return Ok(self);
@@ -35,7 +35,7 @@ where
         } = self;
         let Some(TrainData { flow, loader }) = train else {
             return Err(Error::config(
-                "resume_from_checkpoint: there is no training data to go on with; pass `train_dataset`",
+                "resume_from_checkpoint: there is no training data to continue with; pass `train_dataset`",
             ));
         };
         let parts = (model, optimizer, loader, Object(state));
@@ -174,7 +174,7 @@ fn unfit(error: Error) -> Error {
     match error.is_checkpoint() {
         true => {
             let message = format!(
-                "resume_from_checkpoint: {error}; a training goes on with the model, `optim`, `ema_decay`, \
+                "resume_from_checkpoint: {error}; a training continues with the model, `optim`, `ema_decay`, \
                  `sharded_optimizer`, `tail`, `data_seed` and batch size of its checkpoint"
             );
             Error::new(error.kind(), message).with_source(error)

@@ -108,7 +108,7 @@ fn a_call_that_failed_on_one_rank_alone_is_told_to_all_by_the_next() {
                             Misstep::Loss => "the loss has 2 elements",
                             Misstep::Model => "this model was not prepared",
                         };
-                        for part in ["failed on rank 1", "went on", cause] {
+                        for part in ["failed on rank 1", "continued", cause] {
                             assert_eq!(text.matches(part).count(), 1, "{part} in {text}");
                         }
                     }

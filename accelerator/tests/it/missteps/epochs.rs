@@ -281,7 +281,7 @@ fn a_data_set_that_draws_at_each_read_is_told_where_one_rank_resumes() {
 }
 
 #[test]
-fn an_epoch_that_goes_on_in_a_second_pass_is_not_taken_for_one_that_was_left() {
+fn an_epoch_that_continues_in_a_second_pass_is_not_taken_for_one_that_was_left() {
     let ((), text) = logged(|| {
         let accelerator = Accelerator::builder()
             .accumulation_steps(2)
@@ -300,7 +300,7 @@ fn an_epoch_that_goes_on_in_a_second_pass_is_not_taken_for_one_that_was_left() {
 
 /// The program finds its own position.
 #[test]
-fn batches_that_are_left_out_of_an_epoch_that_goes_on_are_told_once() {
+fn batches_that_are_left_out_of_an_epoch_that_continues_are_told_once() {
     let folder = tempfile::tempdir().unwrap();
     let steps = |resume: bool, skip: u64| {
         logged(|| {
@@ -332,7 +332,7 @@ fn batches_that_are_left_out_of_an_epoch_that_goes_on_are_told_once() {
     let (_, text) = steps(true, 0);
     assert!(!text.contains("WARN"), "nothing is left out: {text}");
     let (_, text) = steps(true, 4);
-    let words = ["WARN", "goes on behind step 4 of epoch 0", "4 more"];
+    let words = ["WARN", "continues after step 4 of epoch 0", "4 more"];
     assert_told_once(&[text], &words);
 }
 

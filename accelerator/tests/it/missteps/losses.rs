@@ -147,7 +147,7 @@ fn a_training_can_be_stopped_where_a_loss_is_not_finite() {
                     }
                 }
             }
-            panic!("rank {} goes on", accelerator.rank());
+            panic!("rank {} continues", accelerator.rank());
         });
         for error in errors.unwrap() {
             let words = ["step 1", &*format!("NaN on rank {}", ranks - 1)];

@@ -164,7 +164,7 @@ fn a_prepared_model_without_a_backward_is_warned_of_when_the_job_ends() {
 }
 
 #[test]
-fn a_model_that_goes_on_from_a_checkpoint_is_known_as_what_it_became_alone() {
+fn a_model_that_continues_from_a_checkpoint_is_known_as_what_it_became_alone() {
     let folder = tempfile::tempdir().unwrap();
     for life in 0..2 {
         let texts = accelerator::launch(2, |accelerator| {

@@ -33,7 +33,7 @@ fn a_plan_that_resume_makes_wrong_is_said() {
     };
     let text = resumed(true, false);
     assert!(
-        text.contains("goes on with 4 samples a step over all ranks, and it had 2 when `plan`"),
+        text.contains("continues with 4 samples a step over all ranks, and it had 2 when `plan`"),
         "{text}"
     );
     for (plan, first) in [(false, false), (true, true)] {
@@ -92,13 +92,14 @@ fn steps_that_a_loader_told_before_resume_made_them_others_are_said() {
         // The first rate of a cosine does not depend on its length.
         cosine_step(2, folder.path(), StepsFrom::Steps, false, 0.1).unwrap();
         let text = cosine_step(ranks, folder.path(), StepsFrom::Steps, loader_first, 0.1).unwrap();
-        let count = text.matches("goes on with 4 samples a step").count();
+        let count = text.matches("continues with 4 samples a step").count();
         assert_eq!(count, usize::from(told), "{ranks} {loader_first}: {text}");
     }
 }
 
 #[test]
-fn a_rate_that_was_changed_on_purpose_is_told_where_the_plan_is_that_of_the_loader_that_goes_on() {
+fn a_rate_that_was_changed_on_purpose_is_told_where_the_plan_is_that_of_the_loader_that_continues()
+{
     for ranks in [1, 2] {
         let folder = tempfile::tempdir().unwrap();
         cosine_step(2, folder.path(), StepsFrom::Plan, true, 0.1).unwrap();

@@ -44,7 +44,7 @@ fn points(path: &Path, delivery: Delivery) -> Vec<(u64, f64)> {
 }
 
 #[test]
-fn a_torn_tail_is_dropped_at_every_byte_and_writing_goes_on() {
+fn a_torn_tail_is_dropped_at_every_byte_and_writing_continues() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("j");
     write(&path, [metrics(1, 1.0), metrics(2, 2.0)]);

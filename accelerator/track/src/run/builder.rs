@@ -104,7 +104,7 @@ impl Run {
             tracing::warn!(
                 run = self.name,
                 from = %mark.run,
-                "the run of the checkpoint does not go on: it is not there or in use, or metrics were logged before the resume"
+                "the run of the checkpoint does not continue: it is not there or in use, or metrics were logged before the resume"
             );
             return Ok(self);
         }
@@ -119,7 +119,7 @@ impl Run {
         let sinks = worker.release();
         if here.next > begun {
             warn(&format!(
-                "the run of the checkpoint goes on, and the one in {} stays: it has tags, hyperparameters or artifacts of its \
+                "the run of the checkpoint continues, and the one in {} stays: it has tags, hyperparameters or artifacts of its \
                  own, which the other does not get",
                 folder.display()
             ));

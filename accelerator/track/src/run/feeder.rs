@@ -195,7 +195,7 @@ fn feed(folder: &Path, sink: &mut dyn Sink, stopped: &mpsc::Receiver<Stop>) -> R
                     has_warned = true;
                     tracing::warn!(
                         sink = sink.name(), %error,
-                        "the run cannot be delivered now; training goes on, and it is tried again"
+                        "the run cannot be delivered now; training continues, and it is tried again"
                     );
                 }
                 pause = (pause * 2).min(LONGEST_PAUSE);

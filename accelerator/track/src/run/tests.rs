@@ -80,7 +80,7 @@ fn one_process_writes_a_run() {
 }
 
 #[test]
-fn a_run_goes_on_where_its_checkpoint_was() {
+fn a_run_continues_where_its_checkpoint_was() {
     let runs = tempfile::tempdir().unwrap();
     let run = start(runs.path(), "a");
     let (id, folder) = (run.id(), run.folder().to_owned());
@@ -141,7 +141,7 @@ fn the_mark_of_a_run_that_is_gone_starts_a_new_one() {
 }
 
 #[test]
-fn a_run_that_learns_of_its_checkpoint_late_goes_on_with_its_sinks() {
+fn a_run_that_learns_of_its_checkpoint_late_continues_with_its_sinks() {
     let runs = tempfile::tempdir().unwrap();
     let first = start(runs.path(), "a");
     first.log("train", [("loss", 1.0)], 1, None);
@@ -381,7 +381,7 @@ fn a_damaged_journal_of_a_rank_stops_nothing_else() {
 }
 
 #[test]
-fn a_run_with_tags_or_artifacts_stays_when_another_one_goes_on() {
+fn a_run_with_tags_or_artifacts_stays_when_another_one_continues() {
     let runs = tempfile::tempdir().unwrap();
     let first = start(runs.path(), "a");
     let (id, mark) = (first.id(), first.mark().unwrap());

@@ -329,7 +329,7 @@ impl Journal {
                 self.has_warned = true;
                 tracing::warn!(
                     folder = %self.folder.display(), %error,
-                    "the run cannot be written now; training goes on, and what is logged waits in memory"
+                    "the run cannot be written now; training continues, and what is logged waits in memory"
                 );
             }
             _ => {}

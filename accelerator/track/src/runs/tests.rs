@@ -250,7 +250,7 @@ fn a_run_is_removed_with_its_own_files_alone() {
 }
 
 #[test]
-fn a_run_that_goes_on_after_it_was_listed_is_not_removed() {
+fn a_run_that_continues_after_it_was_listed_is_not_removed() {
     let temporary = tempfile::tempdir().unwrap();
     let run = start(temporary.path(), "a");
     let mark = run.mark().unwrap();

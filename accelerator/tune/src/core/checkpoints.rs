@@ -51,15 +51,15 @@ pub(crate) fn prunable(core: &Core, settings: &CheckpointSettings) -> Vec<Checkp
     let mut gone = BTreeSet::new();
     let mut newer: BTreeMap<(TrialId, bool), usize> = BTreeMap::new();
     for key in core.checkpoints().keys().rev() {
-        // Others may go on from what a scheduler asked for: what a trial reports by itself takes no place of those.
-        let goes_on = core
+        // Others may continue from what a scheduler asked for: what a trial reports by itself takes no place of those.
+        let continues = core
             .trial(key.branch.trial)
             .is_some_and(|trial| trial.end.is_none());
         let is_asked = core
             .branch(key.branch)
             .is_some_and(|state| state.saves.contains(&key.iteration));
         let newer = newer
-            .entry((key.branch.trial, goes_on && is_asked))
+            .entry((key.branch.trial, continues && is_asked))
             .or_default();
         if *newer >= settings.keep_per_trial.max(1)
             && !pinned.contains(key)
@@ -105,7 +105,7 @@ pub(crate) fn prunable(core: &Core, settings: &CheckpointSettings) -> Vec<Checkp
     gone.into_iter().collect()
 }
 
-/// Checkpoints that running trials go on from, and those that have not begun.
+/// Checkpoints that running trials continue from, and those that have not begun.
 fn pinned(core: &Core) -> BTreeSet<CheckpointKey> {
     let mut pinned = needed(core, TrialStatus::Running);
     if core.rules.shares_prefixes {
@@ -117,7 +117,7 @@ fn pinned(core: &Core) -> BTreeSet<CheckpointKey> {
     pinned
 }
 
-/// The checkpoints that trials of a status would go on from, were they started now. It may be that of another trial.
+/// The checkpoints that trials of a status would continue from, were they started now. It may be that of another trial.
 fn needed(core: &Core, status: TrialStatus) -> BTreeSet<CheckpointKey> {
     let trials = core.trials.iter().filter(|trial| trial.status == status);
     let nearest = trials.filter_map(|trial| core.nearest_checkpoint(trial.branch(), trial.decided));

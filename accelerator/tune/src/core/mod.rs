@@ -309,7 +309,7 @@ impl Core {
         }
     }
 
-    /// The next trial to begin, and what it goes on from.
+    /// The next trial to begin, and what it continues from.
     fn next_pending(&self) -> Option<(TrialId, Option<Origin>)> {
         if !self.rules.shares_prefixes {
             return self.pending.first().map(|trial| (*trial, None));

@@ -219,7 +219,7 @@ fn lost(host: &str) -> Error {
     Error::new(
         Kind::Io,
         format!(
-            "the host {host} is lost, with its trials: start the search again, and it goes on; `accel-launch --max-restarts` \
+            "the host {host} is lost, with its trials: start the search again, and it continues; `accel-launch --max-restarts` \
              does so by itself"
         ),
     )

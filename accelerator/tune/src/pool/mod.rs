@@ -150,7 +150,7 @@ impl Pool {
             Answer::Save(folder) | Answer::Pause(folder)
                 if checkpoint_folder::begin(&folder).is_err() =>
             {
-                // Left out: a trial that cannot save goes on, or begins anew.
+                // Left out: a trial that cannot save continues, or begins anew.
                 tracing::warn!("{} cannot be made", folder.display());
                 ToWorker::Continue
             }
@@ -331,7 +331,7 @@ impl Placements {
         slot
     }
 
-    /// A trial waits for its turn to go on as it is told; its slot.
+    /// A trial waits for its turn to continue as it is told; its slot.
     fn answer(&mut self, trial: TrialId, answer: Answer) -> Option<usize> {
         let placement = self.trials.get_mut(&trial)?;
         placement.is_stopping |= matches!(answer, Answer::Pause(_) | Answer::Stop);

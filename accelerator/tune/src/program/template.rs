@@ -8,7 +8,7 @@ use crate::space::{Keys, Place, Space};
 /// A command with placeholders.
 ///
 /// `{lr}` is the value of a parameter by its path; `{trial}` the trial's number, `{folder}` its folder, `{params}` a JSON file
-/// with all parameters, `{metrics}` a file for its metrics, `{checkpoint}` what a checkpoint holds to go on from, or nothing.
+/// with all parameters, `{metrics}` a file for its metrics, `{checkpoint}` what a checkpoint holds to continue from, or nothing.
 /// `{{` is a brace.
 #[derive(Debug)]
 pub(crate) struct Template {

@@ -170,7 +170,7 @@ impl Halving {
         }
         let cutoff = self.cutoff(rung);
         self.brackets[bracket][index].entries.push((trial, score));
-        // What is below a cutoff that is NaN goes on, as Ray has it.
+        // What is below a cutoff that is NaN continues, as Ray has it.
         !cutoff.is_some_and(|cutoff| score < cutoff)
     }
 
@@ -208,9 +208,9 @@ impl TrialScheduler for Halving {
             return SchedulerDecision::Continue;
         };
         let is_last = observation.time >= float(self.settings.max_t);
-        let goes_on = !(is_last && self.settings.stop_last_trials)
+        let continues = !(is_last && self.settings.stop_last_trials)
             && self.enter(observation.trial, observation.time, score);
-        if goes_on {
+        if continues {
             return SchedulerDecision::Continue;
         }
         self.stopped += 1;
@@ -445,7 +445,7 @@ impl TrialScheduler for Promotion {
         if others != OtherTrials::None {
             return None;
         }
-        // Nothing can enter a rung any more, so the best goes on until one has come to the end. Those that failed on the
+        // Nothing can enter a rung any more, so the best continues until one has come to the end. Those that failed on the
         // way hold nobody up.
         let last = self.rungs.last()?;
         if last.entries.iter().any(|(_, value)| !value.is_nan()) {

@@ -11,7 +11,7 @@ use crate::error::Result;
 use crate::objective::Mode;
 use crate::space::{Domain, Keys, Node, Parameter, Place, Random, Space};
 
-/// Population based training (Jaderberg et al. 2017, arXiv 1711.09846): bad trials go on as copies of good ones, with
+/// Population based training (Jaderberg et al. 2017, arXiv 1711.09846): bad trials continue as copies of good ones, with
 /// parameters that are changed a little. Ray Tune's `PopulationBasedTraining`, in its asynchronous form.
 ///
 /// Trials have to save checkpoints.

@@ -24,12 +24,12 @@ pub enum Compatibility {
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum SchedulerDecision {
     Continue,
-    /// It saves a checkpoint and goes on.
+    /// It saves a checkpoint and continues.
     Save,
     /// It saves a checkpoint and gives its worker back.
     Pause,
     Stop,
-    /// It goes on from the donor's checkpoint of that iteration, with another configuration.
+    /// It continues from the donor's checkpoint of that iteration, with another configuration.
     Exploit {
         donor: TrialId,
         iteration: u64,
@@ -59,7 +59,7 @@ pub(crate) enum OtherTrials {
     None,
 }
 
-/// Decides which trials go on: Ray Tune's `TrialScheduler`.
+/// Decides which trials continue: Ray Tune's `TrialScheduler`.
 pub(crate) trait TrialScheduler: fmt::Debug + Send {
     fn on_trial_add(&mut self, _trial: TrialId, _config: &Config) {}
 

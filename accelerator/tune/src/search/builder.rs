@@ -29,7 +29,7 @@ use crate::trial::{BoxError, Trainable, TrialSession, serve_function, serve_trai
 /// [`run`](Self::run) again, where it carries trials out and exits. What stands before that call runs in each of them.
 ///
 /// A search is resumed by running it again: its folder has a journal, and what was decided stays decided. After
-/// `kill -9`, or a machine's loss, trials go on from their newest checkpoints.
+/// `kill -9`, or a machine's loss, trials continue from their newest checkpoints.
 ///
 /// ```no_run
 /// use accelerator_tune::{Asha, Mode, Objective, Search, Space, Stop, loguniform, uniform};
@@ -257,8 +257,8 @@ impl Search {
     /// In `command`, `{lr}` stands for the parameter of that path, `{trial}` for the trial's number, `{folder}` for its folder,
     /// `{params}` for a JSON file with all parameters and `{metrics}` for a file of metrics. A line that the program prints, or
     /// writes to that file, is a report where it is a JSON object with the search's metric. It may have a `checkpoint`, the path
-    /// of what the program has saved below `{folder}`, under a new name each time; the search moves that, and a trial that goes
-    /// on from it finds it as `{checkpoint}`. If a trial has several processes, only rank 0 reports. An object with numbers
+    /// of what the program has saved below `{folder}`, under a new name each time; the search moves that, and a trial that continues
+    ///  from it finds it as `{checkpoint}`. If a trial has several processes, only rank 0 reports. An object with numbers
     /// and without the metric, before the first report of the search, is an error.
     ///
     /// # Errors

@@ -22,7 +22,7 @@ pub trait Searcher: Send {
     /// If it cannot say, as one that lives in another process which has ended. That ends the search.
     fn ask(&mut self, trial: TrialId) -> Result<Option<Config>>;
 
-    /// A trial has reported a value of the objective, which may be NaN, and goes on.
+    /// A trial has reported a value of the objective, which may be NaN, and continues.
     ///
     /// # Errors
     /// See [`ask`](Self::ask).

@@ -35,7 +35,7 @@ impl TrialContext {
         &self.0.folder
     }
 
-    /// The checkpoint that it goes on from; none where it begins.
+    /// The checkpoint that it continues from; none where it begins.
     #[must_use]
     pub fn checkpoint(&self) -> Option<&Path> {
         let restore = self.0.restore.as_ref();
@@ -98,7 +98,7 @@ impl TrialSession {
         self.progress.lock().iteration
     }
 
-    /// Reports what an iteration has measured, and waits until the search says how to go on.
+    /// Reports what an iteration has measured, and waits until the search says how to continue.
     ///
     /// A trial that reports so has no checkpoints: it begins anew where it is continued.
     ///
@@ -280,7 +280,7 @@ pub trait Trainable: Sized {
     /// Any: the attempt fails.
     fn save_checkpoint(&mut self, folder: &Path) -> Result<(), BoxError>;
 
-    /// Goes on from what was saved, perhaps by another trial with another configuration.
+    /// Continues from what was saved, perhaps by another trial with another configuration.
     ///
     /// # Errors
     /// Any: the attempt fails.

@@ -121,7 +121,7 @@ mod tests {
         let variable = accelerator_host::TUNE_WORKER.name;
         if std::env::var_os(variable).is_some() {
             serve_function(|_, _| Ok(()));
-            panic!("it goes on as a search");
+            panic!("it continues as a search");
         }
         for content in ["", "{", r#"[{"address": "127.0.0.1:1", "worker": 0}, [1]]"#] {
             let mut command = Command::new(std::env::current_exe().unwrap());

@@ -126,7 +126,7 @@ fn kill_after(folder: &Path, arguments: &str, victim: Victim, wait: Duration) {
 }
 
 #[test]
-fn a_search_whose_program_is_built_anew_goes_on_with_the_one_it_began_with() {
+fn a_search_whose_program_is_built_anew_continues_with_the_one_it_began_with() {
     let folder = tempfile::tempdir().unwrap();
     let program = folder.path().join("program");
     fs::copy(quadratic(), &program).unwrap();

@@ -43,7 +43,7 @@ fn a_seed_gives_the_same_decisions_again_and_another_one_others() {
 }
 
 #[test]
-fn a_killed_search_goes_on_with_the_suggestions_that_it_would_have_got() {
+fn a_killed_search_continues_with_the_suggestions_that_it_would_have_got() {
     let Some(python) = python() else { return };
     let folder = tempfile::tempdir().unwrap();
     let arguments = "--num-samples 24 --scheduler asha --ordered 3".to_owned();

@@ -177,7 +177,7 @@ impl Agent<'_> {
             Over::Head(end) => Err(self.head_lost(&end, last)),
             Over::Left => {
                 note(&format!(
-                    "this host has left the job, which goes on without it. Exit code {START_AGAIN}: start this launcher \
+                    "this host has left the job, which continues without it. Exit code {START_AGAIN}: start this launcher \
                      again, and it joins again"
                 ));
                 Ok(ExitCode::from(START_AGAIN))

@@ -206,7 +206,7 @@ impl JobLoop<'_> {
                         restarts.preempted(lasted),
                     ),
                     true => (
-                        "all ranks have saved, to go on in another number",
+                        "all ranks have saved, to continue with another number of ranks",
                         restarts.resized(finished.settings.most_ranks.get()),
                     ),
                 };
@@ -394,7 +394,7 @@ impl JobLoop<'_> {
         if end.outcome == JobOutcome::Preempted && !self.options.quiet {
             history
                 .output
-                .note("preempted: all ranks have saved; start the job again to go on");
+                .note("preempted: all ranks have saved; start the job again to continue");
         }
         match reason {
             Some(reason) if has_failed => history.output.note(&format!("giving up: {reason}")),

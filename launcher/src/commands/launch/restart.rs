@@ -169,7 +169,7 @@ impl Restarts {
         self.slots.extend(regained);
     }
 
-    /// Decides after an attempt whose ranks have saved to continue in another number, of which `ranks` on this host.
+    /// Decides after an attempt whose ranks have saved to continue with another number of ranks, of which `ranks` on this host.
     ///
     /// The restart is immediate, and none of the failed job's. It takes restarts that were asked for at all.
     pub(super) fn resized(&mut self, ranks: usize) -> Decision {

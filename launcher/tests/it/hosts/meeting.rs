@@ -197,7 +197,7 @@ fn two_launchers_with_one_place_are_an_error_everywhere() {
 }
 
 #[test]
-fn one_launcher_too_many_is_refused_and_the_job_goes_on() {
+fn one_launcher_too_many_is_refused_and_the_job_continues() {
     let hosts = Hosts::new(2);
     hosts.folder.script(
         "job.sh",

@@ -37,7 +37,7 @@ fn a_failed_job_is_started_again_on_all_hosts() {
 }
 
 #[test]
-fn a_job_goes_on_when_a_lost_host_has_come_again() {
+fn a_job_continues_when_a_lost_host_has_come_again() {
     let hosts = Hosts::new(2);
     hosts.folder.script(
         "job.sh",

@@ -121,7 +121,7 @@ impl StoreServer {
         Ok(server)
     }
 
-    /// Tells all ranks how a rank ended, as the one who saw it end. The text goes on from
+    /// Tells all ranks how a rank ended, as the one who saw it end. The text continues from
     /// "rank 2 (process 17 on host) is lost: ", such as "it was killed by SIGKILL" or "it ended
     /// with exit code 3; its last words: …".
     ///
@@ -330,7 +330,7 @@ impl ServerState {
             }
             StoreAction::Report(report) => {
                 if let Some(reports) = &registry.reports {
-                    // The observer may have panicked; the store goes on without it.
+                    // The observer may have panicked; the store continues without it.
                     let _ = reports.send(report);
                 }
             }

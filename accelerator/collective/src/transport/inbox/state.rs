@@ -71,7 +71,7 @@ impl InboxState {
         queue.chunks.push_back(chunk);
     }
 
-    /// Takes the next chunk of an operation from a peer, if the operation can go on.
+    /// Takes the next chunk of an operation from a peer, if the operation can continue.
     pub(super) fn next_chunk(
         &mut self,
         from: usize,

@@ -12,7 +12,7 @@ use crate::transport::{Abort, Inbox, LeaveKind, OpPhase, RecvChunk, Tag};
 use crate::wire::{FrameError, FrameKind, Head, Heartbeat, MAX_PREAMBLE, ReadError};
 
 /// The receiving side of one connection. It never waits where its source does not, and can stop
-/// within a frame: whichever thread comes next goes on from there.
+/// within a frame: whichever thread comes next continues from there.
 #[derive(Debug)]
 pub(super) struct FrameReader<S> {
     source: S,
@@ -391,7 +391,7 @@ impl PeerLiveness {
         self.paused.store(true, Ordering::Release);
     }
 
-    /// Notes that reading goes on; silence is counted from here.
+    /// Notes that reading continues; silence is counted from here.
     fn resume(&self) {
         self.refresh(Instant::now());
         self.paused.store(false, Ordering::Release);

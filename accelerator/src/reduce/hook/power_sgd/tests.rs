@@ -283,7 +283,7 @@ fn few_values_travel_in_two_operations() {
 }
 
 #[test]
-fn a_hook_goes_on_from_what_was_saved() {
+fn a_hook_continues_from_what_was_saved() {
     let run = |from: u64, saved: Vec<Option<Vec<u8>>>, saved_by: SavedBy| {
         on_ranks(2, |group| {
             let mut bench = Bench::new(&group, every(PowerSgd::new(2)), &SHAPES);

@@ -182,7 +182,7 @@ proptest! {
 
     /// The donor is another trial, which has reached the iteration that the clone continues from.
     #[test]
-    fn a_clone_goes_on_from_what_its_donor_has_done(interval in 1_u32..4, chance in chances()) {
+    fn a_clone_continues_from_what_its_donor_has_done(interval in 1_u32..4, chance in chances()) {
         let mutations = Space::new([("quality", uniform(0.0, 1000.0))]);
         let scheduler = Pbt::new(f64::from(interval), mutations).into();
         let outcome = run(&scheduler, SearchOrder::Eager, None, chance);

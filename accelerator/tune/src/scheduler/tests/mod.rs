@@ -234,7 +234,7 @@ proptest! {
     }
 
     #[test]
-    fn a_better_value_is_never_worse_off_and_a_strict_maximum_goes_on(
+    fn a_better_value_is_never_worse_off_and_a_strict_maximum_continues(
         before in prop::collection::vec(0.0_f64..1.0, 0..20),
         low in 0.0_f64..1.0,
         gain in 0.0_f64..1.0,

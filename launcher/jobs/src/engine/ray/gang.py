@@ -363,7 +363,7 @@ def main():
     job = json.loads(os.fsencode(sys.argv[1]))
     job["env"] = json.loads(os.environ.pop("ACCEL_JOBS_ENV"))
     ray.init(log_to_driver=False, logging_level="ERROR")
-    # A job of the same name may have been before: Ray goes on with its log.
+    # A job of the same name may have been before: Ray continues with its log.
     job_id = ray.get_runtime_context().get_job_id()
     sys.stdout.buffer.write(RS + json.dumps({"job_id": job_id}).encode() + b"\n")
     sys.stdout.buffer.flush()
