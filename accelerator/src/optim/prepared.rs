@@ -173,7 +173,7 @@ impl<S> PreparedOptimizer<S> {
             Some(tied) => tied.retie(model),
             None => model,
         };
-        let outcome = self.step_closed(rate, model, gradients);
+        let outcome = self.step_reduced(rate, model, gradients);
         match outcome.map(retie).map_err(retie) {
             Ok(model) => {
                 (self.outcome, self.norm) = (stepped, norm);
@@ -199,9 +199,9 @@ impl<S> PreparedOptimizer<S> {
         }
     }
 
-    /// The model, updated; as it was where other ranks are lost.
+    /// Returns the updated model, or the model as it was if other ranks are lost.
     #[track_caller]
-    fn step_closed<M: Module>(
+    fn step_reduced<M: Module>(
         &mut self,
         rate: ModuleLearningRate,
         model: M,

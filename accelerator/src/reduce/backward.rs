@@ -318,7 +318,7 @@ fn reduce_window<M: Module>(
         repair,
         timeline,
     )?;
-    let reducer = reducer.with_signals(call, &context.trigger);
+    let reducer = reducer.with_control(call, &context.trigger);
     let backward = timeline.span(Phase::Backward);
     let (loss, (gradients, reducer, observation)) = match step {
         MicroStep::Loss(loss) => {

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use accelerator_collective::{Buffer, DType, Pending, ProcessGroup};
 use burn::backend::DispatchTensor;
 
-use super::bucket::{BucketStorage, MemberGradient, Placement, WriteMode};
 use super::bucket_layout::BucketLayout;
+use super::bucket_storage::{BucketStorage, MemberGradient, Placement, WriteMode};
 use super::device_bucket::DeviceBucket;
 use super::device_reduce::{PendingRead, PendingReduce};
 use super::{control_vector, overlap};

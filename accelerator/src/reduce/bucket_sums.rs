@@ -7,9 +7,9 @@ use burn::module::ParamId;
 use burn::optim::GradientsParams;
 use burn::tensor::{Device, Tensor, TensorData};
 
-use super::bucket::{self, BLOCK, BucketStorage};
 use super::bucket_layout::{BucketRange, SumScope};
 use super::bucket_set::BucketSet;
+use super::bucket_storage::{self, BLOCK, BucketStorage};
 use super::device_bucket;
 use super::loss::LossSum;
 use super::model_state::ModelState;
@@ -19,9 +19,9 @@ use crate::model::Trainable;
 
 /// Sums, whose bucket set goes back to its model state.
 pub(super) struct BucketSums {
-    /// The ranks, where each adds powers up on a device of its own. Devices choose among kernels that
-    /// round differently, so what all ranks scale by is what rank 0 has found.
-    pub(super) apart: Option<ProcessGroup>,
+    /// The group in which rank 0 broadcasts its norms, if sums are on devices: devices choose among kernels that
+    /// round differently, so all ranks scale by the norms of rank 0.
+    pub(super) norm_broadcast_group: Option<ProcessGroup>,
     /// There until it is dropped. In a box, which its model state keeps with it: gradients are moved often.
     pub(super) bucket_set: Option<Box<BucketSet>>,
     /// The divisor of the sums: the total weight, times the scale of the loss.
@@ -113,7 +113,7 @@ impl BucketSums {
             let (start, count) = (blocks.len(), range.len().div_ceil(BLOCK));
             blocks.resize(start + own.start.div_ceil(BLOCK), 0.0);
             let own = range.start + own.start..range.start + own.end;
-            bucket::powers(buffer, &own, self.divisor, order, |power| {
+            bucket_storage::powers(buffer, &own, self.divisor, order, |power| {
                 blocks.push(power)
             });
             blocks.resize(start + count, 0.0);
@@ -135,7 +135,7 @@ impl BucketSums {
         }
         for (at, range) in places {
             let blocks = blocks[range].iter().copied();
-            powers[at] = bucket::joined(blocks, self.divisor, order);
+            powers[at] = bucket_storage::joined(blocks, self.divisor, order);
         }
         Ok(powers)
     }
@@ -147,7 +147,7 @@ impl BucketSums {
             let (float, shape) = (parameter.float, &parameter.shape);
             let data = match store {
                 BucketStorage::Host(buffer) => {
-                    bucket::read(buffer, range, float, shape, self.divisor, factor)
+                    bucket_storage::read(buffer, range, float, shape, self.divisor, factor)
                 }
                 BucketStorage::Device(_) if range.is_empty() => continue,
                 BucketStorage::Device(flat) => {
@@ -163,7 +163,7 @@ impl BucketSums {
     pub(super) fn give_up(&self, error: &Error) {
         let waiting = match &self.sum_scope {
             SumScope::Own { group, .. } => Some(group),
-            SumScope::Whole => self.apart.as_ref(),
+            SumScope::Whole => self.norm_broadcast_group.as_ref(),
         };
         if let Some(group) = waiting {
             group.abort(format!(
@@ -239,7 +239,7 @@ impl BucketSums {
             let own = self.own(index);
             if let Some((BucketStorage::Host(sums), place)) = self.place_mut(index) {
                 let own = place.start + own.start..place.start + own.end;
-                bucket::change(sums, &own, |value| change.of(index, value / divisor));
+                bucket_storage::change(sums, &own, |value| change.of(index, value / divisor));
             }
         }
         self.divisor = 1.0;
@@ -315,7 +315,7 @@ impl BucketSums {
             }
             let factor = factor(factors, index);
             let (float, shape) = (parameter.float, &parameter.shape);
-            let data = bucket::read(buffer, range, float, shape, self.divisor, factor);
+            let data = bucket_storage::read(buffer, range, float, shape, self.divisor, factor);
             register(&mut gradients, parameter.id, from_data(data, device));
         }
         gradients

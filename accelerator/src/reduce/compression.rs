@@ -6,7 +6,7 @@ use accelerator_collective::{Buffer, DType};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
-use super::bucket::{slice, slice_mut};
+use super::bucket_storage::{slice, slice_mut};
 use crate::core::error::{Error, Result, named};
 
 /// The type in which gradients travel between ranks: a half-precision one needs half the bytes,

@@ -5,9 +5,9 @@
 
 mod backward;
 mod backward_calls;
-mod bucket;
 mod bucket_layout;
 mod bucket_set;
+mod bucket_storage;
 mod bucket_sums;
 mod compression;
 mod control_vector;
@@ -33,8 +33,8 @@ mod window;
 mod working_copy;
 
 pub(crate) use self::backward::{MicroStep, backward};
-pub(crate) use self::bucket::BLOCK;
 pub(crate) use self::bucket_layout::ShardMap;
+pub(crate) use self::bucket_storage::BLOCK;
 pub use self::compression::Compression;
 pub(crate) use self::device_reduce::DeviceReducer;
 pub use self::device_reduce::GradientReduction;

@@ -10,9 +10,9 @@ use burn::module::{Param, ParamId};
 use burn::tensor::Tensor;
 
 use super::backward_calls::BackwardGuard;
-use super::bucket::Placement;
 use super::bucket_layout::{BucketLayout, ShardMap};
 use super::bucket_set::BucketSet;
+use super::bucket_storage::Placement;
 use super::device_reduce::DeviceReducer;
 use super::hook::HookInstance;
 use super::loss::{MicroLoss, OnNonFiniteLoss};

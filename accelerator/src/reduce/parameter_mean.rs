@@ -6,7 +6,7 @@ use burn::backend::DispatchTensor;
 use super::reduce_context::ReduceContext;
 use crate::core::error::{Error, Kind, Result};
 use crate::core::tensor::from_data;
-use crate::reduce::bucket::{self, WriteMode};
+use crate::reduce::bucket_storage::{self, WriteMode};
 use crate::reduce::element_values::{ElementValues, with_values};
 use crate::reduce::model_state::ModelState;
 
@@ -43,11 +43,11 @@ pub(crate) fn mean_over_ranks(
             let members = layout.members(number).iter();
             with_values(members.map(|&at| (at, &values[at])), |at, values| {
                 let range = &layout.place(at).range;
-                bucket::write(&mut buffer, range, values, share.weight, WriteMode::Replace);
+                bucket_storage::write(&mut buffer, range, values, share.weight, WriteMode::Replace);
             });
         } else {
             for &at in layout.members(number) {
-                bucket::clear(&mut buffer, &layout.place(at).range);
+                bucket_storage::clear(&mut buffer, &layout.place(at).range);
             }
         }
         pending.push(group.start_all_reduce(buffer, ReduceOp::Sum)?);
@@ -59,7 +59,8 @@ pub(crate) fn mean_over_ranks(
         for &at in layout.members(number) {
             let known = &model_state.parameters()[at];
             let range = &layout.place(at).range;
-            let data = bucket::read(&sums, range, known.float, &known.shape, share.total, None);
+            let data =
+                bucket_storage::read(&sums, range, known.float, &known.shape, share.total, None);
             // All ranks see the same sums.
             if spoilt.is_none() && !ElementValues::of(&data).is_finite() {
                 spoilt = Some(&*known.path);

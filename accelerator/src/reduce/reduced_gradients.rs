@@ -13,7 +13,7 @@ use super::element_values::{self, ElementValues as Elements};
 use super::loss::{self, OnNonFiniteLoss};
 use super::model_state::ModelState;
 use super::updates::Clips;
-use super::{bucket, device_bucket};
+use super::{bucket_storage, device_bucket};
 use crate::core::error::{Error, Result};
 use crate::core::tensor::{Scalar, from_data, register, with_rank};
 use crate::data::ConsumeTicket;
@@ -267,7 +267,7 @@ impl ReducedGradients {
     #[track_caller]
     pub(super) fn whole_norm(&mut self, asked: NormAsked) -> Result<f64> {
         // On devices it needs nothing of the window: ranks compare when all of them ask.
-        if self.apart().is_none() {
+        if self.norm_broadcast_group().is_none() {
             self.model_state.note_norm_wanted();
         }
         match &self.norm {
@@ -283,13 +283,15 @@ impl ReducedGradients {
         }
     }
 
-    /// The ranks, where what they find may differ in bits.
-    fn apart(&self) -> Option<&ProcessGroup> {
-        self.sums()?.apart.as_ref()
+    /// The group in which rank 0 broadcasts its norms, if those of the ranks may differ in bits.
+    fn norm_broadcast_group(&self) -> Option<&ProcessGroup> {
+        self.sums()?.norm_broadcast_group.as_ref()
     }
 
     fn serves<T>(&self, known: &KnownNorm<T>, asked: NormAsked) -> bool {
-        self.apart().is_none() || asked == NormAsked::ByOne || known.by == NormAsked::ByAll
+        self.norm_broadcast_group().is_none()
+            || asked == NormAsked::ByOne
+            || known.by == NormAsked::ByAll
     }
 
     #[track_caller]
@@ -323,7 +325,7 @@ impl ReducedGradients {
 
     #[track_caller]
     fn make_alike(&self, powers: &mut [f64], asked: NormAsked) -> Result<()> {
-        if let (Some(group), NormAsked::ByAll) = (self.apart(), asked) {
+        if let (Some(group), NormAsked::ByAll) = (self.norm_broadcast_group(), asked) {
             let measuring = group.for_purpose("the norm of gradients");
             measuring.broadcast(powers, 0)?;
         }
@@ -354,7 +356,7 @@ impl ReducedGradients {
                 }
         });
         Ok(if order.is_infinite() {
-            scaled.fold(0.0, bucket::larger)
+            scaled.fold(0.0, bucket_storage::larger)
         } else {
             libm::pow(scaled.sum::<f64>(), 1.0 / order)
         })
@@ -402,7 +404,7 @@ impl ReducedGradients {
 
     /// Keeps the norm as it is before clipping, to be read when it is asked for; `false` if that takes a wait.
     fn remember_unread(&mut self) -> bool {
-        if self.apart().is_some() || !self.values.is_on_device(&self.model_state) {
+        if self.norm_broadcast_group().is_some() || !self.values.is_on_device(&self.model_state) {
             return false;
         }
         if self.norm.is_none() {
@@ -566,7 +568,7 @@ impl GradientStorage {
                     if let Some(gradient) = element_values::take(gradients, parameter) {
                         // Taken out and put back, the data is nobody else's and not copied.
                         let data = Tensor::<1>::from_dispatch(gradient).into_data();
-                        powers[at] = bucket::power_of(Elements::of(&data), order);
+                        powers[at] = bucket_storage::power_of(Elements::of(&data), order);
                         register(gradients, parameter.id, from_data(data, device));
                     }
                 }

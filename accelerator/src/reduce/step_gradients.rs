@@ -8,8 +8,8 @@ use burn::module::ParamId;
 use burn::optim::GradientsParams;
 use burn::tensor::{Device, TensorData};
 
-use super::bucket::{self, BucketStorage};
 use super::bucket_layout::ShardMap;
+use super::bucket_storage::{self, BucketStorage};
 use super::bucket_sums::{BucketSums, factor};
 use crate::core::error::Result;
 use crate::core::tensor::from_data;
@@ -125,7 +125,7 @@ impl GradientSums {
         let range = place.start + range.start..place.start + range.end;
         let factor = factor(&self.factors, index);
         let float = self.sums.model_state.parameters()[index].float;
-        let data = bucket::read(buffer, &range, float, shape, self.sums.divisor, factor);
+        let data = bucket_storage::read(buffer, &range, float, shape, self.sums.divisor, factor);
         Some(from_data(data, &self.device))
     }
 

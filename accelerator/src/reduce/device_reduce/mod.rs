@@ -12,7 +12,7 @@ use accelerator_collective::ProcessGroup;
 use burn::tensor::{Device, FloatDType, Tensor, TensorData};
 
 use self::nccl::{GpuLocation, NcclSetup};
-use super::bucket::Placement;
+use super::bucket_storage::Placement;
 use super::compression::Compression;
 use crate::core::device::BackendKind;
 use crate::core::error::{self, Error, Kind, Result, named, panic_text};

@@ -225,7 +225,7 @@ impl Reducer {
     }
 
     /// Adds the number of calls that failed before `call`, and the flag of `trigger`, to the control vector.
-    pub(super) fn with_signals(self, call: Option<&BackwardCall>, trigger: &Arc<Trigger>) -> Self {
+    pub(super) fn with_control(self, call: Option<&BackwardCall>, trigger: &Arc<Trigger>) -> Self {
         Self {
             call: call.cloned(),
             trigger: Some(trigger.clone()),
@@ -279,7 +279,7 @@ impl Reducer {
         }
         self.outcome = self
             .send_complete()
-            .and_then(|()| self.send_read(ReadWait::No));
+            .and_then(|()| self.send_read_back(ReadWait::No));
         self.early = self.next;
     }
 
@@ -354,7 +354,7 @@ impl Reducer {
             self.send_mode = SendMode::Blocking;
         }
         self.send_complete()?;
-        self.send_read(ReadWait::Yes)?;
+        self.send_read_back(ReadWait::Yes)?;
         self.send_loss()?;
         self.send_control()?;
         self.receive()?;
@@ -395,10 +395,10 @@ impl Reducer {
         }
         let (total, read, wants_norm) = (sums.header.weight, sums.header.loss, sums.wants_norm());
         let same_losses = self.send_mode != SendMode::Nowhere && sums.losses_agree(&self.group);
-        let is_apart = self.send_mode != SendMode::Nowhere && self.bucket_set.is_on_device();
+        let is_on_devices = self.send_mode != SendMode::Nowhere && self.bucket_set.is_on_device();
         Ok(ReducedWindow {
             sums: BucketSums {
-                apart: is_apart.then(|| self.group.clone()),
+                norm_broadcast_group: is_on_devices.then(|| self.group.clone()),
                 bucket_set: Some(self.bucket_set),
                 divisor: match self.handed_over {
                     true => 1.0,

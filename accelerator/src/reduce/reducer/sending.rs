@@ -6,8 +6,8 @@ use burn::optim::GradientsParams;
 
 use super::{ReadWait, Reducer, Repair, SendMode, waited};
 use crate::core::error::{Error, Result};
-use crate::reduce::bucket::{BucketStorage, Placement, slice, slice_mut, uploaded};
 use crate::reduce::bucket_set::{Bucket, BucketSet, BucketState};
+use crate::reduce::bucket_storage::{BucketStorage, Placement, slice, slice_mut, uploaded};
 use crate::reduce::compression::{self, Compression, CompressionScale};
 use crate::reduce::control_vector::ControlSums;
 use crate::reduce::device_bucket::DeviceBucket;
@@ -41,10 +41,10 @@ impl Reducer {
             Some(BucketStorage::Host(buffer)) => {
                 match (self.compression.wire(buffer.dtype()), self.scale) {
                     (Some(dtype), Some(scale)) => self.send_rounded(number, dtype, scale),
-                    _ => self.send_exactly(number),
+                    _ => self.send_unrounded(number),
                 }
             }
-            Some(BucketStorage::Device(_)) => self.send_flat(number),
+            Some(BucketStorage::Device(_)) => self.send_from_device(number),
             None => Ok(()),
         }
     }
@@ -67,7 +67,7 @@ impl Reducer {
         Ok(())
     }
 
-    fn send_exactly(&mut self, number: usize) -> Result<()> {
+    fn send_unrounded(&mut self, number: usize) -> Result<()> {
         match self.send_mode {
             SendMode::Nowhere => self.bucket_set.buckets[number].mark_summed(),
             SendMode::InFlight => {
@@ -99,7 +99,7 @@ impl Reducer {
         Ok(())
     }
 
-    fn send_flat(&mut self, number: usize) -> Result<()> {
+    fn send_from_device(&mut self, number: usize) -> Result<()> {
         let bucket = &mut self.bucket_set.buckets[number];
         if self.send_mode == SendMode::Nowhere {
             bucket.mark_summed();
@@ -133,8 +133,8 @@ impl Reducer {
         Ok(())
     }
 
-    /// Sends what was read, in its order: all of it, or what is there.
-    pub(super) fn send_read(&mut self, wait: ReadWait) -> Result<()> {
+    /// Sends the buckets that were read back from the device, in order: all of them, or those that have arrived.
+    pub(super) fn send_read_back(&mut self, wait: ReadWait) -> Result<()> {
         for number in 0..self.bucket_set.buckets.len() {
             let bucket = &mut self.bucket_set.buckets[number];
             let is_there = match &mut bucket.state {
@@ -158,7 +158,7 @@ impl Reducer {
                 let buffer = filled(&self.group, spare, ElementValues::of(&data))?;
                 bucket.state = BucketState::Complete(BucketStorage::Host(buffer));
             }
-            self.send_exactly(number)?;
+            self.send_unrounded(number)?;
         }
         Ok(())
     }
@@ -196,7 +196,7 @@ impl Reducer {
     /// Takes in the buckets that are on their way. Of those that travelled rounded, the unrounded
     /// sums of this rank stay as they are until `settle`.
     pub(super) fn receive(&mut self) -> Result<()> {
-        self.send_read(ReadWait::Yes)?;
+        self.send_read_back(ReadWait::Yes)?;
         self.receive_on_device()?;
         let bucket_set = &mut self.bucket_set;
         let timeline = &self.timeline;
@@ -329,7 +329,7 @@ impl Reducer {
                 }
                 _ => {
                     bucket.state = BucketState::Complete(BucketStorage::Host(sums));
-                    self.send_exactly(number)?;
+                    self.send_unrounded(number)?;
                 }
             }
         }
@@ -372,7 +372,7 @@ impl Reducer {
         let layout = self.bucket_set.layout.clone();
         for number in 0..layout.len() {
             if !is_finite {
-                self.send_exactly(number)?;
+                self.send_unrounded(number)?;
                 continue;
             }
             let BucketSet {

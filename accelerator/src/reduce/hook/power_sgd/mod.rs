@@ -284,7 +284,7 @@ impl<T: MatrixFloat> PowerSgdState<T> {
         }
         ranks.all_reduce(&mut self.exact_and_p, ReduceOp::Sum)?;
         if !matrix::is_finite(&self.exact_and_p) {
-            return Ok(self.send_exactly(&matrices));
+            return Ok(self.send_uncompressed(&matrices));
         }
         self.q.clear();
         let mut ps = &mut self.exact_and_p[exact_len..];
@@ -299,7 +299,7 @@ impl<T: MatrixFloat> PowerSgdState<T> {
         self.own_q.clone_from(&self.q);
         ranks.all_reduce(&mut self.q, ReduceOp::Sum)?;
         if !matrix::is_finite(&self.q) {
-            return Ok(self.send_exactly(&matrices));
+            return Ok(self.send_uncompressed(&matrices));
         }
         let mut sums = &self.exact_and_p[..];
         for parameter in exact() {
@@ -326,7 +326,7 @@ impl<T: MatrixFloat> PowerSgdState<T> {
 
     /// Returns that a bucket whose products leave the range of their type is to be sent exactly. Its values hold the
     /// errors of earlier steps already, so those are cleared.
-    fn send_exactly(&mut self, matrices: &[Matrix<'_>]) -> PendingFactors {
+    fn send_uncompressed(&mut self, matrices: &[Matrix<'_>]) -> PendingFactors {
         for matrix in matrices {
             if let Some(tensor) = self.tensors.get_mut(matrix.path) {
                 tensor.error.fill(T::default());
