@@ -95,6 +95,7 @@ impl AgentLaunch {
             return Ok(None);
         }
         let mut found: Option<Self> = None;
+        let mut noticed = Vec::new();
         for engine in &ENGINES {
             let shown = engine.shown_by.iter().find(|name| vars.is_set(name));
             let Some(variable) = shown else { continue };
@@ -102,15 +103,18 @@ impl AgentLaunch {
                 launcher: engine.name,
                 variable,
             };
-            match &mut found {
-                Some(found) => found.noticed.push(source),
-                None => found = (engine.read)(vars, source)?,
+            let place = match found {
+                Some(_) => None,
+                None => (engine.read)(vars, source)?,
+            };
+            match place {
+                Some(_) => found = place,
+                None => noticed.push(source),
             }
         }
-        if let Some(found) = &found {
-            found.check()?;
-        }
-        Ok(found)
+        let Some(found) = found else { return Ok(None) };
+        found.check()?;
+        Ok(Some(Self { noticed, ..found }))
     }
 
     fn new(source: LaunchSource) -> Self {

@@ -7,7 +7,7 @@ use accelerator_host as env;
 use super::{
     Elastic, Launch,
     exchange::Exchange,
-    place::{LocalTold, MeetingTold, Place},
+    place::{HostPlace, MeetingPlace, Place},
     reader::{LaunchReader, Origin, Setting},
     sources::{self, Found},
 };
@@ -108,11 +108,11 @@ impl<'a> LaunchBuilder<'a> {
             return Ok(());
         }
         match &place.meeting {
-            MeetingTold::Nowhere(why) => Err(Error::topology(format!(
+            MeetingPlace::Unknown(why) => Err(Error::topology(format!(
                 "{why}set MASTER_ADDR to the host where the ranks meet, 127.0.0.1 for processes of one host, and \
                  MASTER_PORT to a port that is free there, for every process"
             ))),
-            MeetingTold::Store(store) => {
+            MeetingPlace::Store(store) => {
                 self.note("store host", &store.host, Origin::Derived);
                 let port = match self.port()? {
                     Some(port) => port,
@@ -130,7 +130,7 @@ impl<'a> LaunchBuilder<'a> {
                 launch.rendezvous = Some(rendezvous);
                 Ok(())
             }
-            MeetingTold::Exchanged(wire) => {
+            MeetingPlace::Exchanged(wire) => {
                 let told = format!("told by rank 0 through {} when the ranks meet", wire.name());
                 self.note("store host", told, Origin::Derived);
                 let port = self.port()?.unwrap_or(0);
@@ -148,7 +148,7 @@ impl<'a> LaunchBuilder<'a> {
     /// Otherwise it is not known yet.
     fn place_on_host(&mut self, launch: &mut Launch, place: &Place) -> Result<()> {
         let names = place.names;
-        if let LocalTold::Place(rank, size) = place.local {
+        if let HostPlace::RankAndSize(rank, size) = place.local {
             self.note("local rank", rank, self.origin(names.local_rank));
             self.note(
                 "local world size",
@@ -157,7 +157,7 @@ impl<'a> LaunchBuilder<'a> {
             );
             return Ok(());
         }
-        if let LocalTold::Rank(rank) = place.local {
+        if let HostPlace::Rank(rank) = place.local {
             launch.local_rank = Some(rank);
         }
         // Nothing says how the ranks are spread over hosts. Ranks that meet on the loopback interface
@@ -191,7 +191,7 @@ impl<'a> LaunchBuilder<'a> {
     /// the name of rank 0's pod.
     fn is_own_pod(&self, place: &Place, rendezvous: &Rendezvous) -> bool {
         place.rank == 0
-            && matches!(place.local, LocalTold::Nothing)
+            && matches!(place.local, HostPlace::Unknown)
             && rendezvous.is_loopback()
             && self.vars.is_set("KUBERNETES_SERVICE_HOST")
     }

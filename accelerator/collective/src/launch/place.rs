@@ -14,25 +14,25 @@ pub(super) struct Place {
     pub(super) source: LaunchSource,
     pub(super) rank: usize,
     pub(super) world_size: usize,
-    pub(super) local: LocalTold,
+    pub(super) local: HostPlace,
     /// The variables that gave it.
     pub(super) names: &'static PlaceVariables,
-    pub(super) meeting: MeetingTold,
+    pub(super) meeting: MeetingPlace,
 }
 
-/// The part of the place on the host that the launcher gives.
+/// The local rank and the number of local ranks, as far as the launcher gives them.
 #[derive(Clone, Copy)]
-pub(super) enum LocalTold {
-    Nothing,
+pub(super) enum HostPlace {
+    Unknown,
     /// The local rank alone. The rest is found when the ranks meet, and has to agree with it.
     Rank(usize),
-    Place(usize, usize),
+    RankAndSize(usize, usize),
 }
 
-/// The meeting place of ranks whose variables name no `MASTER_ADDR`.
-pub(super) enum MeetingTold {
+/// The place where ranks meet whose variables name no `MASTER_ADDR`.
+pub(super) enum MeetingPlace {
     /// No variable names it; the text says why, for the error.
-    Nowhere(String),
+    Unknown(String),
     /// A store on rank 0, whose address follows from the variables.
     Store(DerivedStore),
     /// An address that rank 0 tells the others through the launcher.
@@ -77,7 +77,7 @@ impl PlaceVariables {
     pub(super) fn place(
         &'static self,
         vars: LaunchReader<'_>,
-        meeting: impl FnOnce(&Place) -> Result<MeetingTold>,
+        meeting: impl FnOnce(&Place) -> Result<MeetingPlace>,
     ) -> Result<Option<Place>> {
         let [rank_name, size_name] = [self.rank, self.world_size];
         let (rank, world_size) = match (vars.number(rank_name)?, vars.number(size_name)?) {
@@ -110,9 +110,9 @@ impl PlaceVariables {
             vars.number(self.local_rank)?,
             vars.number(self.local_world_size)?,
         ) {
-            (Some(rank), Some(size)) => LocalTold::Place(rank, size),
-            (Some(rank), None) => LocalTold::Rank(rank),
-            (None, None) => LocalTold::Nothing,
+            (Some(rank), Some(size)) => HostPlace::RankAndSize(rank, size),
+            (Some(rank), None) => HostPlace::Rank(rank),
+            (None, None) => HostPlace::Unknown,
             (None, Some(size)) => {
                 return Err(Error::topology(format!(
                     "{} is {size}, but {} is not set; set both or neither",
@@ -129,7 +129,7 @@ impl PlaceVariables {
             world_size,
             local,
             names: self,
-            meeting: MeetingTold::Nowhere(String::new()),
+            meeting: MeetingPlace::Unknown(String::new()),
         };
         place.check()?;
         place.meeting = meeting(&place)?;
@@ -160,9 +160,9 @@ impl Place {
         }
         let [local_rank_name, local_size_name] = [names.local_rank, names.local_world_size];
         let local_rank = match self.local {
-            LocalTold::Nothing => return Ok(()),
-            LocalTold::Rank(rank) => rank,
-            LocalTold::Place(local_rank, size) => {
+            HostPlace::Unknown => return Ok(()),
+            HostPlace::Rank(rank) => rank,
+            HostPlace::RankAndSize(local_rank, size) => {
                 if size == 0 || size > world_size {
                     return Err(Error::topology(format!(
                         "{local_size_name} is {size}, but {size_name} is {world_size}; expected the number of \
@@ -192,13 +192,13 @@ impl Place {
     pub(super) fn topology(&self) -> Result<Topology> {
         let topology = Topology::new(self.rank, self.world_size)?;
         match self.local {
-            LocalTold::Place(rank, size) => topology.with_local(rank, size),
-            LocalTold::Rank(_) | LocalTold::Nothing => Ok(topology.without_local()),
+            HostPlace::RankAndSize(rank, size) => topology.with_local(rank, size),
+            HostPlace::Rank(_) | HostPlace::Unknown => Ok(topology.without_local()),
         }
     }
 
     /// Returns `true` if the variables show that all ranks are on one host.
     pub(super) fn is_on_one_host(&self) -> bool {
-        matches!(self.local, LocalTold::Place(_, size) if size == self.world_size)
+        matches!(self.local, HostPlace::RankAndSize(_, size) if size == self.world_size)
     }
 }

@@ -7,7 +7,7 @@
 //! ```
 
 use super::{
-    place::{DerivedStore, LocalTold, MeetingTold, Place, PlaceVariables, derived_port},
+    place::{DerivedStore, HostPlace, MeetingPlace, Place, PlaceVariables, derived_port},
     reader::{LaunchReader, LaunchSource},
 };
 use crate::error::{Error, Result};
@@ -34,8 +34,8 @@ pub(super) fn task(vars: LaunchReader<'_>) -> Result<Option<Place>> {
         rank: step.task,
         world_size: step.tasks,
         local: match step.tasks {
-            1 => LocalTold::Place(0, 1),
-            _ => LocalTold::Place(step.local_task, step.tasks_per_node[step.node]),
+            1 => HostPlace::RankAndSize(0, 1),
+            _ => HostPlace::RankAndSize(step.local_task, step.tasks_per_node[step.node]),
         },
         names: &STEP,
         meeting: step.meeting(vars),
@@ -127,15 +127,15 @@ impl SlurmStep {
         format!("slurm-{}.{}", self.job, self.step)
     }
 
-    fn meeting(&self, vars: LaunchReader<'_>) -> MeetingTold {
+    fn meeting(&self, vars: LaunchReader<'_>) -> MeetingPlace {
         if is_arbitrary(vars) && self.hosts.len() > 1 {
-            return MeetingTold::Nowhere(format!(
+            return MeetingPlace::Unknown(format!(
                 "with {} rank 0 may be on any host of {NODES}; start the step with `srun --mpi=pmi2`, which \
                  lets rank 0 share its address, or ",
                 vars.shown(&[DISTRIBUTION])
             ));
         }
-        MeetingTold::Store(DerivedStore {
+        MeetingPlace::Store(DerivedStore {
             host: self.head().to_owned(),
             port: self.port(),
             job: self.name(),

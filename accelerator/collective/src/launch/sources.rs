@@ -9,7 +9,7 @@ use std::ffi::OsString;
 use accelerator_host as env;
 
 use super::exchange::Wire;
-use super::place::{DerivedStore, LocalTold, MeetingTold, Place, PlaceVariables, derived_port};
+use super::place::{DerivedStore, HostPlace, MeetingPlace, Place, PlaceVariables, derived_port};
 use super::reader::{LaunchReader, LaunchSource};
 use super::slurm;
 use crate::error::{Error, Result};
@@ -133,7 +133,7 @@ pub(super) fn check_alone(vars: LaunchReader<'_>) -> Result<()> {
 
 fn direct(vars: LaunchReader<'_>) -> Result<Option<Place>> {
     let Some(mut place) = DIRECT.place(vars, |_| {
-        Ok(MeetingTold::Nowhere(
+        Ok(MeetingPlace::Unknown(
             "WORLD_SIZE is above 1, but MASTER_ADDR is not set; ".to_owned(),
         ))
     })?
@@ -149,7 +149,7 @@ fn direct(vars: LaunchReader<'_>) -> Result<Option<Place>> {
         place.source.launcher = "torchrun";
     } else {
         check_contradiction(vars, place.rank, place.world_size)?;
-        if matches!(place.local, LocalTold::Nothing) {
+        if matches!(place.local, HostPlace::Unknown) {
             place.local = local_in_pod(vars, &place)?;
         }
     }
@@ -161,7 +161,7 @@ fn direct(vars: LaunchReader<'_>) -> Result<Option<Place>> {
 /// # Errors
 ///
 /// A topology error if the operator expects an agent that starts several processes in the pod.
-fn local_in_pod(vars: LaunchReader<'_>, place: &Place) -> Result<LocalTold> {
+fn local_in_pod(vars: LaunchReader<'_>, place: &Place) -> Result<HostPlace> {
     let processes = vars
         .text("PET_NPROC_PER_NODE")
         .and_then(|text| text.trim().parse().ok());
@@ -176,8 +176,8 @@ fn local_in_pod(vars: LaunchReader<'_>, place: &Place) -> Result<LocalTold> {
         .text("PET_NNODES")
         .and_then(|text| text.trim().parse().ok());
     Ok(match pods == Some(place.world_size) {
-        true => LocalTold::Place(0, 1),
-        false => LocalTold::Nothing,
+        true => HostPlace::RankAndSize(0, 1),
+        false => HostPlace::Unknown,
     })
 }
 
@@ -263,17 +263,17 @@ fn open_mpi(vars: LaunchReader<'_>) -> Result<Option<Place>> {
     // Any of its other variables may be a setting of the user's.
     OPEN_MPI.place(vars, |place| {
         if let Some(store) = store_of_one_host(vars, place) {
-            return Ok(MeetingTold::Store(store));
+            return Ok(MeetingPlace::Store(store));
         }
         let namespace = vars.text("PMIX_NAMESPACE");
         Ok(match namespace {
-            Some(namespace) => MeetingTold::Exchanged(Wire::Pmix {
+            Some(namespace) => MeetingPlace::Exchanged(Wire::Pmix {
                 namespace,
                 is_old: vars
                     .text("PMIX_VERSION")
                     .is_some_and(|version| version.starts_with("1.")),
             }),
-            None => MeetingTold::Nowhere(format!(
+            None => MeetingPlace::Unknown(format!(
                 "{}, but PMIX_NAMESPACE is not set, so the ranks cannot ask `mpirun` where they meet; ",
                 vars.shown(&[OPEN_MPI.rank, OPEN_MPI.world_size])
             )),
@@ -300,14 +300,14 @@ fn pmi(vars: LaunchReader<'_>) -> Result<Option<Place>> {
             (Some(descriptor), _) => Wire::PmiDescriptor(descriptor),
             (None, Some((address, id))) => Wire::PmiPort { address, id },
             (None, None) => {
-                return Ok(MeetingTold::Nowhere(format!(
+                return Ok(MeetingPlace::Unknown(format!(
                     "{}, but neither PMI_FD nor PMI_PORT is set, so the ranks cannot ask their launcher where \
                      they meet; ",
                     vars.shown(&[PMI.rank, PMI.world_size])
                 )));
             }
         };
-        Ok(MeetingTold::Exchanged(wire))
+        Ok(MeetingPlace::Exchanged(wire))
     })
 }
 

@@ -46,8 +46,8 @@ pub(crate) struct StoreState {
     notes: Vec<String>,
     /// The places in the next group of ranks that are not connected yet.
     next_places: BTreeMap<usize, NextPlaceVariables>,
-    /// Set once the ranks have the table.
-    complete: bool,
+    /// True once the table of addresses is complete.
+    has_table: bool,
     phase: Phase,
     /// The actions that follow from the current event.
     actions: Vec<StoreAction>,
@@ -62,7 +62,7 @@ impl StoreState {
             heartbeat_at: Instant::now(),
             notes: Vec::new(),
             next_places: BTreeMap::new(),
-            complete: false,
+            has_table: false,
             phase: Phase::Gathering,
             actions: Vec::new(),
         }
@@ -189,7 +189,7 @@ impl StoreState {
             return;
         }
         self.phase = Phase::Connecting;
-        self.complete = true;
+        self.has_table = true;
         self.report(Report::Met);
         let connections = self.connections(|_| true);
         self.actions
@@ -264,7 +264,7 @@ impl StoreState {
                 match self.phase {
                     Phase::Connecting => {
                         self.report_loss(rank, format!("it gave up: {text}"));
-                        self.fail_but(error, Some(rank));
+                        self.fail_except(error, Some(rank));
                     }
                     Phase::Together if self_reported => {
                         self.report_exit(rank, format!("it said: {text}"), Severity::ExitInfo);
@@ -503,7 +503,7 @@ impl StoreState {
     /// Tells the ranks that have the table that one is lost. Even ranks that the store believes to be waiting are told:
     /// they may be connected already, or become so.
     fn report_loss(&mut self, rank: usize, text: String) {
-        if self.complete {
+        if self.has_table {
             self.report_exit(rank, text, Severity::RankLost);
         }
     }
@@ -537,11 +537,11 @@ impl StoreState {
     }
 
     fn fail(&mut self, error: Error) {
-        self.fail_but(error, None);
+        self.fail_except(error, None);
     }
 
     /// Fails the rendezvous: tells all ranks that are not connected, except `teller`, which reported the error.
-    fn fail_but(&mut self, error: Error, teller: Option<usize>) {
+    fn fail_except(&mut self, error: Error, teller: Option<usize>) {
         // The ends of other ranks no longer decide anything; they are only reported.
         let ranks = self.ranks.iter_mut();
         let ended = ranks.filter_map(|(rank, x)| Some((*rank, x.ended.take()?.0)));
