@@ -83,10 +83,9 @@ fn flag(argument: &Argument, default: &Value) -> Arg {
         Value::Bool(_) => arg
             .num_args(0..=1)
             .default_missing_value("true")
-            .value_name(if help.contains("path") {
-                "BOOL|PATH"
-            } else {
-                "BOOL"
+            .value_name(match argument.type_name {
+                "bool" => "BOOL",
+                _ => "BOOL|PATH",
             })
             .help(help),
         Value::Array(_) => arg

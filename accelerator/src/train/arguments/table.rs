@@ -7,6 +7,9 @@ pub(super) struct Argument {
     /// Its description, in the words of its field.
     #[cfg_attr(not(feature = "clap"), allow(dead_code, reason = "flags show it"))]
     pub(super) help: &'static str,
+    /// The type of its field.
+    #[cfg_attr(not(feature = "clap"), allow(dead_code, reason = "flags show it"))]
+    pub(super) type_name: &'static str,
 }
 
 /// Defines the struct of the arguments, its defaults, and `ARGUMENTS`.
@@ -39,8 +42,13 @@ macro_rules! arguments {
         }
 
         impl $struct {
-            const ARGUMENTS: &'static [table::Argument] =
-                &[$(table::Argument { name: stringify!($name), help: $help }),+];
+            const ARGUMENTS: &'static [table::Argument] = &[
+                $(table::Argument {
+                    name: stringify!($name),
+                    help: $help,
+                    type_name: stringify!($type),
+                }),+
+            ];
         }
     };
 }
