@@ -7,7 +7,7 @@ use std::time::Duration;
 use accelerator_host::lock::{FileLock, LockMode};
 use accelerator_host::machine::host_name;
 use rustix::io::Errno;
-use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+use rustix::process::{Pid, Signal};
 
 use crate::error::{Error, Kind, Result};
 
@@ -67,17 +67,9 @@ impl SearchLock {
         let Some(pid) = holder.and_then(|pid| Pid::from_raw(pid.cast_signed())) else {
             return Ok(false);
         };
-        let process = match pidfd_open(pid, PidfdFlags::empty()) {
-            Err(Errno::SRCH) => return Ok(false),
-            process => process?,
-        };
-        // Another process may have got the number before this opened it: then the lock is free.
-        if Self::holder(folder) != holder {
-            return Ok(false);
-        }
-        match pidfd_send_signal(process, signal) {
+        match send_signal(pid, signal, || Self::holder(folder) == holder) {
             Err(Errno::SRCH) => Ok(false),
-            sent => Ok(sent.map(|()| true)?),
+            sent => Ok(sent?),
         }
     }
 }
@@ -92,6 +84,27 @@ impl Drop for SearchLock {
 const LOCK: &str = "search.lock";
 /// A process that looks for the holder shares the lock for a moment.
 const LONGEST_WAIT: Duration = Duration::from_millis(200);
+
+/// Sends a signal if `is_holder` is true once the process can no longer be mistaken for another one of its number.
+#[cfg(target_os = "linux")]
+fn send_signal(pid: Pid, signal: Signal, is_holder: impl Fn() -> bool) -> rustix::io::Result<bool> {
+    use rustix::process::{PidfdFlags, pidfd_open, pidfd_send_signal};
+
+    let process = pidfd_open(pid, PidfdFlags::empty())?;
+    if !is_holder() {
+        return Ok(false);
+    }
+    pidfd_send_signal(process, signal).map(|()| true)
+}
+
+/// Sends a signal if `is_holder` is true.
+#[cfg(not(target_os = "linux"))]
+fn send_signal(pid: Pid, signal: Signal, is_holder: impl Fn() -> bool) -> rustix::io::Result<bool> {
+    if !is_holder() {
+        return Ok(false);
+    }
+    rustix::process::kill_process(pid, signal).map(|()| true)
+}
 
 fn owner(path: &Path) -> Option<String> {
     let text = fs::read_to_string(path).ok()?;
