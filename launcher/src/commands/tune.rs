@@ -113,7 +113,7 @@ pub(crate) fn run(arguments: &TuneArgs, liveness: Option<LivenessPipe>) -> Resul
 }
 
 fn best(arguments: &BestArgs) -> Result<ExitCode> {
-    let search = SearchFolder::open(&arguments.folder).map_err(of_tune)?;
+    let search = SearchFolder::open(&arguments.folder).map_err(tune_error)?;
     let objective = search.spec().objective();
     let metric = arguments.metric.as_deref().unwrap_or(&objective.metric);
     let mode = arguments.mode.unwrap_or(objective.mode);
@@ -151,9 +151,9 @@ fn best(arguments: &BestArgs) -> Result<ExitCode> {
 }
 
 fn stop(folder: &Path) -> Result<ExitCode> {
-    let search = SearchFolder::open(folder).map_err(of_tune)?;
+    let search = SearchFolder::open(folder).map_err(tune_error)?;
     let folder = shown(folder);
-    match search.interrupt().map_err(of_tune)? {
+    match search.interrupt().map_err(tune_error)? {
         true => note(&format!(
             "the search in {folder} pauses when its trials have reported; continue with: accel-launch tune resume {folder}"
         )),
@@ -162,25 +162,6 @@ fn stop(folder: &Path) -> Result<ExitCode> {
         )),
     }
     Ok(ExitCode::SUCCESS)
-}
-
-fn mode(word: &str) -> std::result::Result<Mode, String> {
-    match word {
-        "min" => Ok(Mode::Min),
-        "max" => Ok(Mode::Max),
-        _ => Err("expected `min` or `max`".to_owned()),
-    }
-}
-
-fn shown(path: &Path) -> String {
-    plain(&path.display().to_string())
-}
-
-fn of_tune(error: accelerator_tune::Error) -> Error {
-    match error.is_misuse() || error.is_not_found() || error.is_conflict() {
-        true => Error::usage(error.to_string()),
-        false => Error::system(error.to_string()),
-    }
 }
 
 #[derive(Args, Clone, Debug)]
@@ -216,7 +197,7 @@ struct ResumeArgs {
 }
 
 fn begin(arguments: &SearchArgs, liveness: Option<LivenessPipe>) -> Result<ExitCode> {
-    let mut spec = SearchSpec::from_file(&arguments.spec).map_err(of_tune)?;
+    let mut spec = SearchSpec::from_file(&arguments.spec).map_err(tune_error)?;
     spec.slots = arguments.slots.or(spec.slots);
     spec.num_samples = arguments.num_samples.unwrap_or(spec.num_samples);
     if !arguments.program.is_empty() {
@@ -226,7 +207,7 @@ fn begin(arguments: &SearchArgs, liveness: Option<LivenessPipe>) -> Result<ExitC
 }
 
 fn resume(arguments: &ResumeArgs, liveness: Option<LivenessPipe>) -> Result<ExitCode> {
-    let before = SearchFolder::open(&arguments.folder).map_err(of_tune)?;
+    let before = SearchFolder::open(&arguments.folder).map_err(tune_error)?;
     let mut spec = before.spec().clone();
     if spec.program.is_empty() {
         return Err(Error::usage(format!(
@@ -261,7 +242,7 @@ fn search(
     if let Some(folder) = folder {
         search = search.folder(folder);
     }
-    let results = search.run_programs(program).map_err(of_tune);
+    let results = search.run_programs(program).map_err(tune_error);
     while shim::is_over() {
         // The thread that ends the processes of the search ends this one, too.
         thread::park();
@@ -443,11 +424,30 @@ enum Format {
 }
 
 fn show(arguments: &ShowSearchArgs) -> Result<ExitCode> {
-    let search = SearchFolder::open(&arguments.folder).map_err(of_tune)?;
+    let search = SearchFolder::open(&arguments.folder).map_err(tune_error)?;
     let results = search.results();
     print(&match (arguments.json, arguments.format) {
         (true, _) | (_, Format::Json) => json(&results.dataframe().json())?,
         (_, Format::Csv) => results.dataframe().to_string(),
         (_, Format::Table) => results.status(),
     })
+}
+
+fn mode(word: &str) -> std::result::Result<Mode, String> {
+    match word {
+        "min" => Ok(Mode::Min),
+        "max" => Ok(Mode::Max),
+        _ => Err("expected `min` or `max`".to_owned()),
+    }
+}
+
+fn shown(path: &Path) -> String {
+    plain(&path.display().to_string())
+}
+
+fn tune_error(error: accelerator_tune::Error) -> Error {
+    match error.is_misuse() || error.is_not_found() || error.is_conflict() {
+        true => Error::usage(error.to_string()),
+        false => Error::system(error.to_string()),
+    }
 }

@@ -217,7 +217,7 @@ impl<'a> Regrouping<'a> {
     }
 
     /// The next group, if all of its ranks have joined.
-    pub(super) fn complete(&mut self) -> Option<NextGroup> {
+    pub(super) fn take_complete(&mut self) -> Option<NextGroup> {
         self.next.take_if(|next| next.is_complete())
     }
 

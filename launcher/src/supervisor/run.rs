@@ -120,7 +120,7 @@ impl Attempt {
         );
         if let Some(next) = observer
             .regrouping
-            .complete()
+            .take_complete()
             .filter(|_| outcome.is_taken_over)
         {
             other_hosts.0 = None;
