@@ -123,6 +123,16 @@ fn engines_that_did_not_tell_are_noticed() {
 }
 
 #[test]
+fn an_engine_that_gave_no_place_before_another_one_is_noticed() {
+    // A job's shell, which is no task of a step.
+    let text = "SLURM_JOB_ID=7 JOB_COMPLETION_INDEX=1";
+    let launch = AgentLaunch::from_vars(of(text)).unwrap().unwrap();
+    assert_eq!(launch.source.variable, "JOB_COMPLETION_INDEX");
+    let noticed = launch.noticed.iter().map(|source| source.variable);
+    assert_eq!(noticed.collect::<Vec<_>>(), ["SLURM_JOB_ID"]);
+}
+
+#[test]
 fn addresses_are_read_and_shown() {
     for (text, host, port) in [
         ("h", "h", None),
