@@ -7,6 +7,7 @@ use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, Parameter};
 use burn::tensor::kind::Basic;
 use burn::tensor::{Bool, Int, Tensor};
 
+use crate::core::dyn_module::{BoxedModule, DynModule};
 use crate::core::module::ModulePath;
 use crate::model::settle_statistics;
 
@@ -53,7 +54,7 @@ pub struct Ema<M> {
     pub(crate) decay: f64,
 }
 
-impl<M: Module> Ema<M> {
+impl<M: Module + 'static> Ema<M> {
     /// Begins with the weights of `model`, which was prepared: one that was not may be averaged, but not saved in
     /// checkpoints. A `decay` near 1 averages over more steps,
     /// about `1 / (1 - decay)` of them; what is out of 0 to 1 is taken as the nearer of these.
@@ -70,6 +71,8 @@ impl<M: Module> Ema<M> {
     pub fn update(&mut self, model: &M) {
         settle_statistics(model);
         let mut reader = ParameterReader::default();
+        let next = model.clone();
+        let model: &dyn DynModule = model;
         model.visit(&mut reader);
         let mut mixer = Mixer {
             decay: self.decay,
@@ -77,8 +80,8 @@ impl<M: Module> Ema<M> {
             weights: reader.weights,
         };
         // Held by nobody else meanwhile, it is updated where it lies.
-        let average = replace(&mut self.average, model.clone());
-        self.average = average.map(&mut mixer);
+        let average = BoxedModule::new(replace(&mut self.average, next));
+        self.average = average.map(&mut mixer).into_model();
     }
 
     /// The model with averaged weights, to evaluate or to save: it records no gradients.

@@ -3,9 +3,10 @@
 use core::num::NonZeroU64;
 use std::collections::HashSet;
 
-use burn::module::{Module, ParamId};
+use burn::module::ParamId;
 
 use crate::core::agreement::short;
+use crate::core::dyn_module::DynModule;
 use crate::core::error::{Error, Kind, Result};
 use crate::core::module::visit_floats;
 use crate::core::tensor::any_rank;
@@ -23,10 +24,10 @@ enum ComparedParameters {
 }
 
 #[track_caller]
-pub(crate) fn check_all<M: Module>(
+pub(crate) fn check_all(
     context: &ReduceContext,
     tracking: &Tracking,
-    model: &M,
+    model: &dyn DynModule,
 ) -> Result<()> {
     let model_state = context.models.find(model)?;
     check(
@@ -42,11 +43,11 @@ pub(crate) fn check_all<M: Module>(
 /// Checks the model where it is time for it; called by all ranks as a window ends, before the
 /// step that this window is for.
 #[track_caller]
-pub(crate) fn check_when_due<M: Module>(
+pub(crate) fn check_when_due(
     context: &ReduceContext,
     tracking: &Tracking,
     model_state: &ModelState,
-    model: &M,
+    model: &dyn DynModule,
 ) -> Result<()> {
     if is_due(context.settings.check_replicas, model_state.steps()) {
         check(
@@ -67,11 +68,11 @@ pub(crate) fn check_when_due<M: Module>(
 ///
 /// A model that was not prepared is each program's own affair.
 #[track_caller]
-pub(crate) fn check_and_sync<M: Module>(
+pub(crate) fn check_and_sync(
     context: &ReduceContext,
     tracking: &Tracking,
     action: &str,
-    model: &M,
+    model: &dyn DynModule,
 ) -> Result<()> {
     if let Ok(model_state) = context.models.find(model) {
         model_state.note_compared();
@@ -93,12 +94,12 @@ fn is_due(every: Option<NonZeroU64>, steps: u64) -> bool {
 }
 
 #[track_caller]
-fn check<M: Module>(
+fn check(
     context: &ReduceContext,
     tracking: &Tracking,
     action: &str,
     model_state: &ModelState,
-    model: &M,
+    model: &dyn DynModule,
     compared: ComparedParameters,
 ) -> Result<()> {
     let group = context.group();
@@ -140,7 +141,7 @@ struct ReplicaDigest {
 }
 
 impl ReplicaDigest {
-    fn of<M: Module>(model: &M, model_state: &ModelState, compared: ComparedParameters) -> Self {
+    fn of(model: &dyn DynModule, model_state: &ModelState, compared: ComparedParameters) -> Self {
         let known = model_state.parameters().iter().map(|known| known.id);
         let known: HashSet<ParamId> = known.collect();
         let running = match compared {

@@ -151,7 +151,7 @@ pub fn train(accelerator: &Accelerator, setting: &Setting) -> Result<Outcome> {
     }
 }
 
-fn fit<M: Module + std::fmt::Display>(
+fn fit<M: Module + std::fmt::Display + 'static>(
     accelerator: &Accelerator,
     setting: &Setting,
     model: M,
@@ -306,7 +306,7 @@ pub(crate) fn noise(number: usize) -> f64 {
 }
 
 /// Replaces the weights by ones that do not depend on the generator of the process, which threads share.
-pub(crate) fn with_fixed_weights<M: Module>(model: M) -> M {
+pub(crate) fn with_fixed_weights<M: Module + 'static>(model: M) -> M {
     struct Fixed(usize);
     impl burn::module::ModuleMapper for Fixed {
         fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
@@ -327,7 +327,7 @@ pub(crate) fn with_fixed_weights<M: Module>(model: M) -> M {
 }
 
 /// Appends all floating-point values of a module, in the order of its fields.
-pub(crate) fn flat<M: Module>(model: &M, values: &mut Vec<f64>) {
+pub(crate) fn flat<M: Module + 'static>(model: &M, values: &mut Vec<f64>) {
     model.visit(&mut Flat(values));
 }
 

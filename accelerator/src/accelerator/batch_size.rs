@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::accelerator::Accelerator;
 use crate::core::agreement::Failure;
+use crate::core::dyn_module::DynModule;
 use crate::core::error::{self, Error, Kind, Result, panic_text};
 use crate::core::module::visit_floats;
 use crate::core::tensor::any_rank;
@@ -66,7 +67,7 @@ impl Accelerator {
     ///
     /// Panics with the attempt's own panic, unless that is for lack of memory.
     #[track_caller]
-    pub fn find_executable_batch_size<M: Module, T, E>(
+    pub fn find_executable_batch_size<M: Module + 'static, T, E>(
         &self,
         start: usize,
         model: &M,
@@ -180,7 +181,7 @@ fn first_full(all: Vec<AttemptReport>, size: usize) -> Result<Option<(usize, Str
 
 /// Lets Burn forget forward passes of a model that no backward pass follows. It keeps what they recorded until
 /// another backward runs in the same graph, as every one does that comes to one of the same parameters.
-fn forget_graphs<M: Module>(model: &M) {
+fn forget_graphs(model: &dyn DynModule) {
     let mut trained = Vec::new();
     visit_floats(model, |float| {
         if float.is_trained {

@@ -6,7 +6,8 @@ use burn::module::Module;
 use serde::Serialize;
 
 use super::Accelerator;
-use crate::checkpoint::{self, Checkpoints, Position, Resume, Save, Saved, Saving};
+use crate::checkpoint::{self, Checkpoints, Position, Resume, Save, Saved, SavedAs, Saving};
+use crate::core::dyn_module::BoxedModule;
 use crate::core::error::{Error, Result};
 use crate::data::PreparedLoader;
 use crate::model::{self, LoadOptions, LoadReport, SaveOptions};
@@ -46,7 +47,8 @@ impl Accelerator {
         checkpoints: impl Into<Checkpoints>,
         parts: impl Save<K>,
     ) -> Result<Saved> {
-        checkpoint::save(&self.shared.checkpoints, &checkpoints.into(), parts)
+        let parts = SavedAs::new(parts);
+        checkpoint::save(&self.shared.checkpoints, &checkpoints.into(), &parts)
     }
 
     /// Saves as [`save_state`](Self::save_state) does, but writes on a thread beside training, which
@@ -66,7 +68,8 @@ impl Accelerator {
         checkpoints: impl Into<Checkpoints>,
         parts: impl Save<K>,
     ) -> Result<Saving> {
-        checkpoint::save_async(&self.shared.checkpoints, checkpoints.into(), parts)
+        let parts = SavedAs::new(parts);
+        checkpoint::save_async(&self.shared.checkpoints, checkpoints.into(), &parts)
     }
 
     /// Saves a checkpoint on the survivors, after an error that [is about a lost peer](crate::Error::is_peer_lost).
@@ -112,7 +115,8 @@ impl Accelerator {
         checkpoints: impl Into<Checkpoints>,
         parts: impl Save<K>,
     ) -> Result<Option<Saved>> {
-        checkpoint::save_emergency(&self.shared.checkpoints, &checkpoints.into(), parts)
+        let parts = SavedAs::new(parts);
+        checkpoint::save_emergency(&self.shared.checkpoints, &checkpoints.into(), &parts)
     }
 
     /// Loads the newest good checkpoint of the folder into prepared parts, and returns the position to continue from.
@@ -261,7 +265,7 @@ impl Accelerator {
     /// [local steps](crate::local), where each rank has another model; [`Error::is_collective`] when
     /// another rank is lost.
     #[track_caller]
-    pub fn save_model<M: Module>(&self, model: &M, path: impl AsRef<Path>) -> Result<()> {
+    pub fn save_model<M: Module + 'static>(&self, model: &M, path: impl AsRef<Path>) -> Result<()> {
         self.save_model_with(model, path, &SaveOptions::new())
     }
 
@@ -297,7 +301,7 @@ impl Accelerator {
     ///
     /// The errors of [`save_model`](Self::save_model).
     #[track_caller]
-    pub fn save_model_with<M: Module>(
+    pub fn save_model_with<M: Module + 'static>(
         &self,
         model: &M,
         path: impl AsRef<Path>,
@@ -326,7 +330,7 @@ impl Accelerator {
     /// [`Error::is_io`] when a file cannot be read or is damaged, and [`Error::is_checkpoint`] when its checkpoint is
     /// damaged; [`Error::is_collective`] when another rank is lost.
     #[track_caller]
-    pub fn load_model<M: Module>(&self, model: M, path: impl AsRef<Path>) -> Result<M> {
+    pub fn load_model<M: Module + 'static>(&self, model: M, path: impl AsRef<Path>) -> Result<M> {
         let (model, _) = self.load_model_with(model, path, &LoadOptions::new())?;
         Ok(model)
     }
@@ -365,14 +369,15 @@ impl Accelerator {
     /// The errors of [`load_model`](Self::load_model); what `options` allow is none.
     /// [`Error::is_config`] when renaming gives two tensors one name.
     #[track_caller]
-    pub fn load_model_with<M: Module>(
+    pub fn load_model_with<M: Module + 'static>(
         &self,
         model: M,
         path: impl AsRef<Path>,
         options: &LoadOptions,
     ) -> Result<(M, LoadReport)> {
-        let open = |activity| checkpoint::open_model(path.as_ref(), activity);
-        model::load_on_all(&self.shared.context, model, open, options, None)
+        let model = BoxedModule::new(model);
+        let (model, report) = self.load_boxed(model, path.as_ref(), options)?;
+        Ok((model.into_model(), report))
     }
 
     /// Writes a value to `path` as JSON, once for all ranks: rank 0 writes, the others learn how it went. The file
@@ -403,6 +408,17 @@ impl Accelerator {
             .context
             .on_main("save the value", work)
             .map(drop)
+    }
+
+    #[track_caller]
+    fn load_boxed(
+        &self,
+        model: BoxedModule,
+        path: &Path,
+        options: &LoadOptions,
+    ) -> Result<(BoxedModule, LoadReport)> {
+        let open = |activity| checkpoint::open_model(path, activity);
+        model::load_on_all(&self.shared.context, model, open, options, None)
     }
 }
 

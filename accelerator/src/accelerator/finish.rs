@@ -3,7 +3,7 @@ use core::time::Duration;
 use accelerator_collective::internal::{GroupExt, NextPlace};
 
 use super::Accelerator;
-use crate::checkpoint::{self, Save};
+use crate::checkpoint::{self, DynSave, Save, SavedAs};
 use crate::core::error::{self, Error, Kind, Result};
 use crate::reduce::SeenUpdates;
 use crate::tracking::RunEnding;
@@ -236,6 +236,11 @@ impl Accelerator {
     /// or assigns rank 0 another rank.
     #[track_caller]
     pub fn regroup<K>(&self, parts: impl Save<K>) -> Result<Option<Self>> {
+        self.regroup_with(&SavedAs::new(parts))
+    }
+
+    #[track_caller]
+    fn regroup_with(&self, parts: &dyn DynSave) -> Result<Option<Self>> {
         if !self.shared.reduction.trigger.has_told_of_regroup() {
             return Err(Error::misuse(
                 "`regroup` is for where `regroup_pending` has said that there is a next group, on all ranks",

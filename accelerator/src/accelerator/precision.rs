@@ -23,7 +23,7 @@ impl Accelerator {
     /// Panics if `forward` does. If Burn says that two types do not fit together, the panic says first
     /// which calls are missing.
     #[track_caller]
-    pub fn forward<M: Module, T>(&self, model: &M, forward: impl FnOnce(&M) -> T) -> T {
+    pub fn forward<M: Module + 'static, T>(&self, model: &M, forward: impl FnOnce(&M) -> T) -> T {
         if self.precision().dtype().is_none() {
             return forward(model);
         }
@@ -80,8 +80,8 @@ impl Accelerator {
     /// assert_eq!(copy.bias.unwrap().val().dtype(), DType::F32);
     /// # Ok::<(), Error>(())
     /// ```
-    pub fn working_copy<M: Module>(&self, model: &M, keep: impl Fn(&str) -> bool) -> M {
-        working_copy(&self.shared.reduction, model, keep)
+    pub fn working_copy<M: Module + 'static>(&self, model: &M, keep: impl Fn(&str) -> bool) -> M {
+        working_copy(&self.shared.reduction, model, &keep).into_model()
     }
 
     /// A tensor in the [precision](Self::precision) to compute in: for what goes into the model in
@@ -113,7 +113,7 @@ impl Accelerator {
     /// # Errors
     ///
     /// [`Error::is_misuse`](crate::Error::is_misuse) for a model that was not prepared.
-    pub fn loss_scale<M: Module>(&self, model: &M) -> Result<Option<f64>> {
+    pub fn loss_scale<M: Module + 'static>(&self, model: &M) -> Result<Option<f64>> {
         Ok(self.shared.reduction.models.find(model)?.loss_scale())
     }
 }

@@ -6,6 +6,7 @@ use burn::optim::ModuleOptimizer;
 
 use crate::accelerator::Accelerator;
 use crate::core::agreement::sides;
+use crate::core::dyn_module::BoxedModule;
 use crate::core::error::{Error, Result};
 use crate::core::module;
 use crate::data::{AssumeDeterministic, Loader, PreparedLoader};
@@ -76,8 +77,13 @@ pub(crate) fn check_kinds<K, P: Prepare<K>>(accelerator: &Accelerator) -> Result
     }
     let mut kinds = Vec::new();
     P::kinds(&mut kinds);
+    compare_kinds(accelerator, &kinds)
+}
+
+#[track_caller]
+fn compare_kinds(accelerator: &Accelerator, kinds: &[String]) -> Result<()> {
     let group = accelerator.group().for_purpose("prepare");
-    let all = group.all_gather_object(&kinds)?;
+    let all = group.all_gather_object(&kinds.to_vec())?;
     if all.iter().all(|theirs| *theirs == kinds) {
         return Ok(());
     }
@@ -89,11 +95,12 @@ pub(crate) fn check_kinds<K, P: Prepare<K>>(accelerator: &Accelerator) -> Result
 }
 
 // `Display` tells a derived module from a tuple of modules, which is a Burn module as well.
-impl<M: Module + fmt::Display> Prepare<module::Model> for M {
+impl<M: Module + fmt::Display + 'static> Prepare<module::Model> for M {
     type Prepared = M;
 
     fn prepare(self, accelerator: &Accelerator) -> Result<M> {
-        reduce::prepare(&accelerator.shared.reduction, self)
+        let model = BoxedModule::new(self);
+        Ok(reduce::prepare(&accelerator.shared.reduction, model)?.into_model())
     }
 
     fn kinds(kinds: &mut Vec<String>) {

@@ -146,7 +146,7 @@ impl Accelerator {
     /// assert_eq!(keys, ["parameters/weight", "parameters/bias"]);
     /// # Ok::<(), Error>(())
     /// ```
-    pub fn log_histograms<M: Module>(&self, model: &M, step: u64) {
+    pub fn log_histograms<M: Module + 'static>(&self, model: &M, step: u64) {
         self.shared.tracking.note(step);
         self.tracker(|run| {
             for (path, values) in model::float_values(model) {

@@ -8,6 +8,7 @@ use burn::tensor::{Device, Tensor};
 use super::Accelerator;
 use super::prepare::{Prepare, check_kinds};
 use crate::core::device::drawing;
+use crate::core::dyn_module::DynModule;
 use crate::core::error::Result;
 use crate::data::batch::Weight;
 use crate::model::{self, sync_buffers};
@@ -112,7 +113,7 @@ impl Accelerator {
     ///
     /// Within `build`, another model may be built by `init`, from the seed again; an accelerator cannot be,
     /// since that would set the generator under this model: [`Error::is_misuse`](crate::Error::is_misuse).
-    pub fn init<M: Module>(&self, build: impl FnOnce(&Device) -> M) -> M {
+    pub fn init<M: Module + 'static>(&self, build: impl FnOnce(&Device) -> M) -> M {
         let _turn = drawing();
         let device = self.device();
         device.seed(self.shared.context.seed);
@@ -184,7 +185,7 @@ impl Accelerator {
     /// [`Error::is_collective`](crate::Error::is_collective) when another rank is lost. The model
     /// is untouched in each case.
     #[track_caller]
-    pub fn backward<M: Module>(
+    pub fn backward<M: Module + 'static>(
         &self,
         loss: Tensor<1>,
         model: &M,
@@ -235,7 +236,7 @@ impl Accelerator {
     /// [`Error::is_misuse`](crate::Error::is_misuse) in [`Precision::F16`](crate::precision::Precision::F16), where
     /// losses are scaled before their backward pass.
     #[track_caller]
-    pub fn average<M: Module>(
+    pub fn average<M: Module + 'static>(
         &self,
         gradients: GradientsParams,
         model: &M,
@@ -247,10 +248,10 @@ impl Accelerator {
 
     /// The same over the samples of these ranks.
     #[track_caller]
-    pub(crate) fn backward_of<M: Module>(
+    pub(crate) fn backward_of(
         &self,
         step: MicroStep,
-        model: &M,
+        model: &dyn DynModule,
         weight: Weight,
         scope: ReduceScope,
     ) -> Result<AveragedGradients> {
@@ -278,7 +279,7 @@ impl Accelerator {
     /// # Errors
     ///
     /// [`Error::is_misuse`](crate::Error::is_misuse) for a model that was not prepared.
-    pub fn overlap_report<M: Module>(&self, model: &M) -> Result<OverlapReport> {
+    pub fn overlap_report<M: Module + 'static>(&self, model: &M) -> Result<OverlapReport> {
         Ok(self.shared.reduction.models.find(model)?.overlap_report())
     }
 
@@ -374,7 +375,7 @@ impl Accelerator {
     /// of them if there is none, and the first path that differs; [`Error::is_misuse`](crate::Error::is_misuse) for a
     /// model that was not prepared; [`Error::is_collective`](crate::Error::is_collective) when another rank is lost.
     #[track_caller]
-    pub fn check_replicas<M: Module>(&self, model: &M) -> Result<()> {
+    pub fn check_replicas<M: Module + 'static>(&self, model: &M) -> Result<()> {
         replicas::check_all(&self.shared.reduction, &self.shared.tracking, model)
     }
 
@@ -412,7 +413,7 @@ impl Accelerator {
     ///
     /// [`Error::is_collective`](crate::Error::is_collective) when another rank is lost, or has another model.
     #[track_caller]
-    pub fn sync_buffers<M: Module>(&self, model: &M) -> Result<()> {
+    pub fn sync_buffers<M: Module + 'static>(&self, model: &M) -> Result<()> {
         sync_buffers(&self.shared.context, model)
     }
 
@@ -428,7 +429,7 @@ impl Accelerator {
     /// what they measure together is that of none: evaluate when it was averaged, or this rank's replica with Burn's
     /// `model.valid()`.
     #[track_caller]
-    pub fn valid<M: Module>(&self, model: &M) -> Result<M> {
+    pub fn valid<M: Module + 'static>(&self, model: &M) -> Result<M> {
         let (reduction, tracking) = (&self.shared.reduction, &self.shared.tracking);
         replicas::check_and_sync(reduction, tracking, "evaluate the model", model)?;
         Ok(model.valid())

@@ -65,6 +65,7 @@ mod snapshot;
 mod state_file;
 mod write;
 
+pub(crate) use self::parts::{DynSave, SavedAs};
 pub use self::parts::{Object, PerRank, Resume, Save};
 pub use self::position::{Position, Rescale, WorldChange};
 pub(crate) use self::restorer::Restorer;

@@ -1,4 +1,5 @@
 use core::fmt;
+use core::marker::PhantomData;
 
 use burn::module::Module;
 use serde::Serialize;
@@ -7,6 +8,7 @@ use serde::de::DeserializeOwned;
 use super::restorer::Restorer;
 use super::snapshot::{Snapshot, SnapshotExchange};
 use super::state_file::PartKind;
+use crate::core::dyn_module::BoxedModule;
 use crate::core::error::Result;
 use crate::core::module;
 use crate::data::PreparedLoader;
@@ -33,6 +35,33 @@ pub trait Save<K> {
     fn settle(&self, settling: &mut SnapshotExchange<'_>) -> Result<()> {
         settling.pass_over();
         Ok(())
+    }
+}
+
+/// Parts without their types, so that a checkpoint is saved by code of this crate.
+pub(crate) trait DynSave {
+    fn collect(&self, snapshot: &mut Snapshot<'_>) -> Result<()>;
+
+    #[track_caller]
+    fn settle(&self, settling: &mut SnapshotExchange<'_>) -> Result<()>;
+}
+
+/// Parts that are saved as `K`.
+pub(crate) struct SavedAs<K, P>(P, PhantomData<K>);
+
+impl<K, P: Save<K>> SavedAs<K, P> {
+    pub(crate) fn new(parts: P) -> Self {
+        Self(parts, PhantomData)
+    }
+}
+
+impl<K, P: Save<K>> DynSave for SavedAs<K, P> {
+    fn collect(&self, snapshot: &mut Snapshot<'_>) -> Result<()> {
+        self.0.collect(snapshot)
+    }
+
+    fn settle(&self, settling: &mut SnapshotExchange<'_>) -> Result<()> {
+        self.0.settle(settling)
     }
 }
 
@@ -91,7 +120,7 @@ pub struct PerRank<T>(
     pub T,
 );
 
-impl<M: Module + fmt::Display> Save<module::Model> for &M {
+impl<M: Module + fmt::Display + 'static> Save<module::Model> for &M {
     fn collect(&self, snapshot: &mut Snapshot<'_>) -> Result<()> {
         snapshot.add_model(*self)
     }
@@ -101,18 +130,18 @@ impl<M: Module + fmt::Display> Save<module::Model> for &M {
     }
 }
 
-impl<M: Module + fmt::Display> Resume<module::Model> for M {
+impl<M: Module + fmt::Display + 'static> Resume<module::Model> for M {
     fn kinds(kinds: &mut Vec<PartKind>) {
         kinds.push(PartKind::Model);
     }
 
     fn restore(self, restorer: &mut Restorer<'_>) -> Result<Self> {
-        restorer.model(self)
+        Ok(restorer.model(BoxedModule::new(self))?.into_model())
     }
 }
 
 // To a checkpoint it is one more model.
-impl<M: Module + fmt::Display> Save<module::Part> for &Ema<M> {
+impl<M: Module + fmt::Display + 'static> Save<module::Part> for &Ema<M> {
     fn collect(&self, snapshot: &mut Snapshot<'_>) -> Result<()> {
         snapshot.add_companion("an `Ema`", self.model())
     }
@@ -122,13 +151,16 @@ impl<M: Module + fmt::Display> Save<module::Part> for &Ema<M> {
     }
 }
 
-impl<M: Module + fmt::Display> Resume<module::Part> for Ema<M> {
+impl<M: Module + fmt::Display + 'static> Resume<module::Part> for Ema<M> {
     fn kinds(kinds: &mut Vec<PartKind>) {
         kinds.push(PartKind::Model);
     }
 
     fn restore(self, restorer: &mut Restorer<'_>) -> Result<Self> {
-        let average = restorer.companion(self.average)?.valid();
+        let average = restorer
+            .companion(BoxedModule::new(self.average))?
+            .valid()
+            .into_model();
         Ok(Self { average, ..self })
     }
 }

@@ -4,7 +4,6 @@ use std::collections::HashSet;
 use std::path::PathBuf;
 
 use accelerator_manifest::FileName;
-use burn::module::Module;
 use burn::tensor::Bytes;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -17,6 +16,7 @@ use super::state_file::{
 };
 use crate::context::WindowSize;
 use crate::core::agreement;
+use crate::core::dyn_module::BoxedModule;
 use crate::core::error::{self, Error, Result};
 use crate::data::{DRAWN_HINT, LoaderResume, LoaderState, PreparedLoader};
 use crate::optim::{PreparedOptimizer, ScheduleKind, check_known, other_state};
@@ -62,7 +62,7 @@ impl<'a> Restorer<'a> {
     }
 
     #[track_caller]
-    pub(super) fn model<M: Module>(&mut self, model: M) -> Result<M> {
+    pub(super) fn model(&mut self, model: BoxedModule) -> Result<BoxedModule> {
         let (saved, folder) = self.next_model()?;
         let hook = self.hook(saved.hook.as_ref(), folder.as_deref())?;
         crate::reduce::resume(
@@ -78,7 +78,7 @@ impl<'a> Restorer<'a> {
 
     /// Restores the values of a model's companion, which is kept beside it and has its ids.
     #[track_caller]
-    pub(crate) fn companion<M: Module>(&mut self, companion: M) -> Result<M> {
+    pub(crate) fn companion(&mut self, companion: BoxedModule) -> Result<BoxedModule> {
         let (saved, folder) = self.next_model()?;
         let open = |activity| self.source()?.model(folder.as_deref(), activity);
         crate::model::restore_values(self.context, companion, open, &saved.layout)

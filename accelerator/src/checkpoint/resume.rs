@@ -11,7 +11,7 @@ use super::restorer::{FoundCheckpoint, Restorer};
 use super::saving::{CheckpointContext, Saved, from_main};
 use super::settings::Checkpoints;
 use super::state_file::{
-    Source, StateFile, decode, is_called_checkpoint, is_meant_as_checkpoint, list,
+    PartKind, Source, StateFile, decode, is_called_checkpoint, is_meant_as_checkpoint, list,
 };
 use crate::core::agreement::{self, Term};
 use crate::core::error::{self, Error, Result};
@@ -25,16 +25,32 @@ pub(crate) fn resume<K, P: Resume<K>>(
 ) -> Result<(P, Position)> {
     let mut kinds = Vec::new();
     P::kinds(&mut kinds);
+    let Some((found, source)) = find_of_kinds(context, settings, &kinds)? else {
+        return Ok((parts, Position::start(context.world_size())));
+    };
+    let mut restorer = Restorer::new(context, &found, source.as_ref());
+    let parts = parts.restore(&mut restorer)?;
+    restorer.check_rates()?;
+    Ok((parts, complete(context, settings, found)?))
+}
+
+/// Finds the checkpoint that holds parts of these kinds; `None` if there is none yet.
+#[track_caller]
+fn find_of_kinds(
+    context: &CheckpointContext,
+    settings: &Checkpoints,
+    kinds: &[PartKind],
+) -> Result<Option<(FoundCheckpoint, Option<Source>)>> {
     context.resumes(settings.path());
-    let misfit = |found: &Candidate, _: &Folder| Ok(found.state.misfit(&kinds));
-    let Some((found, source)) = find(context, settings, "resume", list(&kinds), &misfit)? else {
+    let misfit = |found: &Candidate, _: &Folder| Ok(found.state.misfit(kinds));
+    let Some((found, source)) = find(context, settings, "resume", list(kinds), &misfit)? else {
         if context.is_main_process() {
             let path = settings.path().display();
             tracing::info!("no checkpoint in `{path}`: nothing is resumed");
         }
-        return Ok((parts, Position::start(context.world_size())));
+        return Ok(None);
     };
-    if let Some(misfit) = found.state.misfit(&kinds) {
+    if let Some(misfit) = found.state.misfit(kinds) {
         return Err(found.unfit(&misfit));
     }
     if found.seed.is_some_and(|seed| seed != context.seed) {
@@ -45,10 +61,17 @@ pub(crate) fn resume<K, P: Resume<K>>(
             context.seed
         );
     }
+    Ok(Some((found, source)))
+}
+
+/// Makes what remains of a checkpoint, once its parts are restored, that of the program.
+#[track_caller]
+fn complete(
+    context: &CheckpointContext,
+    settings: &Checkpoints,
+    found: FoundCheckpoint,
+) -> Result<Position> {
     let factor = found.factor();
-    let mut restorer = Restorer::new(context, &found, source.as_ref());
-    let parts = parts.restore(&mut restorer)?;
-    restorer.check_rates()?;
     context.set_factor(factor);
     let is_checkpoint = matches!(found.origin, Origin::Checkpoint(_));
     let run = from_main(context, "resume", || {
@@ -79,7 +102,7 @@ pub(crate) fn resume<K, P: Resume<K>>(
         );
         context.go_on_from(None);
     }
-    let position = Position {
+    Ok(Position {
         origin: found.origin,
         epoch: found
             .state
@@ -90,8 +113,7 @@ pub(crate) fn resume<K, P: Resume<K>>(
         step: found.step,
         steps: found.state.optimizer_steps(),
         world_size_before: found.world_size,
-    };
-    Ok((parts, position))
+    })
 }
 
 #[track_caller]
@@ -104,18 +126,29 @@ pub(crate) fn resume_loader<O: Send + 'static>(
     let name = format!("loader {number} (the first that was prepared is 0)");
     let missing =
         format!("it has no {name}; prepare loaders in the order of the program that saved it");
-    let misfit = |found: &Candidate, folder: &Folder| match found.state.loader(number) {
-        None => Ok(Some(missing.clone())),
-        Some(_) => found.other_parts(folder),
-    };
-    let call = "resume_loader";
-    let Some((found, _)) = find(context, settings, call, name.clone(), &misfit)? else {
+    let Some(found) = find_of_loader(context, settings, number, &name, &missing)? else {
         return Ok(loader);
     };
     let Some((at, saved)) = found.state.loader(number) else {
         return Err(found.unfit(&missing));
     };
     found.resume_loader(context.world_size(), at, &name, saved, loader)
+}
+
+#[track_caller]
+fn find_of_loader(
+    context: &CheckpointContext,
+    settings: &Checkpoints,
+    number: u64,
+    name: &str,
+    missing: &str,
+) -> Result<Option<FoundCheckpoint>> {
+    let misfit = |found: &Candidate, folder: &Folder| match found.state.loader(number) {
+        None => Ok(Some(missing.to_owned())),
+        Some(_) => found.other_parts(folder),
+    };
+    let found = find(context, settings, "resume_loader", name.to_owned(), &misfit)?;
+    Ok(found.map(|(found, _)| found))
 }
 
 /// Returns why a checkpoint of that folder does not fit the parts to resume, if it does not.

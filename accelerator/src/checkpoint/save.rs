@@ -6,7 +6,7 @@ use std::time::Instant;
 use accelerator_manifest::Draft;
 use serde::{Deserialize, Serialize};
 
-use super::parts::Save;
+use super::parts::DynSave;
 use super::saving::{BackgroundSave, CheckpointContext, Saved, Saving, from_main, none_begun};
 use super::settings::Checkpoints;
 use super::snapshot::{Snapshot, SnapshotExchange, SnapshotMode, SnapshotReport, TakenSnapshot};
@@ -16,10 +16,10 @@ use crate::core::agreement::Failure;
 use crate::core::error::{Error, Kind, Result};
 
 #[track_caller]
-pub(crate) fn save<K>(
+pub(crate) fn save(
     context: &CheckpointContext,
     settings: &Checkpoints,
-    parts: impl Save<K>,
+    parts: &dyn DynSave,
 ) -> Result<Saved> {
     let (draft, taken) = prepare_draft(context, settings, parts)?;
     let job = job(context, SnapshotMode::Regular);
@@ -30,10 +30,10 @@ pub(crate) fn save<K>(
 }
 
 #[track_caller]
-pub(crate) fn save_async<K>(
+pub(crate) fn save_async(
     context: &Arc<CheckpointContext>,
     settings: Checkpoints,
-    parts: impl Save<K>,
+    parts: &dyn DynSave,
 ) -> Result<Saving> {
     let (draft, taken) = prepare_draft(context, &settings, parts)?;
     let job = job(context, SnapshotMode::Regular);
@@ -49,9 +49,9 @@ pub(crate) fn save_async<K>(
 
 /// Takes the state of the group into the memory of rank 0. See [`Accelerator::regroup`].
 #[track_caller]
-pub(crate) fn keep<K>(
+pub(crate) fn keep(
     context: &CheckpointContext,
-    parts: impl Save<K>,
+    parts: &dyn DynSave,
 ) -> Result<Option<Arc<LiveState>>> {
     let since = Instant::now();
     let (_, taken) = prepare(context, Path::new(""), parts, || Ok(()))?;
@@ -64,10 +64,10 @@ pub(crate) fn keep<K>(
     Ok(live)
 }
 
-pub(crate) fn save_emergency<K>(
+pub(crate) fn save_emergency(
     context: &CheckpointContext,
     settings: &Checkpoints,
-    parts: impl Save<K>,
+    parts: &dyn DynSave,
 ) -> Result<Option<Saved>> {
     let loss = loss(context)?;
     if !context.device_reducer.is_sound() {
@@ -107,10 +107,10 @@ pub(crate) fn save_emergency<K>(
 
 /// Phase 1 of a save into a folder, in which rank 0 begins a draft.
 #[track_caller]
-fn prepare_draft<K>(
+fn prepare_draft(
     context: &CheckpointContext,
     settings: &Checkpoints,
-    parts: impl Save<K>,
+    parts: &dyn DynSave,
 ) -> Result<(Option<Draft>, TakenSnapshot)> {
     let begin = || write::begin(settings, context, SnapshotMode::Regular);
     prepare(context, settings.path(), parts, begin)
@@ -120,10 +120,10 @@ fn prepare_draft<K>(
 /// are, and agree, does anyone continue: what lies on several ranks is brought together, and rank 0 has
 /// begun.
 #[track_caller]
-fn prepare<K, T>(
+fn prepare<T>(
     context: &CheckpointContext,
     folder: &Path,
-    parts: impl Save<K>,
+    parts: &dyn DynSave,
     begin: impl FnOnce() -> Result<T>,
 ) -> Result<(Option<T>, TakenSnapshot)> {
     context.settle()?;

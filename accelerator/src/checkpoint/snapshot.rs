@@ -5,12 +5,12 @@ use std::sync::Arc;
 use accelerator_collective::ProcessGroup;
 use accelerator_collective::internal::GroupExt;
 use accelerator_track::RunMark;
-use burn::module::Module;
 use serde::{Deserialize, Serialize};
 
 use super::saving::CheckpointContext;
 use super::state_file::{HookState, PartKind, PartState, SavedModel, StateFile, encode};
 use crate::core::agreement::sides;
+use crate::core::dyn_module::DynModule;
 use crate::core::error::{Error, Result};
 use crate::data::LoaderState;
 use crate::model::{Layout, ModelSnapshot};
@@ -82,7 +82,7 @@ impl<'a> Snapshot<'a> {
         }
     }
 
-    pub(super) fn add_model<M: Module>(&mut self, model: &M) -> Result<()> {
+    pub(super) fn add_model(&mut self, model: &dyn DynModule) -> Result<()> {
         let model_state = self.ready(model)?;
         let mut hooks = Vec::new();
         if let Some(hook) = model_state.hook() {
@@ -102,7 +102,7 @@ impl<'a> Snapshot<'a> {
 
     /// Adds what is kept beside a prepared model, under the same ids: its values, and after which step.
     /// The training state is saved with the model itself. Errors call it `what`.
-    pub(crate) fn add_companion<M: Module>(&mut self, what: &str, companion: &M) -> Result<()> {
+    pub(crate) fn add_companion(&mut self, what: &str, companion: &dyn DynModule) -> Result<()> {
         if let Err(error) = self.context.models.find(companion) {
             let message = format!(
                 "{what} cannot be saved: it does not belong to a prepared model. Begin it with the model that \
@@ -121,7 +121,7 @@ impl<'a> Snapshot<'a> {
         self.push_model(companion, state, Vec::new())
     }
 
-    fn ready<M: Module>(&mut self, model: &M) -> Result<Arc<ModelState>> {
+    fn ready(&mut self, model: &dyn DynModule) -> Result<Arc<ModelState>> {
         let model_state = self.context.models.find(model)?;
         let open = model_state.open_micro_steps();
         if open > 0 && self.mode == SnapshotMode::Regular {
@@ -143,9 +143,9 @@ impl<'a> Snapshot<'a> {
         Ok(model_state)
     }
 
-    fn push_model<M: Module>(
+    fn push_model(
         &mut self,
-        model: &M,
+        model: &dyn DynModule,
         state: SavedModel,
         hooks: Vec<Option<Vec<u8>>>,
     ) -> Result<()> {
@@ -198,7 +198,7 @@ impl<'a> Snapshot<'a> {
 }
 
 #[track_caller]
-fn check_and_sync<M: Module>(context: &CheckpointContext, model: &M) -> Result<()> {
+fn check_and_sync(context: &CheckpointContext, model: &dyn DynModule) -> Result<()> {
     replicas::check_and_sync(context, &context.tracking, "save a checkpoint", model)
 }
 
@@ -224,7 +224,7 @@ impl<'a> SnapshotExchange<'a> {
     }
 
     #[track_caller]
-    pub(crate) fn model<M: Module>(&mut self, model: &M) -> Result<()> {
+    pub(crate) fn model(&mut self, model: &dyn DynModule) -> Result<()> {
         check_and_sync(self.context, model)?;
         if self.context.is_main_process()
             && let Some(SnapshotPart::Model { values, .. }) = self.taken.parts.get_mut(self.at)

@@ -2,8 +2,9 @@
 //! [`Prepare`](crate::Prepare), [`Save`](crate::checkpoint::Save) and [`Resume`](crate::checkpoint::Resume).
 //! Programs never name them; the compiler infers which one applies. And the visits of a model by path.
 
+use crate::core::dyn_module::DynModule;
 use burn::backend::DispatchTensor;
-use burn::module::{Module, ModuleVisitor, Param, ParamId};
+use burn::module::{ModuleVisitor, Param, ParamId};
 use burn::tensor::Tensor;
 
 /// A Burn module.
@@ -58,7 +59,7 @@ pub(crate) struct FloatParam<'a> {
 }
 
 /// Calls `take` with each float of a model, in the order in which Burn visits them.
-pub(crate) fn visit_floats<M: Module>(model: &M, take: impl FnMut(FloatParam<'_>)) {
+pub(crate) fn visit_floats(model: &dyn DynModule, take: impl FnMut(FloatParam<'_>)) {
     model.visit(&mut FloatVisitor {
         path: ModulePath::default(),
         place: 0,

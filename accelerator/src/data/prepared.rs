@@ -81,22 +81,13 @@ impl<O: Send + 'static> PreparedLoader<O> {
             SampleSource::Indexed(source) if world_size > 1 => source.digests(),
             _ => None,
         };
-        // What one rank refuses is told to all, below.
+        // An error of one rank is reported to all, below.
         let samples = share_out(origin, spec, world_size);
         let described = match &samples {
             Ok(_) => described,
             Err(error) => format!("{described}: {error:?}"),
         };
-        if world_size > 1 {
-            // Of a data set that one rank cannot read, the others hear that, and not that theirs is another one.
-            let failed = digests.as_ref().and_then(|digests| digests.as_ref().err());
-            let group = context.group();
-            agreement::exchange(group, failed, "read items of the data set of a loader")?;
-        }
-        let items = digests.transpose()?.unwrap_or_default();
-        let mut terms = vec![Term::new("a data loader", described)];
-        terms.extend(items.iter().map(item_term));
-        agreement::check_all(context.group(), &terms)?;
+        let items = agree_on_items(context, described, digests)?;
         // From here on it is the same on all ranks.
         let samples = samples?;
         if let Some(item) = items.iter().find(|item| item.changes_between_reads()) {
@@ -340,6 +331,26 @@ impl<O: Send + 'static> PreparedLoader<O> {
         };
         Self::new(context, samples)
     }
+}
+
+/// Compares a loader and the items of its data set between ranks.
+#[track_caller]
+fn agree_on_items(
+    context: &Context,
+    described: String,
+    digests: Option<Result<Vec<CheckedItem>>>,
+) -> Result<Vec<CheckedItem>> {
+    let group = context.group();
+    if context.world_size() > 1 {
+        // Of a data set that one rank cannot read, the others hear that, and not that theirs is another one.
+        let failed = digests.as_ref().and_then(|digests| digests.as_ref().err());
+        agreement::exchange(group, failed, "read items of the data set of a loader")?;
+    }
+    let items = digests.transpose()?.unwrap_or_default();
+    let mut terms = vec![Term::new("a data loader", described)];
+    terms.extend(items.iter().map(item_term));
+    agreement::check_all(group, &terms)?;
+    Ok(items)
 }
 
 /// An item of a data set that each rank has read.

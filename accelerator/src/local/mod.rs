@@ -87,7 +87,7 @@ use crate::reduce::AveragedGradients;
 /// In each step `backward`, the optimizer, `step`, in this order; in the end `finish`. Every rank makes the
 /// same calls.
 #[expect(private_bounds, reason = "no other crate implements it")]
-pub trait LocalTraining<M: Module>: sync_rounds::InRounds + Sized {
+pub trait LocalTraining<M: Module + 'static>: sync_rounds::InRounds + Sized {
     /// Runs the backward pass of `loss`, and at the end of an accumulation window averages the gradients of
     /// `model` over the samples of this rank alone. Nothing is communicated.
     ///

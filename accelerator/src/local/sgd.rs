@@ -6,6 +6,7 @@ use super::sync_rounds::{self, GradientForm, InRounds, SyncRounds};
 use super::{LocalTraining, Weighting};
 use crate::accelerator::Accelerator;
 use crate::checkpoint::{PartKind, Restorer, Resume, Save, Snapshot, SnapshotExchange};
+use crate::core::dyn_module::{BoxedModule, DynModule};
 use crate::core::error::{Error, Result};
 use crate::core::module;
 use crate::core::tensor::any_rank;
@@ -42,7 +43,20 @@ impl LocalSgdConfig {
     /// other local training, and if there is a [`SyncBatchNorm`](crate::nn::SyncBatchNorm);
     /// [`Error::is_collective`](crate::Error::is_collective) when another rank is lost.
     #[track_caller]
-    pub fn init<M: Module>(&self, accelerator: &Accelerator, model: &M) -> Result<LocalSgd> {
+    pub fn init<M: Module + 'static>(
+        &self,
+        accelerator: &Accelerator,
+        model: &M,
+    ) -> Result<LocalSgd> {
+        self.begin(accelerator, model)
+    }
+
+    #[track_caller]
+    pub(crate) fn begin(
+        &self,
+        accelerator: &Accelerator,
+        model: &dyn DynModule,
+    ) -> Result<LocalSgd> {
         let concern = match accelerator.world_size() {
             1 => OpenRoundConcern::None,
             _ => OpenRoundConcern::Apart,
@@ -66,7 +80,7 @@ pub struct LocalSgd {
     rounds: SyncRounds,
 }
 
-impl<M: Module> LocalTraining<M> for LocalSgd {
+impl<M: Module + 'static> LocalTraining<M> for LocalSgd {
     #[track_caller]
     fn average(&mut self, model: &mut M) -> Result<()> {
         let accelerator = &self.rounds.accelerator;
@@ -77,7 +91,8 @@ impl<M: Module> LocalTraining<M> for LocalSgd {
             let mine = sync_rounds::of(model, &model_state)?;
             let means = mean_over_ranks(&accelerator.shared.reduction, &model_state, &mine, share)?;
             accelerator.sync_buffers(model)?;
-            *model = sync_rounds::replace(model, &model_state, GradientForm::Trained, &means);
+            *model = sync_rounds::replace(model, &model_state, GradientForm::Trained, &means)
+                .into_model();
         }
         SyncRounds::close(&model_state);
         Ok(())
@@ -149,7 +164,11 @@ impl DiLoCoConfig {
     /// other local training, and if there is a [`SyncBatchNorm`](crate::nn::SyncBatchNorm);
     /// [`Error::is_collective`](crate::Error::is_collective) when another rank is lost.
     #[track_caller]
-    pub fn init<M: Module>(&self, accelerator: &Accelerator, model: &M) -> Result<DiLoCo<M>> {
+    pub fn init<M: Module + 'static>(
+        &self,
+        accelerator: &Accelerator,
+        model: &M,
+    ) -> Result<DiLoCo<M>> {
         let said = format!("{self:?}");
         let concern = OpenRoundConcern::Apart;
         let rounds = SyncRounds::new(accelerator, self.period, self.weighting, concern, &said)?;
@@ -174,7 +193,7 @@ impl DiLoCoConfig {
             outer,
             rate: self.rate,
             rounds,
-            velocity: sync_rounds::zeros(model),
+            velocity: sync_rounds::zeros(model).into_model(),
         })
     }
 }
@@ -226,7 +245,7 @@ pub struct DiLoCo<M> {
     velocity: M,
 }
 
-impl<M: Module> LocalTraining<M> for DiLoCo<M> {
+impl<M: Module + 'static> LocalTraining<M> for DiLoCo<M> {
     #[track_caller]
     fn average(&mut self, model: &mut M) -> Result<()> {
         let accelerator = &self.rounds.accelerator;
@@ -250,10 +269,13 @@ impl<M: Module> LocalTraining<M> for DiLoCo<M> {
             outer[at] = (any_rank(&outer[at]) - step.mul_scalar(self.rate)).into_dispatch();
             velocity[at] = moved.into_dispatch();
         }
-        self.outer = sync_rounds::replace(&self.outer, &model_state, GradientForm::Plain, &outer);
+        self.outer = sync_rounds::replace(&self.outer, &model_state, GradientForm::Plain, &outer)
+            .into_model();
         self.velocity =
-            sync_rounds::replace(&self.velocity, &model_state, GradientForm::Plain, &velocity);
-        *model = sync_rounds::replace(model, &model_state, GradientForm::Trained, &outer);
+            sync_rounds::replace(&self.velocity, &model_state, GradientForm::Plain, &velocity)
+                .into_model();
+        *model =
+            sync_rounds::replace(model, &model_state, GradientForm::Trained, &outer).into_model();
         SyncRounds::close(&model_state);
         Ok(())
     }
@@ -294,7 +316,7 @@ impl Resume<module::Part> for LocalSgd {
 }
 
 // To a checkpoint it is two more models: the outer parameters, and their momentum.
-impl<M: Module + fmt::Display> Save<module::Part> for &DiLoCo<M> {
+impl<M: Module + fmt::Display + 'static> Save<module::Part> for &DiLoCo<M> {
     fn collect(&self, snapshot: &mut Snapshot<'_>) -> Result<()> {
         snapshot.add_companion("`DiLoCo`", &self.outer)?;
         snapshot.add_companion("`DiLoCo`", &self.velocity)
@@ -306,15 +328,21 @@ impl<M: Module + fmt::Display> Save<module::Part> for &DiLoCo<M> {
     }
 }
 
-impl<M: Module + fmt::Display> Resume<module::Part> for DiLoCo<M> {
+impl<M: Module + fmt::Display + 'static> Resume<module::Part> for DiLoCo<M> {
     fn kinds(kinds: &mut Vec<PartKind>) {
         kinds.extend([PartKind::Model, PartKind::Model]);
     }
 
     fn restore(self, restorer: &mut Restorer<'_>) -> Result<Self> {
         Ok(Self {
-            outer: restorer.companion(self.outer)?.valid(),
-            velocity: restorer.companion(self.velocity)?.valid(),
+            outer: restorer
+                .companion(BoxedModule::new(self.outer))?
+                .valid()
+                .into_model(),
+            velocity: restorer
+                .companion(BoxedModule::new(self.velocity))?
+                .valid()
+                .into_model(),
             ..self
         })
     }

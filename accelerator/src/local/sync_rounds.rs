@@ -8,6 +8,7 @@ use burn::tensor::Tensor;
 use super::Weighting;
 use crate::accelerator::Accelerator;
 use crate::core::agreement;
+use crate::core::dyn_module::{BoxedModule, DynModule};
 use crate::core::error::{Error, Result};
 use crate::core::module::visit_floats;
 use crate::core::tensor::any_rank;
@@ -62,10 +63,10 @@ impl SyncRounds {
 
     /// Runs the backward pass, and counts the window if that ends it.
     #[track_caller]
-    pub(super) fn backward<M: Module>(
+    pub(super) fn backward(
         &self,
         loss: Tensor<1>,
-        model: &M,
+        model: &dyn DynModule,
         weight: Weight,
     ) -> Result<AveragedGradients> {
         check_nothing_crosses(&self.accelerator)?;
@@ -95,7 +96,7 @@ impl SyncRounds {
         Ok(gradients.held_by(&self.handed))
     }
 
-    pub(super) fn is_due<M: Module>(&self, model: &M) -> Result<bool> {
+    pub(super) fn is_due(&self, model: &dyn DynModule) -> Result<bool> {
         let model_state = self.model_state(model)?;
         let mut round = model_state.round();
         let due = round.steps() >= self.period.get();
@@ -106,7 +107,7 @@ impl SyncRounds {
         }
     }
 
-    pub(super) fn model_state<M: Module>(&self, model: &M) -> Result<Arc<ModelState>> {
+    pub(super) fn model_state(&self, model: &dyn DynModule) -> Result<Arc<ModelState>> {
         self.accelerator.shared.reduction.models.find(model)
     }
 
@@ -215,7 +216,7 @@ impl Weighting {
 }
 
 /// The values by the numbers of their parameters, on the plain device.
-pub(super) fn of<M: Module>(model: &M, model_state: &ModelState) -> Result<Vec<DispatchTensor>> {
+pub(super) fn of(model: &dyn DynModule, model_state: &ModelState) -> Result<Vec<DispatchTensor>> {
     let mut values = vec![None; model_state.parameters().len()];
     visit_floats(model, |float| {
         // A frozen clone may come behind the parameter.
@@ -240,8 +241,8 @@ pub(super) fn of<M: Module>(model: &M, model_state: &ModelState) -> Result<Vec<D
 }
 
 /// The model with zeros everywhere, for evaluation: also where it is frozen, which may end.
-pub(super) fn zeros<M: Module>(model: &M) -> M {
-    model.valid().map(&mut ZeroParameters)
+pub(super) fn zeros(model: &dyn DynModule) -> BoxedModule {
+    model.boxed().valid().map(&mut ZeroParameters)
 }
 
 /// The form of a model: with gradients recorded or not.
@@ -252,18 +253,18 @@ pub(super) enum GradientForm {
 }
 
 /// The model with other values, which are given by the numbers of their parameters.
-pub(super) fn replace<M: Module>(
-    model: &M,
+pub(super) fn replace(
+    model: &dyn DynModule,
     model_state: &ModelState,
     form: GradientForm,
     values: &[DispatchTensor],
-) -> M {
+) -> BoxedModule {
     let mut writer = LocalWriter {
         model_state,
         form,
         values: values.iter().cloned().map(Some).collect(),
     };
-    model_state.tied().retie(model.clone().map(&mut writer))
+    model_state.tied().retie(model.boxed().map(&mut writer))
 }
 
 struct ZeroParameters;

@@ -9,6 +9,7 @@ use burn::tensor::{DType, Tensor, TensorData};
 
 use crate::context::Context;
 use crate::core::agreement::short;
+use crate::core::dyn_module::DynModule;
 use crate::core::error::{Error, Result};
 use crate::core::module::{ModulePath, visit_floats};
 use crate::core::tensor::any_rank;
@@ -19,7 +20,7 @@ const VARIANCE: &str = "running_var";
 
 /// Gives every rank the running statistics of all. All ranks call it.
 #[track_caller]
-pub(crate) fn sync_buffers<M: Module>(context: &Context, model: &M) -> Result<()> {
+pub(crate) fn sync_buffers(context: &Context, model: &dyn DynModule) -> Result<()> {
     let group = context.group();
     if group.world_size() == 1 {
         return Ok(());
@@ -93,17 +94,17 @@ pub(crate) fn sync_buffers<M: Module>(context: &Context, model: &M) -> Result<()
         values.insert(buffer.place, data.convert_dtype(buffer.data.dtype()));
     }
     // Clones share running states, which are changed in place.
-    model.clone().map(&mut BufferWriter { place: 0, values });
+    model.boxed().map(&mut BufferWriter { place: 0, values });
     Ok(())
 }
 
 /// Brings running statistics up to date, which Burn leaves a step behind until `valid` is called.
-pub(crate) fn settle_statistics<M: Module>(model: &M) {
+pub(crate) fn settle_statistics(model: &dyn DynModule) {
     drop(model.valid());
 }
 
 /// Returns the places, among the floats of a model, of the running states whose statistics are brought up to date.
-pub(crate) fn running_states<M: Module>(model: &M) -> HashSet<usize> {
+pub(crate) fn running_states(model: &dyn DynModule) -> HashSet<usize> {
     // Its running states are its own, unlike a clone's.
     let model = model.valid();
     let mut before = Vec::new();
@@ -117,7 +118,7 @@ pub(crate) fn running_states<M: Module>(model: &M) -> HashSet<usize> {
 }
 
 /// Refuses a model with a parameter on a plain device, which would be moved as one that is frozen.
-pub(crate) fn check_autodiff<M: Module>(model: &M) -> Result<()> {
+pub(crate) fn check_autodiff(model: &dyn DynModule) -> Result<()> {
     let mut finder = PlainDeviceFinder::default();
     model.visit(&mut finder);
     if finder.plain.is_empty() {

@@ -10,6 +10,7 @@ use burn::tensor::kind::Basic;
 use burn::tensor::{Bool, DType, Int, Tensor, TensorData};
 use serde::{Deserialize, Serialize};
 
+use crate::core::dyn_module::{BoxedModule, DynModule};
 use crate::core::error::{Error, Result};
 use crate::core::module::{ModulePath, visit_floats};
 use crate::core::tensor::any_rank;
@@ -67,7 +68,7 @@ pub(crate) struct Trainable {
 }
 
 impl Layout {
-    pub(crate) fn of<M: Module>(model: &M) -> Self {
+    pub(crate) fn of(model: &dyn DynModule) -> Self {
         let mut reader = LayoutReader {
             path: ModulePath::default(),
             entries: Vec::new(),
@@ -302,11 +303,11 @@ const CHUNK: usize = 64 << 20;
 ///
 /// Ids must be equal since optimizer records are keyed by them.
 #[track_caller]
-pub(crate) fn from_rank_zero<M: Module>(
+pub(crate) fn from_rank_zero(
     group: &ProcessGroup,
-    model: M,
+    model: BoxedModule,
     layout: &Layout,
-) -> Result<M> {
+) -> Result<BoxedModule> {
     let mut ids = layout.ids();
     group.broadcast(&mut ids, 0)?;
     let mut reader = ReplicaSource { values: Vec::new() };
@@ -321,7 +322,7 @@ pub(crate) fn from_rank_zero<M: Module>(
     }))
 }
 
-pub(crate) fn float_values<M: Module>(model: &M) -> Vec<(String, Vec<f32>)> {
+pub(crate) fn float_values(model: &dyn DynModule) -> Vec<(String, Vec<f32>)> {
     let mut values = Vec::new();
     visit_floats(model, |float| {
         let data = any_rank(&float.value).into_data();

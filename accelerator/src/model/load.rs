@@ -14,18 +14,19 @@ use super::snapshot::{SnapshotEntry, visit_entries};
 use super::tied::TiedParameters;
 use crate::context::Context;
 use crate::core::agreement;
+use crate::core::dyn_module::{BoxedModule, DynModule};
 use crate::core::error::{Error, Result};
 
 /// Loads what rank 0 opens, and gives the others its values, ids and report. `ids` count on rank 0
 /// only.
 #[track_caller]
-pub(crate) fn load_on_all<M: Module>(
+pub(crate) fn load_on_all(
     context: &Context,
-    model: M,
+    model: BoxedModule,
     open: impl FnOnce(Activity) -> Result<ModelFile>,
     options: &LoadOptions,
     ids: Option<&[u64]>,
-) -> Result<(M, LoadReport)> {
+) -> Result<(BoxedModule, LoadReport)> {
     let group = context.group();
     let load = |model| {
         let file = open(group.activity())?;
@@ -51,12 +52,12 @@ pub(crate) fn load_on_all<M: Module>(
 
 /// Gives a model the values and ids that were saved in the file that rank 0 opens.
 #[track_caller]
-pub(crate) fn restore_values<M: Module>(
+pub(crate) fn restore_values(
     context: &Context,
-    model: M,
+    model: BoxedModule,
     open: impl FnOnce(Activity) -> Result<ModelFile>,
     saved: &Layout,
-) -> Result<M> {
+) -> Result<BoxedModule> {
     saved.check_saved(&Layout::of(&model))?;
     let options = LoadOptions::new();
     let (model, _) = load_on_all(context, model, open, &options, Some(&saved.ids()))?;
@@ -65,12 +66,12 @@ pub(crate) fn restore_values<M: Module>(
 
 /// Gives the model the file's values, and `ids` if there are any, one per parameter and buffer in
 /// order. The values are the file's bit for bit, unless they are cast.
-pub(super) fn load<M: Module>(
-    model: M,
+pub(super) fn load(
+    model: BoxedModule,
     file: &ModelFile,
     options: &LoadOptions,
     ids: Option<&[u64]>,
-) -> Result<(M, LoadReport)> {
+) -> Result<(BoxedModule, LoadReport)> {
     let matched = Matched::new(&model, file, options)?;
     let report = matched.report;
     let acceptable = match options.allows_partial {
@@ -127,7 +128,7 @@ struct ValueSource<'a> {
 }
 
 impl<'a> Matched<'a> {
-    fn new<M: Module>(model: &M, file: &'a ModelFile, options: &LoadOptions) -> Result<Self> {
+    fn new(model: &dyn DynModule, file: &'a ModelFile, options: &LoadOptions) -> Result<Self> {
         let mut matcher = Matcher {
             file,
             layout: agreed_layout(file, options)?,
@@ -495,13 +496,14 @@ mod tests {
         let options = LoadOptions::new();
         let (loaded, report) = load_on_all(
             &accelerator.shared.context,
-            line(),
+            BoxedModule::new(line()),
             |activity| ModelFile::open(&path, activity),
             &options,
             Some(&ids),
         )
         .unwrap();
         assert!(report.is_complete());
+        let loaded: Linear = loaded.into_model();
         assert_eq!(loaded.weight.id, saved.weight.id);
         assert_eq!(
             loaded.weight.val().into_data(),
@@ -509,7 +511,7 @@ mod tests {
         );
         let error = load_on_all(
             &accelerator.shared.context,
-            line(),
+            BoxedModule::new(line()),
             |activity| ModelFile::open(&path, activity),
             &options,
             Some(&ids[1..]),

@@ -13,7 +13,7 @@ mod save;
 mod snapshot;
 mod tied;
 
-use burn::module::Module;
+use crate::core::dyn_module::DynModule;
 
 pub(crate) use self::buffers::{check_autodiff, running_states, settle_statistics, sync_buffers};
 pub use self::format::FileLayout;
@@ -31,6 +31,6 @@ pub use self::tied::retie_parameters;
 pub(crate) use self::tied::{TiedParameters, fresh_leaves};
 
 /// Makes the model draw what it would draw lazily, in the order in which Burn visits it.
-pub(crate) fn draw_all<M: Module>(model: &M) {
+pub(crate) fn draw_all(model: &dyn DynModule) {
     Layout::of(model);
 }

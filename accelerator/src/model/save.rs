@@ -7,18 +7,18 @@ use accelerator_collective::Activity;
 use accelerator_host::fs::{Durability, folder_of, place, sync_folder};
 use accelerator_host::lock::{FileLock, LockMode};
 use accelerator_manifest::internal::StagedFolder;
-use burn::module::Module;
 
 use super::format::{FileNames, SaveOptions};
 use super::snapshot::ModelSnapshot;
 use crate::context::Context;
+use crate::core::dyn_module::DynModule;
 use crate::core::error::{Error, Result};
 
 /// Writes the model on rank 0, and returns its result on all ranks.
 #[track_caller]
-pub(crate) fn save<M: Module>(
+pub(crate) fn save(
     context: &Context,
-    model: &M,
+    model: &dyn DynModule,
     path: &Path,
     options: &SaveOptions,
 ) -> Result<()> {

@@ -3,7 +3,7 @@ use core::num::NonZeroU64;
 use std::collections::{BTreeMap, HashMap};
 use std::io::{self, BufWriter, Write};
 
-use burn::module::{Module, ModuleVisitor, Param, Parameter};
+use burn::module::{ModuleVisitor, Param, Parameter};
 use burn::tensor::kind::Basic;
 use burn::tensor::{Bool, BoolStore, DType, Int, Tensor, TensorData};
 use safetensors::Dtype;
@@ -11,6 +11,7 @@ use safetensors::tensor::TensorInfo;
 use serde::ser::{Serialize, SerializeMap, Serializer};
 
 use super::format::{FileLayout, FileNames, FilePath, SaveOptions, file_dtype};
+use crate::core::dyn_module::DynModule;
 use crate::core::error::{Error, Kind, Result};
 
 /// The values of a model at one moment, in the order in which Burn visits it.
@@ -41,7 +42,7 @@ pub(super) struct SnapshotEntry {
 }
 
 impl ModelSnapshot {
-    pub(crate) fn of<M: Module>(model: &M) -> Self {
+    pub(crate) fn of(model: &dyn DynModule) -> Self {
         let mut entries = Vec::new();
         // `valid` brings running statistics up to date, which are a step behind otherwise.
         visit_entries(&model.valid(), &mut |entry| entries.push(entry));
@@ -131,7 +132,7 @@ impl ModelSnapshot {
 }
 
 /// Calls `take` with each parameter and buffer of a model, in the order in which Burn visits them.
-pub(super) fn visit_entries<M: Module>(model: &M, take: &mut dyn FnMut(SnapshotEntry)) {
+pub(super) fn visit_entries(model: &dyn DynModule, take: &mut dyn FnMut(SnapshotEntry)) {
     let place = FilePath::default();
     model.visit(&mut EntryVisitor { place, take });
 }

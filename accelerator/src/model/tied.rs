@@ -8,6 +8,7 @@ use burn::module::{Module, ModuleMapper, Param, ParamId};
 use burn::tensor::Tensor;
 
 use crate::core::autodiff;
+use crate::core::dyn_module::{BoxedModule, DynModule};
 use crate::core::error::{Error, Result};
 use crate::core::module::{FloatParam, visit_floats};
 use crate::core::tensor::any_rank;
@@ -57,13 +58,14 @@ use crate::core::tensor::any_rank;
 /// }
 /// # Ok::<(), Error>(())
 /// ```
-pub fn retie_parameters<M: Module>(model: M) -> M {
-    TiedParameters::of(&model).retie(model)
+pub fn retie_parameters<M: Module + 'static>(model: M) -> M {
+    let model = BoxedModule::new(model);
+    TiedParameters::of(&model).retie(model).into_model()
 }
 
 /// Returns the model with new leaves of the graph, and the old leaf of its first trainable parameter. A loss that was
 /// made with an earlier clone, which has the same ids on some ranks, gives it no gradient on any rank.
-pub(crate) fn fresh_leaves<M: Module>(model: M) -> (M, Option<u64>) {
+pub(crate) fn fresh_leaves(model: BoxedModule) -> (BoxedModule, Option<u64>) {
     let mut fresh = FreshLeaves { first: None };
     let model = model.map(&mut fresh);
     (model, fresh.first)
@@ -83,12 +85,12 @@ enum TieRole {
 
 impl TiedParameters {
     /// Returns the tied parameters that take a gradient.
-    pub(crate) fn of<M: Module>(model: &M) -> Self {
+    pub(crate) fn of(model: &dyn DynModule) -> Self {
         TieFinder::search(model).tied
     }
 
     /// The same, of a model whose places have the same values.
-    pub(crate) fn checked<M: Module>(model: &M) -> Result<Self> {
+    pub(crate) fn checked(model: &dyn DynModule) -> Result<Self> {
         let finder = TieFinder::search(model);
         if let Some([frozen, trained]) = finder.half_frozen {
             return Err(Error::model(format!(
@@ -115,7 +117,7 @@ impl TiedParameters {
     }
 
     /// The model with the tensor of the first place in all places.
-    pub(crate) fn retie<M: Module>(&self, model: M) -> M {
+    pub(crate) fn retie(&self, model: BoxedModule) -> BoxedModule {
         if self.is_empty() {
             return model;
         }
@@ -127,7 +129,7 @@ impl TiedParameters {
     }
 
     /// Refuses a model whose places became several tensors: each would get a part of the gradient.
-    pub(crate) fn check<M: Module>(&self, model: &M) -> Result<()> {
+    pub(crate) fn check(&self, model: &dyn DynModule) -> Result<()> {
         if self.is_empty() {
             return Ok(());
         }
@@ -188,7 +190,7 @@ struct TieFinder {
 }
 
 impl TieFinder {
-    fn search<M: Module>(model: &M) -> Self {
+    fn search(model: &dyn DynModule) -> Self {
         let mut finder = Self::default();
         visit_floats(model, |float| finder.visit(float));
         finder

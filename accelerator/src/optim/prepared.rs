@@ -13,6 +13,7 @@ use super::schedule::{self, IntoLearningRate, Manual, Scheduled};
 use super::sharded::Shards;
 use super::unsharded::FusedSupport;
 use crate::context::Context;
+use crate::core::dyn_module::{BoxedModule, DynModule};
 use crate::core::error::{self, Result};
 use crate::core::tensor::Scalar;
 use crate::model::Layout;
@@ -107,12 +108,12 @@ impl<S> PreparedOptimizer<S> {
     }
 
     #[track_caller]
-    fn apply<M: Module>(
+    fn apply(
         &mut self,
-        model: M,
+        model: BoxedModule,
         mut gradients: AveragedGradients,
-        rate: impl FnOnce(&mut S, &M) -> ModuleLearningRate,
-    ) -> M
+        rate: impl FnOnce(&mut S, &dyn DynModule) -> ModuleLearningRate,
+    ) -> BoxedModule
     where
         S: Clone,
     {
@@ -201,12 +202,12 @@ impl<S> PreparedOptimizer<S> {
 
     /// Returns the updated model, or the model as it was if other ranks are lost.
     #[track_caller]
-    fn step_reduced<M: Module>(
+    fn step_reduced(
         &mut self,
         rate: ModuleLearningRate,
-        model: M,
+        model: BoxedModule,
         gradients: AveragedGradients,
-    ) -> core::result::Result<M, M> {
+    ) -> core::result::Result<BoxedModule, BoxedModule> {
         // Pieces would get gradients of different ranks.
         if self.shards.is_some() && gradients.is_own() {
             gradients.refuse_shards();
@@ -304,13 +305,24 @@ impl PreparedOptimizer<Manual> {
     /// model, with state that was loaded in another float type than that of a parameter.
     #[must_use]
     #[track_caller]
-    pub fn step<M: Module>(
+    pub fn step<M: Module + 'static>(
         &mut self,
         rate: impl IntoLearningRate,
         model: M,
         gradients: AveragedGradients,
     ) -> M {
-        let rate = rate.into_learning_rate();
+        let model = BoxedModule::new(model);
+        self.step_at(rate.into_learning_rate(), model, gradients)
+            .into_model()
+    }
+
+    #[track_caller]
+    fn step_at(
+        &mut self,
+        rate: ModuleLearningRate,
+        model: BoxedModule,
+        gradients: AveragedGradients,
+    ) -> BoxedModule {
         if gradients.is_accumulating() {
             self.schedule.0.note_dropped(rate.base());
         } else if gradients.overflow().is_some() {
@@ -334,7 +346,17 @@ impl PreparedOptimizer<Scheduled> {
     /// model, with state that was loaded in another float type than that of a parameter.
     #[must_use]
     #[track_caller]
-    pub fn step<M: Module>(&mut self, model: M, gradients: AveragedGradients) -> M {
+    pub fn step<M: Module + 'static>(&mut self, model: M, gradients: AveragedGradients) -> M {
+        self.step_on_schedule(BoxedModule::new(model), gradients)
+            .into_model()
+    }
+
+    #[track_caller]
+    fn step_on_schedule(
+        &mut self,
+        model: BoxedModule,
+        gradients: AveragedGradients,
+    ) -> BoxedModule {
         let (epoch, factor) = (gradients.epoch(), self.factor);
         self.apply(model, gradients, |schedule, model| {
             schedule::scaled(schedule.0.next(epoch), factor, model)
@@ -369,7 +391,7 @@ impl PreparedOptimizer<Scheduled> {
     /// assert_eq!(rates, [("weight".to_owned(), 0.5), ("bias".to_owned(), 2.0)]);
     /// # Ok::<(), Error>(())
     /// ```
-    pub fn learning_rates<M: Module>(&self, model: &M) -> Vec<(String, f64)> {
+    pub fn learning_rates<M: Module + 'static>(&self, model: &M) -> Vec<(String, f64)> {
         let current = self.schedule.0.current.as_ref();
         current.map_or_else(Vec::new, |rate| schedule::by_path(rate, self.factor, model))
     }

@@ -2,8 +2,9 @@ use core::fmt;
 
 use burn::lr_scheduler::LrSchedulerRecord;
 use burn::lr_scheduler::module_lr_scheduler::{ModuleLearningRate, ModuleLrScheduler};
-use burn::module::{Module, ParamGroup};
+use burn::module::ParamGroup;
 
+use crate::core::dyn_module::DynModule;
 use crate::core::error;
 use crate::core::module::visit_floats;
 
@@ -285,10 +286,10 @@ impl ManualRates {
 ///
 /// Burn's rate tells what each parameter gets, and has no other way in than a scheduler: so where
 /// parameters differ, a constant one is made that has a group for each that does.
-pub(super) fn scaled<M: Module>(
+pub(super) fn scaled(
     rate: ModuleLearningRate,
     factor: f64,
-    model: &M,
+    model: &dyn DynModule,
 ) -> ModuleLearningRate {
     if factor == 1.0 {
         return rate;
@@ -312,10 +313,10 @@ pub(super) fn scaled<M: Module>(
         .step()
 }
 
-pub(super) fn by_path<M: Module>(
+pub(super) fn by_path(
     rate: &ModuleLearningRate,
     factor: f64,
-    model: &M,
+    model: &dyn DynModule,
 ) -> Vec<(String, f64)> {
     let mut rates = Vec::new();
     visit_floats(model, |float| {

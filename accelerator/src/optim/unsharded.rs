@@ -10,6 +10,7 @@ use burn::tensor::{Bool, Device, Int, Tensor};
 
 use super::fused::step::{self, StepOutput};
 use super::sharded::param_shards;
+use crate::core::dyn_module::BoxedModule;
 use crate::core::tensor::register;
 use crate::model::Trainable;
 use crate::reduce::GradientSums;
@@ -87,12 +88,12 @@ pub(super) struct StepInput {
 }
 
 impl StepInput {
-    pub(super) fn step<M: Module>(
+    pub(super) fn step(
         self,
         optimizer: &mut ModuleOptimizer,
         rate: ModuleLearningRate,
-        model: M,
-    ) -> M {
+        model: BoxedModule,
+    ) -> BoxedModule {
         let Self {
             sums,
             gradients,
@@ -106,13 +107,13 @@ impl StepInput {
 
 /// A model that says which parameter is stepped next.
 #[derive(Clone)]
-struct ObservedModel<M> {
-    model: M,
+struct ObservedModel {
+    model: BoxedModule,
     /// The parameters whose sums wait, with their numbers of elements.
     waiting: HashMap<ParamId, usize>,
 }
 
-impl<M: Module> Module for ObservedModel<M> {
+impl Module for ObservedModel {
     fn collect_devices(&self, devices: Devices) -> Devices {
         self.model.collect_devices(devices)
     }
@@ -154,8 +155,8 @@ impl<M: Module> Module for ObservedModel<M> {
     }
 }
 
-impl<M> ObservedModel<M> {
-    fn with(self, change: impl FnOnce(M) -> M) -> Self {
+impl ObservedModel {
+    fn with(self, change: impl FnOnce(BoxedModule) -> BoxedModule) -> Self {
         Self {
             model: change(self.model),
             waiting: self.waiting,
@@ -163,7 +164,7 @@ impl<M> ObservedModel<M> {
     }
 }
 
-impl<M: fmt::Debug> fmt::Debug for ObservedModel<M> {
+impl fmt::Debug for ObservedModel {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.model.fmt(f)
     }

@@ -2,7 +2,6 @@ use std::sync::Arc;
 
 use accelerator_collective::internal::GroupExt;
 use accelerator_fault::{Point, fail_point};
-use burn::module::Module;
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Tensor};
 
@@ -16,6 +15,7 @@ use super::reduced_gradients::{GradientStorage, NormAsked, ReducedGradients, Ste
 use super::reducer::{ReducedWindow, Reducer};
 use super::warnings::ModelWarnings;
 use super::window::{Window, check_all_known};
+use crate::core::dyn_module::DynModule;
 use crate::core::error::{self, Error, Result};
 use crate::data::batch::Weight;
 use crate::model::Trainable;
@@ -31,9 +31,9 @@ pub(crate) enum MicroStep {
 
 impl MicroStep {
     /// Returns the gradients, and the loss where it is known.
-    fn run<M: Module>(
+    fn run(
         self,
-        model: &M,
+        model: &dyn DynModule,
         scale: Option<f64>,
         timeline: &Timeline,
     ) -> (GradientsParams, Option<Tensor<1>>) {
@@ -41,7 +41,7 @@ impl MicroStep {
         match self {
             Self::Loss(loss) => {
                 let gradients = scaled(loss.clone(), scale).backward();
-                let gradients = GradientsParams::from_grads(gradients, model);
+                let gradients = model.gradients(gradients);
                 (gradients, Some(loss.inner()))
             }
             Self::Finished(gradients) => (gradients, None),
@@ -52,10 +52,10 @@ impl MicroStep {
 /// See [`Accelerator::backward`](crate::Accelerator::backward) and [`average`](crate::Accelerator::average).
 /// `before_reduction` is called by all ranks as a window ends.
 #[track_caller]
-pub(crate) fn backward<M: Module>(
+pub(crate) fn backward(
     context: &ReduceContext,
     step: MicroStep,
-    model: &M,
+    model: &dyn DynModule,
     weight: Weight,
     scope: ReduceScope,
     before_reduction: impl FnOnce(&ModelState) -> Result<()>,
@@ -85,10 +85,10 @@ pub(crate) fn backward<M: Module>(
 }
 
 #[track_caller]
-fn run_backward<M: Module>(
+fn run_backward(
     context: &ReduceContext,
     step: MicroStep,
-    model: &M,
+    model: &dyn DynModule,
     weight: Weight,
     scope: ReduceScope,
     before_reduction: impl FnOnce(&ModelState) -> Result<()>,
@@ -286,12 +286,12 @@ fn run_backward<M: Module>(
 
 /// Runs the backward pass of the last micro-step, and sums the window over the ranks.
 #[track_caller]
-fn reduce_window<M: Module>(
+fn reduce_window(
     context: &ReduceContext,
     model_state: &Arc<ModelState>,
     window: Window,
     step: MicroStep,
-    (model, copy): (&M, WorkingCopy),
+    (model, copy): (&dyn DynModule, WorkingCopy),
     weight: &Weight,
     call: Option<&BackwardCall>,
 ) -> Result<ReducedWindow> {
@@ -339,12 +339,12 @@ fn reduce_window<M: Module>(
 }
 
 /// Runs the backward pass of the last micro-step, and adds the window up on this rank alone.
-fn sum_locally<M: Module>(
+fn sum_locally(
     context: &ReduceContext,
     model_state: &Arc<ModelState>,
     window: Window,
     step: MicroStep,
-    model: &M,
+    model: &dyn DynModule,
     weight: &Weight,
 ) -> Result<ReducedWindow> {
     let (group, timeline) = (context.group(), &context.timeline);

@@ -1,7 +1,7 @@
 use core::fmt;
 use std::sync::Arc;
 
-use burn::module::{Module, ModuleVisitor, Param};
+use burn::module::{ModuleVisitor, Param};
 use burn::optim::GradientsParams;
 use burn::tensor::{Tensor, TensorData};
 
@@ -11,6 +11,7 @@ use super::reduced_gradients::{
     Clip, GradientStorage, Limit, NormAsked, ReducedGradients, StepCommit,
 };
 use super::step_gradients::{GradientSums, StepGradients};
+use crate::core::dyn_module::DynModule;
 use crate::core::tensor::Scalar;
 use crate::model::TiedParameters;
 
@@ -67,7 +68,7 @@ impl AveragedGradients {
 
     /// The path of a parameter that they were made for, where they are of none of this model's, or it is a clone from
     /// before `prepare`.
-    pub(crate) fn unknown_to<M: Module>(&self, model: &M) -> Option<&str> {
+    pub(crate) fn unknown_to(&self, model: &dyn DynModule) -> Option<&str> {
         let model_state = &self.reduced()?.model_state;
         let mut search = KnownParameterSearch {
             model_state,

@@ -2,11 +2,12 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use accelerator_host::sync::Mutex;
-use burn::module::{Module, ModuleVisitor, Param, ParamId};
+use burn::module::{ModuleVisitor, Param, ParamId};
 use burn::tensor::Tensor;
 
 use super::model_state::ModelState;
 use super::updates::SeenUpdates;
+use crate::core::dyn_module::DynModule;
 use crate::core::error::{self, Error, Once, Result};
 use crate::model::{KEEP_THE_ID, Layout, Trainable};
 
@@ -25,13 +26,13 @@ impl Models {
     /// The state of a prepared model. Its values may have changed since.
     ///
     /// Trainable parameters identify the model: a part that is frozen in it may be a model of its own.
-    pub(crate) fn find<M: Module>(&self, model: &M) -> Result<Arc<ModelState>> {
+    pub(crate) fn find(&self, model: &dyn DynModule) -> Result<Arc<ModelState>> {
         Ok(self.search(model)?.0)
     }
 
     /// Finds a model that is trained, as [`find`](Self::find) does: fails if it has trainable parameters that it did
     /// not have, or that were frozen, when it was prepared.
-    pub(super) fn find_to_train<M: Module>(&self, model: &M) -> Result<Arc<ModelState>> {
+    pub(super) fn find_to_train(&self, model: &dyn DynModule) -> Result<Arc<ModelState>> {
         let (model_state, unprepared) = self.search(model)?;
         match unprepared.is_empty() {
             true => Ok(model_state),
@@ -40,7 +41,7 @@ impl Models {
     }
 
     /// Returns the state of a prepared model, and those of its trainable parameters that the state does not know.
-    fn search<M: Module>(&self, model: &M) -> Result<(Arc<ModelState>, Vec<ParamId>)> {
+    fn search(&self, model: &dyn DynModule) -> Result<(Arc<ModelState>, Vec<ParamId>)> {
         let known = self.by_id.lock();
         let mut search = IdSearch {
             known: &known,
@@ -233,8 +234,8 @@ impl Models {
 }
 
 /// Returns the error for trainable parameters that a prepared model does not know.
-fn unprepared_error<M: Module>(
-    model: &M,
+fn unprepared_error(
+    model: &dyn DynModule,
     model_state: &ModelState,
     unprepared: &[ParamId],
 ) -> Error {

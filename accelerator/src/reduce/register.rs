@@ -8,13 +8,14 @@ use super::hook::HookInstance;
 use super::model_state::{ModelSettings, ModelState};
 use super::reduce_context::ReduceContext;
 use crate::core::agreement::Failure;
+use crate::core::dyn_module::BoxedModule;
 use crate::core::error::{Error, Result};
 use crate::model::{self, Layout, ModelFile, TiedParameters, restore_values};
 use crate::precision::{Precision, Scaler, ScalerState};
 
 /// Gives every rank rank 0's values and ids, and makes the model known by them.
 #[track_caller]
-pub(crate) fn prepare<M: Module>(context: &ReduceContext, model: M) -> Result<M> {
+pub(crate) fn prepare(context: &ReduceContext, model: BoxedModule) -> Result<BoxedModule> {
     let device = context.autodiff_device();
     let on_autodiff = model::check_autodiff(&model);
     let model = if model.devices().iter().all(|found| *found == device) {
@@ -81,12 +82,12 @@ struct PrepareReport {
 }
 
 /// Makes a model of that layout known, that was given `before`, or is new.
-fn make_known<M: Module>(
+fn make_known(
     context: &ReduceContext,
-    model: M,
+    model: BoxedModule,
     layout: &Layout,
     before: Option<&ModelState>,
-) -> Result<M> {
+) -> Result<BoxedModule> {
     let tied = TiedParameters::checked(&model)?;
     let (model, leaf_before_prepare) = model::fresh_leaves(model);
     let model = tied.retie(model);
@@ -135,15 +136,15 @@ fn check_between_steps(model_state: &ModelState) -> Result<()> {
 /// Gives a prepared model the values and ids in the file that rank 0 opens, and makes it known by them, after this
 /// many steps, with that scale of its losses and that hook.
 #[track_caller]
-pub(crate) fn resume<M: Module>(
+pub(crate) fn resume(
     context: &ReduceContext,
-    model: M,
+    model: BoxedModule,
     open: impl FnOnce(Activity) -> Result<ModelFile>,
     saved: &Layout,
     steps: u64,
     scaler: Option<ScalerState>,
     hook: Option<HookInstance>,
-) -> Result<M> {
+) -> Result<BoxedModule> {
     let given = Layout::of(&model);
     let model = restore_values(context, model, open, saved)?;
     // Nothing has the ids any more under which the model was prepared.

@@ -3,24 +3,25 @@ use burn::tensor::{DType, FloatDType, Tensor};
 
 use super::model_state::{ModelState, WorkingPart};
 use super::reduce_context::ReduceContext;
+use crate::core::dyn_module::{BoxedModule, DynModule};
 use crate::core::module::ModulePath;
 use crate::precision::Cast;
 
 /// The model with parameters in the precision to compute in, but for those that `keep` chooses by their paths.
-pub(crate) fn working_copy<M: Module>(
+pub(crate) fn working_copy(
     context: &ReduceContext,
-    model: &M,
-    keep: impl Fn(&str) -> bool,
-) -> M {
+    model: &dyn DynModule,
+    keep: &dyn Fn(&str) -> bool,
+) -> BoxedModule {
     let Some(dtype) = context.settings.precision.dtype() else {
-        return model.clone();
+        return model.boxed();
     };
     context.working.note_copied();
     // One that was not prepared, for evaluation say, has no gradients to wait for.
     let model_state = context.models.find(model).ok();
     let mut caster = Caster {
         dtype,
-        keep: &keep,
+        keep,
         norms: 0,
         parts: Vec::new(),
         path: ModulePath::default(),
@@ -32,7 +33,7 @@ pub(crate) fn working_copy<M: Module>(
             .parts
             .resize_with(model_state.parameters().len(), || None);
     }
-    let copy = model.clone().map(&mut caster);
+    let copy = model.boxed().map(&mut caster);
     let Caster { parts, trains, .. } = caster;
     if let Some(model_state) = &model_state {
         if trains {
@@ -46,9 +47,9 @@ pub(crate) fn working_copy<M: Module>(
 }
 
 /// Casts parameters inside the graph, and notes what became of those that take a gradient.
-struct Caster<'a, K> {
+struct Caster<'a> {
     dtype: FloatDType,
-    keep: &'a K,
+    keep: &'a dyn Fn(&str) -> bool,
     /// The number of enclosing layers that do not compute in half precision.
     norms: usize,
     parts: Vec<Option<WorkingPart>>,
@@ -57,7 +58,7 @@ struct Caster<'a, K> {
     trains: bool,
 }
 
-impl<K: Fn(&str) -> bool> ModuleMapper for Caster<'_, K> {
+impl ModuleMapper for Caster<'_> {
     fn enter_module(&mut self, name: &str, kind: &str) {
         self.path.enter(name);
         self.norms += usize::from(is_norm(kind));

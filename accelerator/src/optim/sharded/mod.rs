@@ -18,6 +18,7 @@ use self::param_shards::{ShardGradients, ShardReader};
 use self::partition::{Elements, Partition, Partitioner};
 use super::fused::step::{self, StepOutput};
 use super::unsharded::FusedSupport;
+use crate::core::dyn_module::BoxedModule;
 use crate::core::error::{Error, Result};
 use crate::core::tensor::register;
 use crate::model::Trainable;
@@ -156,13 +157,13 @@ impl Shards {
     /// Steps this rank's pieces and gives the model all ranks' new values. If other ranks are lost,
     /// the model is as it was, in `Err`; the group has failed then.
     #[track_caller]
-    pub(super) fn step<M: Module>(
+    pub(super) fn step(
         &mut self,
         optimizer: &mut ModuleOptimizer,
         rate: ModuleLearningRate,
-        model: M,
+        model: BoxedModule,
         mut sums: GradientSums,
-    ) -> core::result::Result<M, M> {
+    ) -> core::result::Result<BoxedModule, BoxedModule> {
         if sums.ranks() != self.group.world_size() {
             self.refuse_foreign();
             return Err(model);
@@ -211,12 +212,12 @@ impl Shards {
 
     /// Gives the model all ranks' new pieces, which lie in the places of their sums.
     #[track_caller]
-    fn exchange<M: Module>(
+    fn exchange(
         &self,
-        model: M,
+        model: BoxedModule,
         sums: &mut GradientSums,
         stepped: HashSet<ParamId>,
-    ) -> core::result::Result<M, M> {
+    ) -> core::result::Result<BoxedModule, BoxedModule> {
         let partitions = self.partitions.known();
         let part = |id: ParamId, rank| match partitions.get(&id) {
             Some(partition) if stepped.contains(&id) => partition.range(rank),

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use accelerator_collective::ProcessGroup;
 use accelerator_host::sync::Mutex;
 use burn::backend::{BackendTensor, DispatchTensor, DispatchTensorKind};
-use burn::module::{Module, ModuleVisitor, Param};
+use burn::module::{ModuleVisitor, Param};
 use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
 
@@ -14,6 +14,7 @@ use super::ready_order::{
 use super::scheduler::{OverlapScheduler, SchedulerPhase};
 use super::{Anchors, Observer, ProbePoint, watch};
 use crate::core::autodiff;
+use crate::core::dyn_module::DynModule;
 use crate::core::error::Result;
 use crate::precision::Cast;
 use crate::reduce::element_values;
@@ -33,10 +34,10 @@ impl OverlapScheduler {
     }
 
     /// Runs backward. Meanwhile `reducer` sends what is ready, if it is known where to look. Returns what was learnt.
-    pub(in crate::reduce) fn backward<M: Module>(
+    pub(in crate::reduce) fn backward(
         &mut self,
         loss: Tensor<1>,
-        model: &M,
+        model: &dyn DynModule,
         mut copy: WorkingCopy,
         model_state: &ModelState,
         reducer: Reducer,
@@ -61,7 +62,7 @@ impl OverlapScheduler {
                 _ if !served => {
                     let late =
                         WindowObservation::Learnt(vec![None; model_state.parameters().len()]);
-                    let gradients = GradientsParams::from_grads(loss.backward(), model);
+                    let gradients = model.gradients(loss.backward());
                     return (gradients, reducer, Some(late));
                 }
                 WindowObservation::Depth => Some((ProbeTask::Measuring(0), Vec::new())),
@@ -78,7 +79,7 @@ impl OverlapScheduler {
         let Some((task, probes)) = watched else {
             // Nobody compares what its casts make.
             drop((copy, casts));
-            let gradients = GradientsParams::from_grads(loss.backward(), model);
+            let gradients = model.gradients(loss.backward());
             return (gradients, reducer, None);
         };
         let reducer = match task {
@@ -88,7 +89,7 @@ impl OverlapScheduler {
         let observer = Arc::new(BackwardObserver(Mutex::new(Some((task, reducer)))));
         let watching: Arc<dyn Observer> = observer.clone();
         let gradients = watch(loss, &mut self.anchors, probes, &watching).backward();
-        let gradients = GradientsParams::from_grads(gradients, model);
+        let gradients = model.gradients(gradients);
         drop(watching);
         let (task, reducer) = observer.close();
         let observation = match task {
@@ -280,8 +281,8 @@ struct Leaves<'a> {
 impl<'a> Leaves<'a> {
     /// Collects the leaves. Those of a working copy are looked at in its place: their gradients are complete long
     /// before they are cast to the type of the parameter, which is the last that backward does.
-    fn of<M: Module>(
-        model: &M,
+    fn of(
+        model: &dyn DynModule,
         copy: WorkingCopy,
         model_state: &'a ModelState,
     ) -> Vec<Option<DispatchTensor>> {

@@ -94,7 +94,9 @@ impl<M: Module + fmt::Display + 'static, O: Send + 'static> RegisteredModels
     }
 }
 
-impl<M: Module + fmt::Display, O> Resume<(module::Model, module::Part)> for RegisteredModel<M, O> {
+impl<M: Module + fmt::Display + 'static, O> Resume<(module::Model, module::Part)>
+    for RegisteredModel<M, O>
+{
     fn kinds(kinds: &mut Vec<PartKind>) {
         <(M, PreparedOptimizer<Scheduled>)>::kinds(kinds);
     }

@@ -22,6 +22,7 @@ use super::flow::Flow;
 use super::loss::{Inputs, LossOutput};
 use super::state::{BestCandidate, Metrics, ModelCell, SavedUpdate, TrainerState};
 use crate::accelerator::{Accelerator, Tensors};
+use crate::core::dyn_module::DynModule;
 use crate::core::error::{Error, Result};
 use crate::data::{Epoch, PreparedLoader};
 use crate::ema::Ema;
@@ -134,9 +135,9 @@ struct LocalRounds {
 }
 
 impl LocalRounds {
-    fn begin<M: Module>(accelerator: &Accelerator, model: &M, every: u64) -> Result<Self> {
+    fn begin(accelerator: &Accelerator, model: &dyn DynModule, every: u64) -> Result<Self> {
         Ok(Self {
-            sgd: LocalSgdConfig::new(every).init(accelerator, model)?,
+            sgd: LocalSgdConfig::new(every).begin(accelerator, model)?,
             losses: Mean::new(),
             updates: 0,
         })

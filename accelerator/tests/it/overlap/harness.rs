@@ -116,7 +116,7 @@ impl Way {
     }
 }
 
-fn run<M: Module + Display>(
+fn run<M: Module + Display + 'static>(
     setting: Setting,
     way: Way,
     state: State,
@@ -166,7 +166,7 @@ fn run<M: Module + Display>(
 
 /// Trains with overlap, without, and with a sharded optimizer, asserts that all have the same bits, and returns the
 /// reports with overlap.
-pub(crate) fn same_bits<M: Module + Display>(
+pub(crate) fn same_bits<M: Module + Display + 'static>(
     setting: Setting,
     build: impl Fn(&Device) -> M + Sync,
     loss: impl Fn(&M, &Place) -> Tensor<1> + Sync,
@@ -193,7 +193,7 @@ pub(crate) fn same_bits<M: Module + Display>(
 
 /// Compares again with buckets that are tensors, as on a GPU. A device adds up squares in its own order, so clipping
 /// has other bits there.
-fn staged_alike<M: Module + Display>(
+fn staged_alike<M: Module + Display + 'static>(
     setting: Setting,
     build: &(impl Fn(&Device) -> M + Sync),
     loss: &(impl Fn(&M, &Place) -> Tensor<1> + Sync),
@@ -239,7 +239,7 @@ pub(crate) fn assert_on(reports: &[OverlapReport]) {
 }
 
 /// Returns the trained parameters, without the running statistics, which each rank has for itself.
-pub(crate) fn parameters<M: Module>(model: &M) -> Vec<TensorData> {
+pub(crate) fn parameters<M: Module + 'static>(model: &M) -> Vec<TensorData> {
     struct Reader(Vec<TensorData>);
     impl ModuleVisitor for Reader {
         fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
