@@ -146,6 +146,20 @@ fn ddp_mnist() {
     assert!(log_dir.join("ddp_mnist").is_dir());
 }
 
+/// The program of the README, which saves its model to the working directory.
+#[test]
+fn quickstart() {
+    for ranks in [1, 2] {
+        let folder = tempfile::tempdir().unwrap();
+        let ended = run_well("quickstart", &[], ranks, Some(folder.path()));
+        let lines = ended[0].stdout.lines();
+        let losses = lines.map(|line| line.rsplit(' ').next().unwrap().parse::<f64>().unwrap());
+        let losses: Vec<_> = losses.collect();
+        assert!(losses.len() == 3 && losses[2] < 0.02, "{losses:?}");
+        assert!(folder.path().join("model.safetensors").is_file());
+    }
+}
+
 /// Prints the banner and a row for each evaluation, and then resumes.
 #[test]
 fn trainer_mnist() {
