@@ -1,6 +1,6 @@
 //! `accel-launch runs list`.
 
-use std::cmp::Ordering;
+use std::cmp::{Ordering, Reverse};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -21,15 +21,17 @@ pub(super) struct ListArgs {
     #[command(flatten)]
     filter: RunFilter,
 
-    /// Sort by name, status, age, duration, step, a hyperparameter, or the last value of a metric.
+    /// Sort by name, status, age, duration, step, a hyperparameter, or the last value of a metric, the best first:
+    /// the smallest of a loss or an error, the greatest of others.
     #[arg(long, value_name = "KEY", default_value = "age")]
     sort: String,
 
-    /// The greatest first; by age, the oldest.
+    /// Reverse the order.
     #[arg(long)]
     reverse: bool,
 
-    /// A metric to show; may be given several times. Without it, up to three that most runs have.
+    /// A metric to show; may be given several times. Without it, up to three that most runs have, those of validation
+    /// first.
     #[arg(long = "metric", value_name = "KEY")]
     metrics: Vec<String>,
 
@@ -178,7 +180,7 @@ impl RunsList {
         text
     }
 
-    /// Returns the metrics that the most runs have; of equally common ones, the first.
+    /// Returns the metrics that the most runs have; of equally common ones, those of validation first.
     fn common_metrics(&self) -> Vec<&str> {
         const SHOWN: usize = 3;
         let mut counts: Vec<(&str, usize)> = Vec::new();
@@ -188,7 +190,7 @@ impl RunsList {
                 None => counts.push((&series.key, 1)),
             }
         }
-        counts.sort_by_key(|&(_, count)| std::cmp::Reverse(count));
+        counts.sort_by_key(|&(key, count)| (Reverse(count), !is_of_validation(key)));
         counts.into_iter().map(|(key, _)| key).take(SHOWN).collect()
     }
 }
@@ -220,7 +222,8 @@ fn compare_by(key: &str, a: &RunSummary, b: &RunSummary) -> Ordering {
         metric => {
             let number = |run: &RunSummary| {
                 let of_parameter = || run.hyperparameters.get(metric)?.value.as_f64();
-                let of_series = run.series(metric).map(|x| x.last.0);
+                let last = run.series(metric).map(|x| x.last.0);
+                let of_series = last.map(|x| if is_better_greater(metric) { -x } else { x });
                 let found = of_series.or_else(of_parameter).filter(|x| !x.is_nan());
                 found.unwrap_or(f64::NAN)
             };
@@ -233,6 +236,27 @@ fn compare_by(key: &str, a: &RunSummary, b: &RunSummary) -> Ordering {
             by_number.then_with(|| text(a).cmp(&text(b)))
         }
     }
+}
+
+/// Returns true if a metric is one of validation or of a test, by its name.
+fn is_of_validation(metric: &str) -> bool {
+    let words = ["val", "eval", "test"];
+    let mut parts = metric.split(['/', '_', '.', ' ', '-']);
+    parts.any(|part| {
+        words.iter().any(|word| part.eq_ignore_ascii_case(word)) || part.starts_with("valid")
+    })
+}
+
+/// Returns true if the greater value of a metric is the better one, by the last word of its name.
+fn is_better_greater(metric: &str) -> bool {
+    const SMALLER: [&str; 7] = ["loss", "error", "err", "perplexity", "mae", "mse", "rmse"];
+    let word = metric
+        .rsplit(['/', '_', '.', ' ', '-'])
+        .next()
+        .unwrap_or(metric);
+    !SMALLER
+        .iter()
+        .any(|smaller| word.eq_ignore_ascii_case(smaller))
 }
 
 fn status() -> impl TypedValueParser<Value = RunStatus> {
@@ -248,4 +272,25 @@ fn status() -> impl TypedValueParser<Value = RunStatus> {
         let found = statuses.into_iter().find(|x| x.to_string() == word);
         found.ok_or("expected a status")
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_tell_the_direction_of_a_metric_and_those_of_validation() {
+        for (metric, greater, validation) in [
+            ("train/loss", false, false),
+            ("valid/loss", false, true),
+            ("eval_loss", false, true),
+            ("validation accuracy", true, true),
+            ("test/RMSE", false, true),
+            ("latest", true, false),
+            ("f1", true, false),
+        ] {
+            assert_eq!(is_better_greater(metric), greater, "{metric}");
+            assert_eq!(is_of_validation(metric), validation, "{metric}");
+        }
+    }
 }

@@ -26,11 +26,11 @@ fn list_shows_runs_and_what_is_wrong_with_others() {
     let shown: Vec<_> = ended.lines().iter().map(times).collect();
     assert_eq!(
         shown[0],
-        "name status age duration attempts ranks step train/loss train/odd test/accuracy"
+        "name status age duration attempts ranks step train/loss test/accuracy train/odd"
     );
     assert_eq!(shown[1], "third running 0 s 0 s 1 1 - - - -");
     assert_eq!(shown[2], "a%2Fb failed 0 s 0 s 2 1 3 0.25 - -");
-    assert_eq!(shown[3], "first finished 0 s 0 s 1 2 3 0.0333333 NaN 0.9");
+    assert_eq!(shown[3], "first finished 0 s 0 s 1 2 3 0.0333333 0.9 NaN");
     assert_eq!(shown[4..6], ["edited damaged", "empty damaged"]);
     assert!(
         shown[6].starts_with("damaged: the line at byte 0 of "),
