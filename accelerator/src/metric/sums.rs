@@ -250,6 +250,20 @@ impl Mean {
         self.merge(Self::of(value, samples));
     }
 
+    /// Adds a value of that weight, such as the number of tokens that it is the mean of; a weight of 0 adds nothing.
+    ///
+    /// ```
+    /// use accelerator::metric::Mean;
+    ///
+    /// let mut mean = Mean::new();
+    /// mean.update_weighted(2.0, 0.5);
+    /// mean.update_weighted(4.0, 1.5);
+    /// assert_eq!(mean.value(), 3.5);
+    /// ```
+    pub fn update_weighted(&mut self, value: f64, weight: f64) {
+        self.merge(Self::weighted(value, weight));
+    }
+
     /// Adds a loss, the mean over `samples` samples.
     pub fn update_with(&mut self, loss: Tensor<1>, samples: usize) {
         if samples > 0 {
