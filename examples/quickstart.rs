@@ -34,7 +34,7 @@ fn main() -> Result<()> {
             mean.update_with(loss(&trained, &batch), batch.real());
         }
         let mean = accelerator.reduce_metric(mean)?; // over all ranks
-        accelerator.print(format_args!("epoch {epoch}: validation loss {mean:.6}"));
+        print_main!(accelerator, "epoch {epoch}: validation loss {mean:.6}");
     }
     accelerator.save_model(&model, "model.safetensors")?;
     accelerator.finish()

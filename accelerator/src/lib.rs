@@ -181,7 +181,7 @@ pub mod prelude {
     pub use crate::precision::Precision;
     pub use crate::{
         Accelerator, AveragedGradients, BackendKind, Compression, Error, GradientReduction,
-        Overlap, Oversubscription, PadSide, Preemption, Result, launch,
+        Overlap, Oversubscription, PadSide, Preemption, Result, launch, print_main,
     };
 }
 

@@ -1,3 +1,4 @@
+use core::fmt;
 use std::io;
 use std::path::Path;
 
@@ -5,12 +6,14 @@ use accelerator_host::fs::{Durability, Replace};
 use burn::module::Module;
 use serde::Serialize;
 
-use super::Accelerator;
+use super::{Accelerator, Prepare};
 use crate::checkpoint::{self, Checkpoints, Position, Resume, Save, Saved, SavedAs, Saving};
 use crate::core::dyn_module::BoxedModule;
 use crate::core::error::{Error, Result};
-use crate::data::PreparedLoader;
+use crate::core::module;
+use crate::data::{Loader, PreparedLoader};
 use crate::model::{self, LoadOptions, LoadReport, SaveOptions};
+use crate::optim::{PreparedOptimizer, Scheduled};
 use crate::replicas;
 
 /// Saves everything that training depends on, and resumes from it.
@@ -225,6 +228,92 @@ impl Accelerator {
         loader: PreparedLoader<O>,
     ) -> Result<PreparedLoader<O>> {
         checkpoint::resume_loader(&self.shared.checkpoints, &checkpoints.into(), loader)
+    }
+
+    /// Prepares a model, its optimizer and its training data, with a schedule over the optimizer steps of that many
+    /// epochs, and resumes them if there is a checkpoint.
+    ///
+    /// `schedule` is given the number of steps, counted with the batches with which training continues. This is
+    /// [`prepare`](Self::prepare), [`resume_loader`](Self::resume_loader), [`plan`](Self::plan) and
+    /// [`resume`](Self::resume) in one call.
+    ///
+    /// ```
+    /// use accelerator::prelude::*;
+    /// use burn::lr_scheduler::cosine::CosineAnnealingLrSchedulerConfig;
+    /// use burn::nn::{Linear, LinearConfig};
+    /// use burn::optim::SgdConfig;
+    /// # use burn::data::dataset::InMemDataset;
+    /// # use burn::tensor::Tensor;
+    /// # let folder = tempfile::tempdir().unwrap();
+    /// # let folder = folder.path();
+    ///
+    /// let accelerator = Accelerator::new()?;
+    /// let device = accelerator.device();
+    /// let model: Linear = LinearConfig::new(2, 1).init(&device);
+    /// let optimizer = SgdConfig::new().init();
+    /// # let data = InMemDataset::new((0..96).collect());
+    /// let train = LoaderBuilder::from_fn(|items: Vec<u32>, _| items).batch_size(8).build(data);
+    ///
+    /// let ((mut model, mut optimizer, train), position) = accelerator.prepare_and_resume(
+    ///     folder,
+    ///     3,
+    ///     (model, optimizer, train),
+    ///     |steps| CosineAnnealingLrSchedulerConfig::new(1e-2, steps).init(),
+    /// )?;
+    /// for epoch in position.epoch()..3 {
+    ///     for batch in train.epoch(epoch) {
+    ///         let batch = batch?;
+    ///         let loss = model.forward(Tensor::<2>::ones([8, 2], &device)).mean();
+    ///         let gradients = accelerator.backward(loss, &model, &batch)?;
+    ///         model = optimizer.step(model, gradients);
+    ///     }
+    ///     accelerator.save_state(folder, (&model, &optimizer, &train))?;
+    /// }
+    /// assert_eq!(optimizer.steps(), 36);
+    /// # Ok::<(), Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// The errors of the four methods. [`Error::is_config`](crate::Error::is_config) if `schedule` fails, or if the data is
+    /// a stream, whose number of steps nobody knows.
+    #[track_caller]
+    #[expect(
+        clippy::type_complexity,
+        reason = "an alias would be one more name to look up"
+    )]
+    pub fn prepare_and_resume<M, P, O, S>(
+        &self,
+        checkpoints: impl Into<Checkpoints>,
+        epochs: u64,
+        (model, optimizer, train): (M, P, Loader<O>),
+        schedule: impl FnOnce(usize) -> core::result::Result<S, String>,
+    ) -> Result<(
+        (M, PreparedOptimizer<Scheduled>, PreparedLoader<O>),
+        Position,
+    )>
+    where
+        M: Module + fmt::Display + 'static,
+        O: Send + 'static,
+        (P, S): Prepare<module::Part, Prepared = PreparedOptimizer<Scheduled>>,
+    {
+        let checkpoints = checkpoints.into();
+        let train = self.resume_loader(&checkpoints, self.prepare(train)?)?;
+        let Some(steps) = self.plan(&train, epochs).steps else {
+            return Err(Error::config(
+                "a schedule over the steps of a stream cannot be made, since nobody knows their number: prepare the \
+                 parts by themselves, with a schedule over steps that you choose",
+            ));
+        };
+        let schedule = schedule(steps as usize).map_err(|error| {
+            Error::config(format!(
+                "the schedule over {steps} optimizer steps: {error}"
+            ))
+        })?;
+        let parts = (model, (optimizer, schedule));
+        let (model, optimizer) = self.prepare::<(module::Model, module::Part), _>(parts)?;
+        let parts = (model, optimizer, train);
+        self.resume::<(module::Model, module::Part, module::Part), _>(checkpoints, parts)
     }
 }
 

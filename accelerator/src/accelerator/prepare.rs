@@ -42,14 +42,13 @@ use crate::reduce;
 #[diagnostic::on_unimplemented(
     message = "`{Self}` cannot be prepared",
     label = "not a Burn module, optimizer, `(optimizer, scheduler)`, data loader, or tuple of these",
-    note = "of a tuple, prepare one part after the other to see which of them it is",
-    note = "one of Burn's own loaders (`Arc<dyn DataLoader<_>>`) is built with Burn's `DataLoaderBuilder`: import \
-            `accelerator::data::LoaderBuilder` in its place, which has the same methods, or write \
-            `AssumeDeterministic(loader)` if it reads its batches in the same order on every rank",
-    note = "a module must derive `Module`",
-    note = "an optimizer is Burn's `ModuleOptimizer`: call `.init()` on its config; a scheduler goes \
-            beside its optimizer, as `(optimizer, scheduler)`; `Sharded(optimizer)` stands in its place",
-    note = "a loader builder needs `.build(dataset)`"
+    note = "if it is a tuple, prepare its parts one by one to see which of them it is",
+    note = "a scheduler goes beside its optimizer: `prepare((model, (optimizer, scheduler), train))`",
+    note = "a module must derive `Module`, the config of an optimizer needs `.init()`, and a loader builder needs \
+            `.build(dataset)`",
+    note = "if it is a loader of Burn's `DataLoaderBuilder`, import `accelerator::data::LoaderBuilder` in its place, \
+            which has the same methods, or write `AssumeDeterministic(loader)` if it reads its batches in the same \
+            order on every rank"
 )]
 pub trait Prepare<K> {
     /// The type that `prepare` returns for it.

@@ -8,6 +8,23 @@ use super::Accelerator;
 use crate::core::agreement;
 use crate::core::error::{Error, Kind, Result, panic_text};
 
+/// Prints a line on rank 0, as [`Accelerator::print`] does, from the arguments of [`println!`].
+///
+/// ```
+/// use accelerator::prelude::*;
+///
+/// let accelerator = Accelerator::new()?;
+/// let (epoch, loss) = (3, 0.25);
+/// print_main!(accelerator, "epoch {epoch}: loss {loss:.4}");
+/// # Ok::<(), Error>(())
+/// ```
+#[macro_export]
+macro_rules! print_main {
+    ($accelerator:expr, $($argument:tt)+) => {
+        $accelerator.print(::core::format_args!($($argument)+))
+    };
+}
+
 /// Control of which ranks run what, and in which order.
 impl Accelerator {
     /// Returns true on rank 0.

@@ -207,8 +207,9 @@ impl<O> Batch<O> {
         self.with_weight(self.info.len as f64)
     }
 
-    /// Returns its [`weight`](Self::weight) with another count, such as the number of tokens that the loss is the mean of.
-    /// An idle batch counts nothing all the same.
+    /// Returns its [`weight`](Self::weight) with another count: the divisor of the loss. That is the number of tokens for
+    /// a mean over tokens. If samples are weighted one by one, or by their classes as in Burn's `CrossEntropyLoss` with
+    /// weights, it is the sum of the samples' weights. An idle batch counts nothing all the same.
     ///
     /// ```
     /// # use burn::data::dataset::InMemDataset;
