@@ -92,6 +92,19 @@ fn the_program_in_the_readme_is_that_of_the_example() {
 }
 
 #[test]
+fn the_url_in_the_readme_is_that_of_the_packages() {
+    let manifest = read("../Cargo.toml");
+    let line = manifest
+        .lines()
+        .find_map(|line| line.strip_prefix("repository = "));
+    let dependency = format!("# burn-accelerate = {{ git = {} }}", line.unwrap());
+    assert!(
+        read("../README.md").lines().any(|line| line == dependency),
+        "{dependency}"
+    );
+}
+
+#[test]
 fn links_of_documents_lead_somewhere() {
     let documents = std::fs::read_dir(path_of("../docs")).unwrap();
     let documents = documents.map(|entry| entry.unwrap().path());
