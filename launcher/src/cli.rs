@@ -2,19 +2,22 @@
 //! begin.
 
 use std::ffi::{OsStr, OsString};
-use std::os::unix::ffi::OsStrExt;
+use std::io::{self, Write};
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{self, ExitCode};
 
 use accelerator_host::process::find_installed;
-use clap::{Arg, Args, Command, CommandFactory, FromArgMatches, Parser, Subcommand};
+use clap::error::{ContextKind, ContextValue, ErrorKind};
+use clap::{Args, Command, CommandFactory, FromArgMatches, Parser, Subcommand};
 use clap_complete::Shell;
 use clap_mangen::Man;
 
 use crate::agent::ssh;
+use crate::argv::{Argv, CONFIG, ENV};
 use crate::commands::bench::{self, AllReduceArgs, BenchArgs};
 use crate::commands::checkpoint::{self, CheckpointArgs};
+use crate::commands::config::{self, ConfigArgs};
 use crate::commands::env::{self, EnvArgs};
 use crate::commands::estimate::{self, EstimateArgs};
 use crate::commands::launch;
@@ -22,7 +25,8 @@ use crate::commands::plan::{self, PlanArgs};
 use crate::commands::runs::{self, RunsArgs};
 use crate::commands::selftest::{self, RankArgs, TestArgs};
 use crate::commands::tune::{self, TuneArgs};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, chain};
+use crate::settings::file::SettingsFile;
 use crate::settings::options::Options;
 use crate::supervisor::shim::LivenessPipe;
 use crate::text::print;
@@ -36,6 +40,7 @@ use crate::text::print;
         accel-launch [OPTIONS] --example NAME [ARGS]...\n       \
         accel-launch [OPTIONS] --bin NAME [ARGS]...\n       \
         accel-launch env|plan|test [OPTIONS]\n       \
+        accel-launch config [OPTIONS]\n       \
         accel-launch bench all-reduce [OPTIONS]\n       \
         accel-launch checkpoint list|show|verify DIR\n       \
         accel-launch runs list|show|compare|diff|report|board|export|upload|sync|gc|reproduce\n       \
@@ -63,7 +68,9 @@ pub(crate) struct Cli {
 #[derive(Debug, Subcommand)]
 enum Subcommands {
     /// Show this machine, its environment, and where each setting comes from.
-    Env(EnvArgs),
+    Env(Box<EnvArgs>),
+    /// Write the file of settings that launches read: with the options of a launch, or what it asks for on a terminal.
+    Config(Box<ConfigArgs>),
     /// Show which rank gets which sample.
     Plan(PlanArgs),
     /// List the checkpoints of a folder, show what is in one, or verify them.
@@ -106,12 +113,43 @@ impl Cli {
     pub(crate) fn read(
         arguments: impl IntoIterator<Item = OsString>,
     ) -> std::result::Result<Self, clap::Error> {
-        let mut command = underscored(Self::command());
+        let mut command = command_line();
         // Fills in the parts that clap derives late, such as `--help`.
         command.build();
-        let argv = Argv::split(&command, arguments);
-        let mut cli = Self::from_arg_matches(&command.try_get_matches_from(argv.launcher)?)?;
+        let words: Vec<OsString> = arguments.into_iter().collect();
+        let command_word = words.get(1).cloned().unwrap_or_default();
+        Self::read_by(&mut command, words)
+            .map_err(|error| with_usage(error, &command, &command_word))
+    }
+
+    fn read_by(
+        command: &mut Command,
+        words: Vec<OsString>,
+    ) -> std::result::Result<Self, clap::Error> {
+        let mut argv = Argv::split(command, words)?;
+        let file = argv.settings_file(command).map_err(refused)?;
+        if let Some(file) = &file {
+            let at = argv.options_at;
+            argv.launcher.splice(at..at, file.words());
+        }
+        let matches = command.try_get_matches_from_mut(&argv.launcher)?;
+        let mut cli = Self::from_arg_matches(&matches)?;
         cli.arguments = argv.script;
+        match &mut cli.command {
+            None => (cli.options.file, cli.options.words) = (file, argv.launcher),
+            Some(Subcommands::Env(arguments)) => {
+                (arguments.options.file, arguments.options.words) = (file, argv.launcher);
+            }
+            Some(Subcommands::Config(arguments)) => {
+                if let (Some(launch), Some((_, given))) =
+                    (command.find_subcommand(CONFIG), matches.subcommand())
+                {
+                    let path = arguments.path().map_err(refused)?;
+                    arguments.given = SettingsFile::of(path, launch, given).map_err(refused)?;
+                }
+            }
+            Some(_) => {}
+        }
         Ok(cli)
     }
 
@@ -142,6 +180,7 @@ impl Cli {
         };
         match command {
             Subcommands::Env(arguments) => env::run(arguments),
+            Subcommands::Config(arguments) => config::run(arguments),
             Subcommands::Plan(arguments) => plan::run(arguments),
             Subcommands::Checkpoint(arguments) => checkpoint::run(arguments),
             Subcommands::Runs(arguments) => runs::run(arguments),
@@ -152,12 +191,90 @@ impl Cli {
             Subcommands::Test(arguments) => selftest::run(arguments),
             Subcommands::Rank(arguments) => Ok(selftest::rank(arguments)),
             Subcommands::Agent => ssh::run_agent(line.first().map(OsString::as_os_str)),
-            Subcommands::Completions(arguments) => completions(arguments, Self::command()),
-            Subcommands::Man => man(Self::command()),
+            Subcommands::Completions(arguments) => completions(arguments, command_line()),
+            Subcommands::Man => man(command_line()),
             Subcommands::Bench(arguments) => bench::run(arguments, line, liveness),
             Subcommands::BenchRank(arguments) => Ok(bench::rank(arguments)),
         }
     }
+}
+
+/// Prints an error of the command line on one line, with a line of usage; or the help.
+pub(crate) fn report(error: &clap::Error) -> ExitCode {
+    let is_help = error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand;
+    // A closed pipe is no error.
+    let _ = match is_help || !error.use_stderr() {
+        true => error.print(),
+        false => io::stderr().write_all(in_two_lines(error).as_bytes()),
+    };
+    ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(2))
+}
+
+/// Formats an error of the command line.
+fn in_two_lines(error: &clap::Error) -> String {
+    let text = error.render().to_string();
+    let message = text.split("\n\n").next().unwrap_or_default();
+    let message: Vec<_> = message.lines().map(str::trim).collect();
+    let mut text = message.join(" ");
+    let kinds = [
+        ContextKind::SuggestedArg,
+        ContextKind::SuggestedSubcommand,
+        ContextKind::SuggestedValue,
+    ];
+    let near = kinds.into_iter().find_map(|kind| match error.get(kind)? {
+        ContextValue::String(near) => Some(near),
+        ContextValue::Strings(near) => near.first(),
+        _ => None,
+    });
+    if let Some(near) = near {
+        text.push_str(&format!("; did you mean '{}'?", near.replace('_', "-")));
+    }
+    if error.kind() == ErrorKind::ArgumentConflict
+        && text.contains("--num-processes")
+        && text.contains("--host")
+    {
+        text.push_str(": hosts have their own numbers, as in --hosts host0:4,host1:4 or by --nproc-per-node 4");
+    }
+    text.push('\n');
+    if let Some(ContextValue::StyledStr(usage)) = error.get(ContextKind::Usage) {
+        let usage = usage.to_string();
+        let usage = usage.trim_start_matches("Usage: ");
+        let usage = usage.lines().next().unwrap_or_default();
+        text.push_str(&format!("usage: {usage} (--help shows more)\n"));
+    }
+    text
+}
+
+/// Adds the usage of the command that the line is of, if clap has not.
+fn with_usage(mut error: clap::Error, command: &Command, word: &OsStr) -> clap::Error {
+    if error.get(ContextKind::Usage).is_none() && error.kind() != ErrorKind::Io {
+        let mut command = command.find_subcommand(word).unwrap_or(command).clone();
+        let usage = command.render_usage();
+        error.insert(ContextKind::Usage, ContextValue::StyledStr(usage));
+    }
+    error
+}
+
+/// Makes the error of a file of settings, which needs no usage.
+fn refused(error: Error) -> clap::Error {
+    clap::Error::raw(ErrorKind::Io, format_args!("{}\n", chain(&error)))
+}
+
+/// The whole command line. `env` and `config` do not show the options of a launch again.
+fn command_line() -> Command {
+    let hidden = |command: Command| {
+        let name = command.get_name().to_owned();
+        let command = command.mut_args(|option| {
+            let is_own = ["json", "config_file"].contains(&option.get_id().as_str());
+            option.hide(!is_own)
+        });
+        command
+            .override_usage(format!("accel-launch {name} [OPTIONS]"))
+            .after_help("Takes the options of a launch, too: `accel-launch --help` shows them.")
+    };
+    underscored(Cli::command())
+        .mut_subcommand(ENV, hidden)
+        .mut_subcommand(CONFIG, hidden)
 }
 
 /// The command, whose options may also be written with underscores, as other launchers' are.
@@ -189,6 +306,9 @@ forwarded; Ctrl-Z (SIGTSTP) stops the ranks too, and `fg` continues them; withou
 a launcher other than that of host 0 stops those of its host alone. Nothing that the ranks
 start outlives the job, daemons and `kill -9` of the launcher included.
 
+`accel-launch config` writes a file of settings; flags and variables override it. Flags of
+accelerate, torchrun and mpirun work where they mean the same.
+
 Several hosts: with --hosts, over SSH; or start the same line on each, with a --node-rank of its own, and with the
 same secret in the file that ACCEL_TOKEN_FILE names. Every launcher ends with the exit code
 of the job.
@@ -205,99 +325,6 @@ Examples:
   accel-launch --num-processes 2:4 --max-restarts 10 --log-dir logs target/release/train
   accel-launch --nnodes 2 --node-rank 0 --nproc-per-node 4 --rdzv-endpoint host0 train
   accel-launch --hosts host0:4,host1:4 train";
-
-/// The options that name a target in the place of a script.
-const TARGETS: [&str; 2] = ["example", "bin"];
-
-/// A command line cut in two.
-#[derive(Clone, Debug, PartialEq, Eq)]
-struct Argv {
-    /// The launcher's part, with the program name in front and the script at its end.
-    launcher: Vec<OsString>,
-    /// The script's part.
-    script: Vec<OsString>,
-}
-
-impl Argv {
-    /// Cuts `arguments` (the program name first) where the options of `command` end.
-    ///
-    /// A sub-command's line is not cut.
-    fn split(command: &Command, arguments: impl IntoIterator<Item = OsString>) -> Self {
-        let mut launcher: Vec<OsString> = arguments.into_iter().collect();
-        let end = Self::end_of_options(command, &launcher);
-        let script = launcher.split_off(end);
-        Self { launcher, script }
-    }
-
-    fn end_of_options(command: &Command, arguments: &[OsString]) -> usize {
-        let mut at = 1;
-        while let Some(argument) = arguments.get(at) {
-            let bytes = argument.as_bytes();
-            if bytes == b"--" {
-                at += 2;
-                break;
-            } else if let Some(long) = bytes.strip_prefix(b"--") {
-                let (name, value) = match long.iter().position(|&byte| byte == b'=') {
-                    Some(equals) => (&long[..equals], Some(())),
-                    None => (long, None),
-                };
-                let option = find(command, |option| {
-                    let aliases = option.get_all_aliases().unwrap_or_default();
-                    option
-                        .get_long()
-                        .into_iter()
-                        .chain(aliases)
-                        .any(|long| long.as_bytes() == name)
-                });
-                at += 1 + usize::from(value.is_none() && option.is_some_and(takes_value));
-                if TARGETS.iter().any(|target| target.as_bytes() == name) {
-                    break;
-                }
-            } else if let Some(shorts) =
-                bytes.strip_prefix(b"-").filter(|shorts| !shorts.is_empty())
-            {
-                at += 1 + usize::from(short_waits_for_value(command, shorts));
-            } else {
-                let is_subcommand = at == 1 && is_subcommand(command, argument);
-                at = if is_subcommand {
-                    arguments.len()
-                } else {
-                    at + 1
-                };
-                break;
-            }
-        }
-        at.min(arguments.len())
-    }
-}
-
-/// Returns `true` if the last of the bundled short options takes the next argument as its value.
-fn short_waits_for_value(command: &Command, shorts: &[u8]) -> bool {
-    for (at, &short) in shorts.iter().enumerate() {
-        let option = find(command, |option| {
-            option.get_short() == Some(char::from(short))
-        });
-        if option.is_some_and(takes_value) {
-            // The rest of the same argument is the value.
-            return at + 1 == shorts.len();
-        }
-    }
-    false
-}
-
-fn find(command: &Command, is_it: impl Fn(&Arg) -> bool) -> Option<&Arg> {
-    command.get_arguments().find(|option| is_it(option))
-}
-
-fn takes_value(option: &Arg) -> bool {
-    option.get_action().takes_values()
-}
-
-fn is_subcommand(command: &Command, name: &OsStr) -> bool {
-    command
-        .get_subcommands()
-        .any(|subcommand| name == subcommand.get_name())
-}
 
 /// Arguments of `accel-launch completions`.
 #[derive(Args, Clone, Debug)]
@@ -380,7 +407,7 @@ mod tests {
 
     #[test]
     fn the_command_is_sound() {
-        underscored(Cli::command()).debug_assert();
+        command_line().debug_assert();
     }
 
     #[test]
@@ -467,7 +494,7 @@ mod tests {
         let arguments = std::iter::once("accel-launch")
             .chain(line.split_whitespace())
             .map(OsString::from);
-        let argv = Argv::split(&command, arguments);
+        let argv = Argv::split(&command, arguments).unwrap();
         let join = |part: &[OsString]| part.join(OsStr::new(" ")).into_string().unwrap();
         (join(&argv.launcher[1..]), join(&argv.script))
     }

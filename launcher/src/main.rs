@@ -10,6 +10,7 @@ use supervisor::shim::{self, Control, LivenessPipe};
 compile_error!("accel-launch supervises process groups, which only Unix systems have");
 
 mod agent;
+mod argv;
 mod cargo;
 pub(crate) mod cli;
 mod commands;
@@ -30,11 +31,7 @@ fn main() -> ExitCode {
     let liveness = LivenessPipe::take(&mut arguments);
     let cli = match Cli::read(arguments.iter().cloned()) {
         Ok(cli) => cli,
-        Err(error) => {
-            // A closed pipe is no error.
-            let _ = error.print();
-            return ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(2));
-        }
+        Err(error) => return cli::report(&error),
     };
     if liveness.is_none()
         && cli.runs_a_job()

@@ -176,7 +176,7 @@ mod tests {
             ("ACCEL_COMPRESSION", "fp16"),
             ("ACCEL_ACCUMULATION_STEPS", "0"),
             ("ACCEL_DEVICE", "tpu"),
-            ("ACCEL_PRECISION", "fp16"),
+            ("ACCEL_PRECISION", "fp8"),
             ("ACCEL_TRACE", folder),
             ("ACCEL_TRACE", &lost),
             ("ACCEL_TRACE_SCHEDULE", "3"),
@@ -212,6 +212,7 @@ mod tests {
             ),
             ("ACCEL_TRACE", &trace),
             ("ACCEL_LIVENESS_TIMEOUT", " 1.5"),
+            ("ACCEL_PRECISION", "fp16"),
             ("ACCEL_INSECURE", "True"),
             ("ACCEL_OVERSUBSCRIBE_GPUS", "1"),
         ] {

@@ -74,8 +74,13 @@ pub fn unknown(name: &str) -> String {
         .iter()
         .filter(|variable| variable.reader != Reader::Tests);
     let known: Vec<_> = known.map(|variable| variable.name).collect();
+    let rests = known.iter().map(|known| known.trim_start_matches(PREFIX));
+    let meant = match text::nearest(name.trim_start_matches(PREFIX), rests) {
+        Some(near) => format!("; did you mean {PREFIX}{near}?"),
+        None => String::new(),
+    };
     format!(
-        "the environment variable {name} is not known; expected one of {}: correct it, or unset it",
+        "the environment variable {name} is not known{meant}; expected one of {}: correct it, or unset it",
         known.join(", ")
     )
 }
@@ -144,5 +149,22 @@ mod tests {
     fn test_variables_are_not_suggested() {
         assert!(!unknown("ACCEL_RESTRAT").contains("ACCEL_FIXTURES"));
         assert!(unknown("ACCEL_RESTRAT").contains("ACCEL_RESTART,"));
+    }
+
+    #[test]
+    fn a_misspelt_variable_names_the_nearest() {
+        for (name, meant) in [
+            ("ACCEL_RESTRAT", "ACCEL_RESTART"),
+            ("ACCEL_MIXED_PRECISION", "ACCEL_PRECISION"),
+            (
+                "ACCEL_GRADIENT_ACCUMULATION_STEPS",
+                "ACCEL_ACCUMULATION_STEPS",
+            ),
+        ] {
+            let text = unknown(name);
+            let expected = format!("{name} is not known; did you mean {meant}?");
+            assert!(text.contains(&expected), "{text}");
+        }
+        assert!(unknown("ACCEL_FOO").contains("ACCEL_FOO is not known; expected one of"));
     }
 }

@@ -93,6 +93,17 @@ pub fn csv_cell(text: &str) -> String {
     }
 }
 
+/// Returns the known name that a misspelt one most likely means: the nearest, if it is at least half the same.
+pub fn nearest<'a>(name: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
+    let likeness = |known| (strsim::normalized_damerau_levenshtein(name, known), known);
+    let near = known
+        .into_iter()
+        .map(likeness)
+        .filter(|(likeness, _)| *likeness >= 0.5);
+    near.max_by(|one, other| one.0.total_cmp(&other.0))
+        .map(|(_, known)| known)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -147,6 +158,19 @@ mod tests {
         ];
         let quoted = r"train --lr=1e-3 --nodes=2 'two words' '' 'it'\''s' '$x'";
         assert_eq!(shell_line(words), quoted);
+    }
+
+    #[test]
+    fn the_nearest_name_is_half_the_same() {
+        let known = ["PORT", "PRECISION", "TRANSPORT"];
+        for (name, near) in [
+            ("TRASNPORT", Some("TRANSPORT")),
+            ("MIXED_PRECISION", Some("PRECISION")),
+            ("PROT", Some("PORT")),
+            ("FOO", None),
+        ] {
+            assert_eq!(nearest(name, known), near, "{name}");
+        }
     }
 
     #[test]

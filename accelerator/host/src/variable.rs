@@ -23,9 +23,10 @@ pub struct Variable {
 }
 
 impl Variable {
-    /// Checks if the variable may have this value.
+    /// Checks if the variable may have this value. A precision may also have PyTorch's name, `fp16`.
     pub fn accepts(&self, value: &OsStr) -> bool {
-        self.grammar.accepts(value)
+        let is_other_name = self.name == "ACCEL_PRECISION" && value == "fp16";
+        self.grammar.accepts(value) || is_other_name
     }
 
     /// The words that it may be, where it is one of several.

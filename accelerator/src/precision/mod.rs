@@ -126,8 +126,12 @@ impl fmt::Display for Precision {
 impl FromStr for Precision {
     type Err = Error;
 
+    /// Reads the name of a setting, or PyTorch's `fp16` for `f16`.
     fn from_str(name: &str) -> Result<Self> {
-        named("precision", name, &Self::ALL)
+        match name {
+            "fp16" => Ok(Self::F16),
+            _ => named("precision", name, &Self::ALL),
+        }
     }
 }
 

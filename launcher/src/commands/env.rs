@@ -3,19 +3,22 @@
 use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::num::NonZeroUsize;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 use std::time::Duration;
 
 use accelerator_collective::internal::{AgentLaunch, LaunchExt};
 use accelerator_collective::{Launch, LaunchSource};
 use accelerator_host::process::{self, Group, Limits};
-use accelerator_host::{Reader, VARIABLES, find, variable};
+use accelerator_host::{JOB, Reader, VARIABLES, find, variable};
 use clap::Args;
 use serde::Serialize;
 
+use super::launch;
 use crate::error::{Error, Result, chain};
 use crate::gpu::{self, Gpu, VISIBLE, Visible, shown};
+use crate::settings::Setting;
+use crate::settings::options::Options;
 use crate::text::{columns, print};
 use crate::variables::{self, Scope};
 use crate::{cargo, settings};
@@ -26,11 +29,22 @@ pub(crate) struct EnvArgs {
     /// Print one JSON object.
     #[arg(long)]
     json: bool,
+    /// The options of the launch whose settings are shown.
+    #[command(flatten)]
+    pub(crate) options: Options,
 }
 
 /// Prints the report; the exit code is 1 if the environment holds an error.
 pub(crate) fn run(arguments: &EnvArgs) -> Result<ExitCode> {
-    let report = EnvReport::collect();
+    let options = &arguments.options;
+    if let Some(script) = &options.script {
+        return Err(Error::usage(format!(
+            "`env` starts no program: leave {} out, or write --dry-run in the place of `env`",
+            script.display()
+        )));
+    }
+    let mut report = EnvReport::collect();
+    report.add_launch(options);
     let text = if arguments.json {
         let json = serde_json::to_string_pretty(&report);
         json.map_err(|error| {
@@ -62,6 +76,10 @@ struct EnvReport {
     /// The variables by which an engine tells a launcher its host.
     agent: Option<AgentEntry>,
     settings: Vec<SettingEntry>,
+    /// The file of settings that a launch reads.
+    config_file: Option<PathBuf>,
+    /// The settings of a launch on this host.
+    launch: Vec<Setting>,
     tools: Vec<Tool>,
     devices: Vec<DeviceFile>,
     gpus: Vec<Gpu>,
@@ -240,6 +258,8 @@ impl EnvReport {
             launchers_noticed: launchers.1,
             agent: agent.as_ref().map(AgentEntry::of),
             settings,
+            config_file: None,
+            launch: Vec::new(),
             errors: errors
                 .into_iter()
                 .chain(errors_found.into_iter().map(|fault| fault.text))
@@ -248,6 +268,33 @@ impl EnvReport {
             devices: devices(Path::new("/dev")),
             gpus: gpu::of_this_host(&visible),
             visible,
+        }
+    }
+
+    /// Adds the settings that a launch with these options would have.
+    fn add_launch(&mut self, options: &Options) {
+        self.config_file = options.file.as_ref().map(|file| file.path.clone());
+        let is_asked = options.words.iter().skip(2).any(|word| word != "--json");
+        match launch::settings_of(options) {
+            Ok(settings) => {
+                for setting in settings {
+                    let is_variable = variables::is_ours(&setting.name);
+                    let mut known = self.settings.iter_mut();
+                    match known.find(|known| is_variable && known.name == setting.name) {
+                        Some(known) => {
+                            (known.value, known.origin) = (setting.value, setting.origin)
+                        }
+                        // The name of the job is another one for each launch.
+                        None if setting.name == "job" && setting.origin != JOB.name => {}
+                        None => self.launch.push(setting),
+                    }
+                }
+            }
+            // Without options it is an error of the environment, which is reported already where it is one.
+            Err(error) if is_asked => {
+                self.errors.push(chain(&error));
+            }
+            Err(_) => {}
         }
     }
 
@@ -305,7 +352,18 @@ impl EnvReport {
                 .iter()
                 .map(|entry| row(&entry.name, &entry.value, &entry.origin)),
         );
+        let file = self.config_file.as_ref();
+        let file = file.map_or_else(|| "none".to_owned(), |file| file.display().to_string());
+        rows.push(row("file of settings", file, "accel-launch config"));
         let mut text = columns(&rows);
+        if !self.launch.is_empty() {
+            let mut rows = vec![row("setting of a launch", "value", "from")];
+            let settings = self.launch.iter();
+            rows.extend(
+                settings.map(|setting| row(&setting.name, &setting.value, &setting.origin)),
+            );
+            text.push_str(&format!("\n{}", columns(&rows)));
+        }
         for error in &self.errors {
             text.push_str(&format!("error: {error}\n"));
         }

@@ -2,6 +2,7 @@
 
 pub(crate) mod bench;
 pub(crate) mod checkpoint;
+pub(crate) mod config;
 pub(crate) mod env;
 pub(crate) mod estimate;
 pub(crate) mod launch;

@@ -1,5 +1,7 @@
 //! The settings of a launch, and where each comes from.
 
+pub(crate) mod file;
+pub(crate) mod foreign;
 pub(crate) mod gpus;
 pub(crate) mod hosts;
 pub(crate) mod nodes;
@@ -20,6 +22,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::output::{OnOutputError, Prefix};
 use crate::variables;
+use file::SettingsFile;
 use gpus::Gpus;
 use options::{Options, Processes};
 
@@ -75,6 +78,8 @@ pub(crate) struct Settings {
     pub(crate) launch: String,
     /// The variables of thread pools.
     pub(crate) threads: Vec<(&'static str, Threads)>,
+    /// The variables of options that ranks read.
+    pub(crate) program_variables: Vec<(&'static str, String)>,
     /// The GPUs that ranks see.
     pub(crate) gpus: Gpus,
     /// Time between SIGTERM and SIGKILL.
@@ -111,7 +116,7 @@ impl Elastic {
 }
 
 /// One setting as text.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub(crate) struct Setting {
     pub(crate) name: String,
     pub(crate) value: String,
@@ -126,7 +131,10 @@ impl Settings {
         gpus: Gpus,
         lookup: impl Fn(&str) -> Option<String>,
     ) -> Self {
-        let mut table = Table(Vec::new());
+        let mut table = Table {
+            rows: Vec::new(),
+            file: options.file.as_ref(),
+        };
         let processes = options.processes();
         let ranks = processes.most;
         let origin_of_ranks = match options.nproc_per_node {
@@ -205,6 +213,10 @@ impl Settings {
         for [name, value, origin] in gpus.rows() {
             table.add(name, value, origin);
         }
+        let program_variables = options.program_variables();
+        for (name, option, value) in &program_variables {
+            table.add(name, value, option);
+        }
 
         let grace = options.grace.unwrap_or(DEFAULT_GRACE);
         table.add(
@@ -270,12 +282,16 @@ impl Settings {
             command: Vec::new(),
             launch: new_job(),
             threads: threads.to_vec(),
+            program_variables: program_variables
+                .into_iter()
+                .map(|(name, _, value)| (name, value))
+                .collect(),
             gpus,
             grace,
             prefix,
             log_dir: options.log_dir.clone(),
             on_output_error: options.on_output_error,
-            table: table.0,
+            table: table.rows,
         }
     }
 
@@ -349,14 +365,20 @@ fn new_job() -> String {
     format!("{}-{:x}", std::process::id(), unix_time().as_micros())
 }
 
-struct Table(Vec<Setting>);
+struct Table<'a> {
+    rows: Vec<Setting>,
+    file: Option<&'a SettingsFile>,
+}
 
-impl Table {
+impl Table<'_> {
+    /// Adds a row. An option that the file has given comes from there.
     fn add(&mut self, name: &str, value: impl Display, origin: impl Display) {
-        self.0.push(Setting {
+        let origin = origin.to_string();
+        let file = self.file.filter(|file| file.sets(&origin));
+        self.rows.push(Setting {
             name: name.to_owned(),
             value: value.to_string(),
-            origin: origin.to_string(),
+            origin: file.map_or(origin, |file| file.path.display().to_string()),
         });
     }
 }

@@ -9,10 +9,12 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use accelerator_collective::Topology;
+use accelerator_host::{ACCUMULATION_STEPS, DEVICE, PRECISION, Variable};
 use clap::Args;
 
 use crate::gpu::GpuIds;
 use crate::output::OnOutputError;
+use crate::settings::file::SettingsFile;
 use crate::settings::hosts::{Endpoint, HostList};
 
 /// The options of a launch. An option that was not given is `None`.
@@ -243,6 +245,25 @@ pub(crate) struct Options {
     #[arg(long, value_name = "SECONDS", value_parser = seconds, allow_negative_numbers = true)]
     pub(crate) regrow_after: Option<Duration>,
 
+    /// The type in which the program's `forward` computes: no, bf16, or f16, which may be written fp16 (ACCEL_PRECISION)
+    /// [default: the program's].
+    #[arg(long, value_name = "no|bf16|f16", value_parser = precision, help_heading = "Settings of the program")]
+    pub(crate) mixed_precision: Option<String>,
+
+    /// Micro-batches per optimizer step (ACCEL_ACCUMULATION_STEPS) [default: the program's].
+    #[arg(
+        long,
+        value_name = "N",
+        value_parser = count,
+        allow_negative_numbers = true,
+        help_heading = "Settings of the program"
+    )]
+    pub(crate) gradient_accumulation_steps: Option<NonZeroUsize>,
+
+    /// The device of each rank: cuda, wgpu, flex or ndarray (ACCEL_DEVICE) [default: the program's].
+    #[arg(long, value_name = "NAME", value_parser = device, help_heading = "Settings of the program")]
+    pub(crate) device: Option<String>,
+
     /// Do not prefix lines of the output with `[rank]`.
     #[arg(long)]
     pub(crate) no_prefix: bool,
@@ -251,6 +272,10 @@ pub(crate) struct Options {
     #[arg(short, long)]
     pub(crate) quiet: bool,
 
+    /// The file of settings to read, in place of that of `accel-launch config`. Flags and variables override it.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) config_file: Option<PathBuf>,
+
     /// Show what would be started, and where each setting comes from; start nothing.
     #[arg(long)]
     pub(crate) dry_run: bool,
@@ -258,6 +283,15 @@ pub(crate) struct Options {
     /// The fate of the job if its output cannot be written; not an option of the command line.
     #[arg(skip)]
     pub(crate) on_output_error: OnOutputError,
+
+    /// The settings that no flag or variable has overridden.
+    #[arg(skip)]
+    pub(crate) file: Option<SettingsFile>,
+
+    /// The launcher's part of the command line, with the settings of the file, and with flags of other launchers replaced
+    /// by those above.
+    #[arg(skip)]
+    pub(crate) words: Vec<OsString>,
 }
 
 /// A number of processes or hosts, or a range of it.
@@ -289,6 +323,30 @@ impl Options {
     pub(crate) fn processes(&self) -> Processes {
         self.num_processes
             .unwrap_or(Processes::exactly(NonZeroUsize::MIN))
+    }
+
+    /// Returns the variables by which ranks read options: each with the option and its value.
+    pub(crate) fn program_variables(&self) -> Vec<(&'static str, &'static str, String)> {
+        let steps = self
+            .gradient_accumulation_steps
+            .map(|steps| steps.to_string());
+        let all = [
+            (
+                PRECISION.name,
+                "--mixed-precision",
+                self.mixed_precision.clone(),
+            ),
+            (
+                ACCUMULATION_STEPS.name,
+                "--gradient-accumulation-steps",
+                steps,
+            ),
+            (DEVICE.name, "--device", self.device.clone()),
+        ];
+        let given = all.into_iter();
+        given
+            .filter_map(|(variable, option, value)| Some((variable, option, value?)))
+            .collect()
     }
 
     /// The hosts on which launchers are to be started.
@@ -372,6 +430,24 @@ fn processes(text: &str) -> Result<Processes, String> {
         return Err("expected MIN:MAX with MIN no greater than MAX, such as 2:4".into());
     }
     Ok(Processes { least, most })
+}
+
+fn precision(text: &str) -> Result<String, String> {
+    match text {
+        "fp16" => Ok("f16".to_owned()),
+        _ => word_of(PRECISION, text),
+    }
+}
+
+fn device(text: &str) -> Result<String, String> {
+    word_of(DEVICE, text)
+}
+
+fn word_of(variable: Variable, text: &str) -> Result<String, String> {
+    match variable.accepts(text.as_ref()) {
+        true => Ok(text.to_owned()),
+        false => Err(format!("expected {}", variable.grammar)),
+    }
 }
 
 fn seconds(text: &str) -> Result<Duration, String> {

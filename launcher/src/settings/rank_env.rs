@@ -64,6 +64,8 @@ impl RankEnv {
                 common.push((name, count.to_string().into()));
             }
         }
+        let of_options = settings.program_variables.iter();
+        common.extend(of_options.map(|(name, value)| (*name, value.into())));
         common.extend(settings.gpus.variables().iter().cloned());
         let ours = common.iter().map(|(name, _)| *name);
         let ours: Vec<_> = ours.filter(|name| variables::is_ours(name)).collect();

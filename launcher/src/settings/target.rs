@@ -135,6 +135,11 @@ fn program(script: &Path) -> Result<PathBuf> {
         )));
     }
     if !is_executable(script) {
+        if script.extension().is_some_and(|end| end == "py") {
+            return Err(Error::usage(format!(
+                "the script {shown} is Python, which python runs: write `accel-launch [OPTIONS] python {shown}`"
+            )));
+        }
         return Err(Error::usage(format!(
             "the script {shown} is not executable; make it so with `chmod +x {shown}`, or give a program that runs it"
         )));

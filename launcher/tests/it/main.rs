@@ -16,6 +16,7 @@ mod elastic;
 mod env;
 mod estimate;
 mod failure;
+mod flags;
 mod gpus;
 mod hosts;
 mod output;

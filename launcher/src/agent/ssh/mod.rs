@@ -29,8 +29,7 @@ pub(crate) use agent::run as run_agent;
 use client::{Delivery, Ssh, is_own};
 use job::SshJob;
 
-/// Runs a job on `hosts`. `command` is the launcher's own command line, the last items of which are the script's own
-/// `arguments`.
+/// Runs a job on `hosts`. `command` is the launcher's own command line as it was typed; `arguments` are the script's own.
 ///
 /// # Errors
 /// When a host is not reached or cannot run the job; when a signal arrives before the job runs.
@@ -66,13 +65,12 @@ pub(crate) fn run(
         ));
     }
     rsync::copy(&ssh, hosts.hosts(), &paths, &channel)?;
-    let (own, _) = command.split_at(command.len() - arguments.len().min(command.len()));
     let token = token()?;
     let folder = std::env::current_dir()
         .map_err(|error| Error::system("the current folder cannot be read").with_source(error))?;
     let variables: Vec<_> = passed_on().collect();
     let order = |host: usize, endpoint: &str| {
-        let mut words = placed(own, hosts, options, host, endpoint);
+        let mut words = placed(&options.words, hosts, options, host, endpoint);
         // Reports show the words that the user has typed.
         let at = words.len().min(1);
         words.splice(at..at, command.iter().map(|word| client_word(word)));
@@ -121,6 +119,7 @@ fn placed(
     }
     // The options above, and those that are for the client alone.
     let replaced = [
+        "--config-file",
         "--hosts",
         "--hostfile",
         "--nproc-per-node",
@@ -265,7 +264,7 @@ mod tests {
             ..Options::default()
         };
         let own = line(
-            "accel-launch --quiet --hosts a:2,b --ssh_option=x --no_push --rsync train --nproc_per_node 3 --log-dir d train",
+            "accel-launch --quiet --config_file f --hosts a:2,b --ssh_option=x --no_push --rsync train --nproc_per_node 3 --log-dir d train",
         );
         for (host, ranks) in [(0, 2), (1, 3)] {
             let expected = format!(

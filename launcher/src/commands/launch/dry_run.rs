@@ -72,7 +72,10 @@ pub(super) fn describe(
             setting.origin.clone(),
         ]
     }));
-    table.extend(variables::set().into_iter().map(|(name, value)| {
+    let is_shown = |name: &str| settings.table.iter().any(|setting| setting.name == name);
+    let inherited = variables::set().into_iter();
+    let inherited = inherited.filter(|(name, _)| !is_shown(name));
+    table.extend(inherited.map(|(name, value)| {
         let value = value.to_string_lossy().into_owned();
         [name, value, "environment".to_owned()]
     }));

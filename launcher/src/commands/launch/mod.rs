@@ -18,7 +18,7 @@ use crate::output;
 use crate::settings::gpus::Gpus;
 use crate::settings::nodes::{self, HostPlace};
 use crate::settings::options::Options;
-use crate::settings::{Settings, variable};
+use crate::settings::{Setting, Settings, variable};
 use crate::supervisor::attempt::Attempt;
 use crate::supervisor::shim::LivenessPipe;
 use crate::supervisor::signals::{self, Relay, Stopper};
@@ -68,6 +68,15 @@ pub(crate) fn run(
         Some(place) if place.host == 0 => launch.on_host_0(place, &found?),
         Some(place) => launch.on_other_host(place, found),
     }
+}
+
+/// Returns the settings of a launch with these options on this host, and where each comes from.
+///
+/// # Errors
+/// When options or variables contradict each other.
+pub(super) fn settings_of(options: &Options) -> Result<Vec<Setting>> {
+    let (options, _) = resolve_options(options)?;
+    Ok(resolve_settings(&options, &[])?.table)
 }
 
 /// A launch whose options have been read, before anything of it has begun.
