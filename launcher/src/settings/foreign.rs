@@ -67,6 +67,10 @@ const FLAGS: &[(&[&str], Meaning)] = &[
             "it is --nnodes for srun and --nproc-per-node for mpirun: write the one that you mean",
         ),
     ),
+    (
+        &["gpus"],
+        Instead("write --num-processes N, or --nproc-per-node gpu for one process per GPU"),
+    ),
     (&["H", "host"], Is("--hosts")),
     (&["machinefile", "hostfile"], Is("--hostfile")),
     (
@@ -284,4 +288,47 @@ fn meaning(flag: &str) -> Option<Meaning> {
     };
     let found = FLAGS.iter().find(|(names, _)| names.iter().any(is_it));
     found.map(|(_, meaning)| *meaning)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_documentation_has_every_flag() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/launcher-flags.md");
+        let text = std::fs::read_to_string(path).unwrap();
+        for name in FLAGS.iter().flat_map(|(names, _)| *names) {
+            let dashes = if name.len() == 1 { "-" } else { "--" };
+            let written = [format!("`{dashes}{name}`"), format!("`{dashes}{name} ")];
+            let is_there = written.iter().any(|name| text.contains(name));
+            assert!(is_there || text.contains(&format!("`-{name} ")), "{name}");
+        }
+    }
+
+    #[test]
+    fn a_flag_has_one_or_two_dashes_and_dashes_or_underscores() {
+        for flag in [
+            "-np",
+            "--np",
+            "--num_gpus",
+            "--num-gpus",
+            "-x",
+            "--fsdp_offload_params",
+        ] {
+            assert!(meaning(flag).is_some(), "{flag}");
+        }
+        for flag in [
+            "np",
+            "--x",
+            "-n",
+            "-fsdp-x",
+            "--num-processes",
+            "",
+            "-",
+            "--",
+        ] {
+            assert!(meaning(flag).is_none(), "{flag}");
+        }
+    }
 }

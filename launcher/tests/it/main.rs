@@ -12,6 +12,7 @@ mod cargo;
 #[cfg(feature = "faults")]
 mod chaos;
 mod checkpoint;
+mod config;
 mod elastic;
 mod env;
 mod estimate;
