@@ -113,24 +113,16 @@ impl Argv {
             }
         }
         let mut end = at.min(self.launcher.len());
-        for foreign::Implied {
-            option,
-            value,
-            unless,
-        } in implied
-        {
-            if self
-                .given
-                .iter()
-                .any(|given| unless.contains(&given.name.as_str()))
-            {
+        for implied in implied {
+            let is_said = |given: &GivenOption| implied.unless.contains(&given.name.as_str());
+            if self.given.iter().any(is_said) {
                 continue;
             }
-            self.launcher
-                .insert(self.options_at, format!("{option}={value}").into());
-            end += 1;
-            let name = option.trim_start_matches('-').to_owned();
+            let name = implied.option.to_owned();
+            let word = format!("--{name}={}", implied.value);
+            self.launcher.insert(self.options_at, word.into());
             self.given.push(GivenOption { name, value: None });
+            end += 1;
         }
         Ok(end)
     }

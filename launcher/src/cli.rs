@@ -79,9 +79,9 @@ enum Subcommands {
     Runs(RunsArgs),
     /// Search the hyperparameters of a program, and show searches.
     Tune(TuneArgs),
-    /// Submit a program to this machine, Slurm, Kubernetes or Ray, by `accel-jobs`.
+    /// Submit a program to this machine, Slurm, Kubernetes or Ray, by `accel-jobs` (`cargo install accel-jobs`).
     Submit(JobsArgs),
-    /// List, show and end jobs that were submitted, by `accel-jobs`.
+    /// List, show and end jobs that were submitted, by `accel-jobs` (`cargo install accel-jobs`).
     Jobs(JobsArgs),
     /// Estimate the memory that training a model takes, from its file.
     #[command(name = "estimate-memory")]
@@ -227,7 +227,11 @@ fn in_two_lines(error: &clap::Error) -> String {
         _ => None,
     });
     if let Some(near) = near {
-        text.push_str(&format!("; did you mean '{}'?", near.replace('_', "-")));
+        let near = match near.starts_with("--") {
+            true => near.replace('_', "-"),
+            false => near.clone(),
+        };
+        text.push_str(&format!("; did you mean '{near}'?"));
     }
     if error.kind() == ErrorKind::ArgumentConflict
         && text.contains("--num-processes")
@@ -374,7 +378,8 @@ fn become_accel_jobs(command: Option<&str>, arguments: &JobsArgs) -> Result<Exit
     let error = process::Command::new(&program).args(words).exec();
     Err(match error.kind() {
         std::io::ErrorKind::NotFound => Error::usage(format!(
-            "{PROGRAM} is neither beside accel-launch nor on the PATH; install it: cargo install --path launcher/jobs"
+            "`submit` and `jobs` are commands of {PROGRAM}, which is neither beside accel-launch nor on the PATH; install it: \
+             cargo install {PROGRAM}, or in a clone cargo install --path launcher/jobs"
         )),
         _ => Error::system(format!("{} cannot be started", program.display())).with_source(error),
     })

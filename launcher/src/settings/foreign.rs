@@ -6,7 +6,7 @@
 use std::ffi::OsString;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 
-/// An option that a foreign flag stands for, unless the line has one that says more.
+/// An option, by its long name, that a foreign flag stands for unless the line has one that says more.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Implied {
     pub(crate) option: &'static str,
@@ -43,7 +43,7 @@ const VARIABLES: &str =
 const CORES: &str = "ranks are not bound to cores: write --threads-per-process N, or leave it out";
 const SHOWN: &str = "output is shown, and with --log-dir DIR also written to a file for each rank";
 const CPU: Implied = Implied {
-    option: "--device",
+    option: "device",
     value: "flex",
     unless: &["device"],
 };
@@ -76,7 +76,7 @@ const FLAGS: &[(&[&str], Meaning)] = &[
     (
         &["multi-gpu"],
         Implies(Implied {
-            option: "--nproc-per-node",
+            option: "nproc-per-node",
             value: "gpu",
             unless: &["num-processes", "nproc-per-node", "hosts", "hostfile"],
         }),
@@ -84,7 +84,7 @@ const FLAGS: &[(&[&str], Meaning)] = &[
     (
         &["standalone"],
         Implies(Implied {
-            option: "--nnodes",
+            option: "nnodes",
             value: "1",
             unless: &["nnodes", "hosts", "hostfile"],
         }),
@@ -257,13 +257,8 @@ pub(crate) fn translate(
 pub(crate) fn instead_of(key: &str) -> Option<String> {
     match meaning(&format!("--{key}"))? {
         Is(option) => Some(format!("write {}", option.trim_start_matches('-'))),
-        Implies(ours) => Some(format!(
-            "write {} = {:?}",
-            ours.option.trim_start_matches('-'),
-            ours.value
-        )),
-        Nothing => Some("leave it out".to_owned()),
-        Value(_, "") => Some("leave it out".to_owned()),
+        Implies(ours) => Some(format!("write {} = {:?}", ours.option, ours.value)),
+        Nothing | Value(_, "") => Some("leave it out".to_owned()),
         Value(_, instead) | Instead(instead) => Some(instead.to_owned()),
     }
 }

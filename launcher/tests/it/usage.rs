@@ -145,6 +145,20 @@ fn help_and_version() {
 }
 
 #[test]
+fn a_program_that_is_not_installed_is_named_with_its_installation() {
+    let folder = Folder::new();
+    // Nothing is beside this one.
+    let launcher = folder.path().join("accel-launch");
+    std::fs::copy(env!("CARGO_BIN_EXE_accel-launch"), &launcher).unwrap();
+    for line in ["submit --help", "submit --name a -- true", "jobs list"] {
+        let mut command = folder.prepared(std::process::Command::new(&launcher));
+        command.args(line.split(' ')).env("PATH", "/no-such");
+        let ended = Run::start(command).end().expect(2);
+        ended.says("cargo install accel-jobs, or in a clone cargo install --path launcher/jobs");
+    }
+}
+
+#[test]
 fn completions_and_a_manual_page_are_printed() {
     let folder = Folder::new();
     for shell in ["bash", "zsh", "fish"] {

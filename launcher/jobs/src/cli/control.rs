@@ -12,7 +12,7 @@ use clap::Args;
 
 use super::{JobsLocation, details};
 use crate::engine::local::may_run;
-use crate::engine::{LogsMode, LogsRequest, new_nonce};
+use crate::engine::{LogsMode, LogsRequest, new_nonce, render};
 use crate::job::{JobDetails, JobRecord, JobStatus, Role};
 use crate::output::{now, print, warn};
 use crate::spec::{EngineKind, EngineOptions, JobName, JobSpec, Memory, Resources, time_limit};
@@ -31,6 +31,10 @@ pub(super) struct SubmitArgs {
     /// Nodes that run the job, that of rank 0 included.
     #[arg(long, value_name = "N", default_value_t = NonZeroUsize::MIN, alias = "workers", alias = "nnodes", value_parser = nodes)]
     nodes: NonZeroUsize,
+
+    /// Processes (ranks) of a job on one node, as for `accel-launch -n`; on several nodes give --nproc-per-node.
+    #[arg(short = 'n', long, value_name = "N", conflicts_with = "nproc_per_node")]
+    num_processes: Option<NonZeroUsize>,
 
     /// Ranks on each node: N, or `auto`, `gpu` or `cpu` as `accel-launch` takes it [default: one per GPU, else 1].
     #[arg(long, value_name = "N|auto|gpu|cpu", value_parser = nproc)]
@@ -95,7 +99,15 @@ const MOST_NODES: usize = 65_536;
 
 pub(super) fn submit(arguments: &SubmitArgs, location: &JobsLocation) -> Result<ExitCode> {
     let spec = arguments.spec(location)?;
-    let ignored = spec.ignored_options();
+    let (decisive, ignored) = spec.ignored_options();
+    if !decisive.is_empty() {
+        return Err(Error::usage(format!(
+            "the engine {} does not have {}, and the job would be another one without: leave it out, or choose the engine \
+             that has it by --engine",
+            spec.engine,
+            decisive.join(", ")
+        )));
+    }
     if !ignored.is_empty() {
         warn(&format!(
             "the engine {} ignores {}",
@@ -103,10 +115,10 @@ pub(super) fn submit(arguments: &SubmitArgs, location: &JobsLocation) -> Result<
             ignored.join(", ")
         ));
     }
-    let engine = location.connect(spec.engine)?;
     if arguments.dry_run {
-        return print(&engine.render(&spec)?);
+        return print(&render(&spec, &location.address)?);
     }
+    let engine = location.connect(spec.engine)?;
     let records = location.records()?;
     let mut record = JobRecord {
         spec,
@@ -145,13 +157,25 @@ impl SubmitArgs {
             }
             words => words.to_vec(),
         };
+        if self.num_processes.is_some() && self.nodes.get() > 1 {
+            return Err(Error::usage(format!(
+                "--num-processes is a total elsewhere, and with --nodes {} it could be meant for all nodes or for each: give \
+                 --nproc-per-node, the number of ranks on each node",
+                self.nodes
+            )));
+        }
+        let here = self.num_processes.map(|count| count.to_string());
         let one_a_gpu = || self.gpus.max(1).to_string();
         Ok(JobSpec {
             name: self.name.clone(),
             nonce: new_nonce()?,
             engine: self.engine,
             nodes: self.nodes,
-            nproc_per_node: self.nproc_per_node.clone().unwrap_or_else(one_a_gpu),
+            nproc_per_node: self
+                .nproc_per_node
+                .clone()
+                .or(here)
+                .unwrap_or_else(one_a_gpu),
             resources: Resources {
                 cpus: self.cpus,
                 gpus: self.gpus,

@@ -19,7 +19,12 @@ use crate::spec::{EngineAddress, EngineKind, JobName};
 
 /// Submits a training program to the engine of a site, and shows its jobs.
 #[derive(Debug, Parser)]
-#[command(name = "accel-jobs", version, disable_help_subcommand = true)]
+#[command(
+    name = "accel-jobs",
+    bin_name = "accel-launch jobs",
+    version,
+    disable_help_subcommand = true
+)]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -40,6 +45,9 @@ struct JobsLocation {
 #[derive(Debug, Subcommand)]
 enum Command {
     /// Submit a program; what follows `--` is the program and its arguments.
+    #[command(
+        override_usage = "accel-launch submit --name NAME [--engine ENGINE] [OPTIONS] -- PROGRAM [ARGS]..."
+    )]
     Submit(Box<control::SubmitArgs>),
     /// List jobs, the newest first.
     List(show::ListArgs),

@@ -43,6 +43,20 @@ pub(crate) fn connect(kind: EngineKind, address: &EngineAddress) -> Result<Box<d
     }
 }
 
+/// Returns the script, objects or request that a submission would send, also where the engine cannot be reached.
+///
+/// # Errors
+/// When the engine cannot run such a job; the message names the option.
+pub(crate) fn render(spec: &JobSpec, address: &EngineAddress) -> Result<String> {
+    match spec.engine {
+        #[cfg(feature = "slurm")]
+        EngineKind::Slurm => slurm::SlurmEngine.render(spec),
+        #[cfg(feature = "kubernetes")]
+        EngineKind::Kubernetes => kubernetes::render(spec, address),
+        kind => connect(kind, address)?.render(spec),
+    }
+}
+
 /// An engine that runs jobs. Callers name jobs by names and ids; the engine keeps nothing between calls.
 pub(crate) trait Engine {
     /// Returns the script, objects or request that `submit` would send. Changes nothing.

@@ -77,7 +77,7 @@ impl EngineKind {
 pub(crate) struct EngineAddress {
     /// The namespace of Kubernetes [default: that of the kubeconfig's context].
     #[cfg(feature = "kubernetes")]
-    #[arg(short, long, value_name = "NAME", global = true)]
+    #[arg(long, value_name = "NAME", global = true)]
     pub(crate) namespace: Option<String>,
 
     /// The context of the kubeconfig [default: its current one].

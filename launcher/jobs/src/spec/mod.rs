@@ -73,8 +73,23 @@ impl JobSpec {
         self.nodes.get() * self.resources.gpus
     }
 
-    /// Returns the given options that the job's engine ignores.
-    pub(crate) fn ignored_options(&self) -> Vec<String> {
+    /// Returns the given options that the job's engine does not have: those without which the job would be another one,
+    /// and those that it can do without.
+    pub(crate) fn ignored_options(&self) -> (Vec<String>, Vec<String>) {
+        /// They say what runs, on which nodes, and with which GPUs.
+        const DECISIVE: [&str; 11] = [
+            "--base-image",
+            "--constraint",
+            "--data",
+            "--gpus",
+            "--image",
+            "--include",
+            "--node-selector",
+            "--placement",
+            "--ray-include",
+            "--sbatch-arg",
+            "--sync-mode",
+        ];
         let mut ignored = Vec::new();
         if self.engine == EngineKind::Local {
             let resources = self.resources;
@@ -89,7 +104,8 @@ impl JobSpec {
         }
         ignored.extend(self.options.options_of_other_engines(self.engine));
         ignored.extend(self.address.options_of_other_engines(self.engine));
-        ignored
+        let is_decisive = |name: &String| DECISIVE.contains(&name.as_str());
+        ignored.into_iter().partition(is_decisive)
     }
 
     /// Returns the command of the agent on every node.
@@ -247,6 +263,6 @@ impl<'a> AgentCommand<'a> {
 /// Finds the `accel-launch` of this machine: installed with this program, else on the PATH.
 pub(crate) fn launcher_here() -> Result<PathBuf> {
     find_installed("accel-launch").ok_or_else(|| {
-        Error::usage("accel-launch is neither beside accel-jobs nor on the PATH; install it: cargo install --path launcher")
+        Error::usage("accel-launch is neither beside accel-jobs nor on the PATH; install it: cargo install accel-launch, or in a clone cargo install --path launcher")
     })
 }

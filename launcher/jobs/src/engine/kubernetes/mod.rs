@@ -83,21 +83,10 @@ impl KubernetesEngine {
 impl Engine for KubernetesEngine {
     fn render(&self, spec: &JobSpec) -> Result<String> {
         let version = match self.runtime.block_on(self.cluster.version()) {
-            Err(error) if error.is_unreachable() => {
-                warn(&format!(
-                    "{error}; these objects are for Kubernetes {}",
-                    ServerVersion::CURRENT
-                ));
-                ServerVersion::CURRENT
-            }
+            Err(error) if error.is_unreachable() => assumed_version(&error),
             version => version?,
         };
-        let mut spec = spec.clone();
-        if let Some(password) = spec.env.get_mut("GIT_SYNC_PASSWORD") {
-            *password = "(not shown)".to_owned();
-        }
-        let job_image = JobImage::of(&spec)?;
-        Objects::of(job_image.spec(), version, &new_token()?)?.yaml()
+        render_for(version, spec)
     }
 
     fn submit(&self, spec: &JobSpec, folder: &Path) -> Result<Submitted> {
@@ -167,6 +156,36 @@ impl Engine for KubernetesEngine {
     fn volumes(&self) -> Result<Vec<Volume>> {
         self.runtime.block_on(nodes::volumes(&self.cluster))
     }
+}
+
+/// Returns the objects of a job. Without a kubeconfig, they are those for the version that is current.
+///
+/// # Errors
+/// When the cluster refuses to say its version, the context that is asked for is not there, or the job cannot be described.
+pub(crate) fn render(spec: &JobSpec, address: &EngineAddress) -> Result<String> {
+    match KubernetesEngine::connect(address) {
+        Ok(engine) => engine.render(spec),
+        Err(error) if address.context.is_some() => Err(error),
+        Err(error) => render_for(assumed_version(&error), spec),
+    }
+}
+
+/// Returns the version to assume for a cluster that did not say its own.
+fn assumed_version(error: &Error) -> ServerVersion {
+    warn(&format!(
+        "{error}; these objects are for Kubernetes {}",
+        ServerVersion::CURRENT
+    ));
+    ServerVersion::CURRENT
+}
+
+fn render_for(version: ServerVersion, spec: &JobSpec) -> Result<String> {
+    let mut spec = spec.clone();
+    if let Some(password) = spec.env.get_mut("GIT_SYNC_PASSWORD") {
+        *password = "(not shown)".to_owned();
+    }
+    let job_image = JobImage::of(&spec)?;
+    Objects::of(job_image.spec(), version, &new_token()?)?.yaml()
 }
 
 /// A job as pods see it, and the image that has to be pushed first.
