@@ -26,7 +26,7 @@ enum Meaning {
     Nothing,
     /// A flag whose value changes nothing if it is accepted; else the text says what to write instead.
     Value(fn(&str) -> bool, &'static str),
-    /// What to write instead.
+    /// An error, with the text that says what to write instead.
     Instead(&'static str),
 }
 

@@ -84,7 +84,7 @@ fn processes_are_those_of_the_launcher() {
     let jobs = Jobs::new();
     for option in ["-n 2", "--num-processes 2", "--nproc-per-node 2"] {
         let line = format!("submit --name a {option} --dry-run -- /bin/true");
-        jobs.shows(&line, "--nproc-per-node 2 -- /bin/true");
+        jobs.shows(&line, "--nproc-per-node 2 --log-dir");
     }
 }
 
@@ -113,7 +113,7 @@ fn options_of_another_engine_that_say_what_runs_where_are_refused() {
         ("kubernetes", "--constraint a100"),
         ("kubernetes", "--sbatch-arg=--gres=gpu:2"),
         ("ray", "--sync-mode git --sync-source x"),
-        ("local", "--placement SPREAD"),
+        ("local", "--placement spread"),
     ] {
         let name = option.split([' ', '=']).next().unwrap();
         let line = format!("submit --name a --engine {engine} {option} --dry-run -- true");
@@ -146,7 +146,7 @@ fn a_dry_run_for_slurm_needs_no_sbatch() {
     let jobs = Jobs::new();
     let line = "submit --name a --engine slurm --dry-run -- /bin/true";
     let printed = jobs.run_with(line, &[("PATH", "/no-such")]);
-    assert!(printed.ok().contains("#SBATCH"));
+    assert!(printed.ok().contains("sbatch --parsable --job-name=a"));
 }
 
 #[test]
