@@ -2,6 +2,7 @@
 
 mod divergence;
 mod epochs;
+mod first_hour;
 mod losses;
 mod metrics;
 mod models;
