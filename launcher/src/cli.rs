@@ -69,7 +69,7 @@ pub(crate) struct Cli {
 enum Subcommands {
     /// Show this machine, its environment, and where each setting comes from.
     Env(Box<EnvArgs>),
-    /// Write the file of settings that launches read: with the options of a launch, or what it asks for on a terminal.
+    /// Write the file of settings that launches read: from the options given, or from questions on a terminal.
     Config(Box<ConfigArgs>),
     /// Show which rank gets which sample.
     Plan(PlanArgs),
@@ -307,21 +307,20 @@ that of a command, such as `env`, write `./env`.
 Rank 0 reads the launcher's standard input, unless that is a terminal. SIGINT, SIGTERM,
 SIGHUP and SIGQUIT end all ranks, and a second one kills them; SIGUSR1 and SIGUSR2 are
 forwarded; Ctrl-Z (SIGTSTP) stops the ranks too, and `fg` continues them; without --hosts,
-a launcher other than that of host 0 stops those of its host alone. Nothing that the ranks
-start outlives the job, daemons and `kill -9` of the launcher included.
+a launcher other than that of host 0 stops only the ranks of its host. Nothing that the
+ranks start outlives the job, not even a daemon or after `kill -9` of the launcher.
 
 `accel-launch config` writes a file of settings; flags and variables override it. Flags of
-accelerate, torchrun and mpirun work where they mean the same.
+accelerate, torchrun and mpirun work if they have an equivalent.
 
 Several hosts: with --hosts, over SSH; or start the same line on each, with a --node-rank of its own, and with the
 same secret in the file that ACCEL_TOKEN_FILE names. Every launcher ends with the exit code
 of the job.
 
 Exit code: 0 when every rank succeeds; that of the rank that failed first; 128 + signal
-where a signal ended it; 75 where the job wants to be started again: all ranks have saved
-because they were told to leave, or a host was lost; 2 for a wrong command line, or an ACCEL_
-variable that the ranks would refuse (`accel-launch env` lists them all); 101 where cargo
-could not build.
+if a signal ended it; 75 to start the job again: all ranks saved because they were asked to
+stop, or a host was lost; 2 for a wrong command line, or an ACCEL_ variable that the ranks
+would refuse (`accel-launch env` lists them all); 101 if cargo could not build.
 
 Examples:
   accel-launch --num-processes 2 examples/mnist.rs --epochs 3

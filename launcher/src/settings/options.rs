@@ -30,12 +30,12 @@ pub(crate) struct Options {
 
     /// Processes (ranks) to start on this machine, or MIN:MAX of them [default: 1].
     ///
-    /// MIN:MAX starts MAX. Where one rank is the first to fail in two attempts in a row, or cannot
-    /// be started, the job restarts with one rank less, down to MIN. It grows again: see --regrow-after.
+    /// MIN:MAX starts MAX. If one rank fails first in two attempts in a row, or cannot be started,
+    /// the job restarts with one rank fewer, down to MIN. It grows again: see --regrow-after.
     #[arg(short = 'n', long, value_name = "N|MIN:MAX", value_parser = processes, allow_negative_numbers = true)]
     pub(crate) num_processes: Option<Processes>,
 
-    /// Processes (ranks) to start on this host: N; `gpu` for one per GPU; `auto` for the same, or one where there
+    /// Processes (ranks) to start on this host: N; `gpu` for one per GPU; `auto` for the same, or one if there
     /// is no GPU; `cpu` for one per core.
     ///
     /// On one host `--num-processes N` is the same. Several hosts may start different numbers.
@@ -67,12 +67,12 @@ pub(crate) struct Options {
 
     /// Address at which the others reach host 0 [default port: 29400]. Ports of ranks have to be open between hosts too.
     ///
-    /// `--master-addr HOST --master-port PORT` stand for it where it is left out.
+    /// `--master-addr HOST --master-port PORT` replace it if you omit it.
     #[arg(long, value_name = "HOST[:PORT]", help_heading = "Several hosts")]
     pub(crate) rdzv_endpoint: Option<Endpoint>,
 
-    /// The network interface of this host at whose address its ranks listen for the others [default: where their way to
-    /// host 0 begins] (ACCEL_NETWORK_INTERFACE). Of several with commas between them, the first that the host has.
+    /// The network interface of this host at whose address its ranks listen for the others [default: the one that
+    /// routes to host 0] (ACCEL_NETWORK_INTERFACE). From a comma-separated list, the first that the host has.
     #[arg(long, value_name = "NAME", help_heading = "Several hosts")]
     pub(crate) network_interface: Option<String>,
 
@@ -175,7 +175,7 @@ pub(crate) struct Options {
     #[arg(long, value_name = "NAME", help_heading = "Cargo targets")]
     pub(crate) profile: Option<String>,
 
-    /// Build with the release profile, as is the default.
+    /// Build with the release profile (the default).
     #[arg(
         short,
         long,
@@ -194,8 +194,8 @@ pub(crate) struct Options {
 
     /// Threads of a rank (RAYON_NUM_THREADS and OMP_NUM_THREADS).
     ///
-    /// By default the number of cores divided by that of ranks. Not set for a single rank, nor
-    /// where the variables are set already.
+    /// By default, the number of cores divided by the number of ranks. Not set for a single rank, or
+    /// if the variables are already set.
     #[arg(long, value_name = "N", value_parser = count, allow_negative_numbers = true)]
     pub(crate) threads_per_process: Option<NonZeroUsize>,
 
@@ -272,7 +272,7 @@ pub(crate) struct Options {
     #[arg(short, long)]
     pub(crate) quiet: bool,
 
-    /// The file of settings to read, in place of that of `accel-launch config`. Flags and variables override it.
+    /// The file of settings to read, instead of the one that `accel-launch config` writes. Flags and variables override it.
     #[arg(long, value_name = "FILE")]
     pub(crate) config_file: Option<PathBuf>,
 
