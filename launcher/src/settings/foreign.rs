@@ -64,7 +64,7 @@ const FLAGS: &[(&[&str], Meaning)] = &[
     (
         &["N"],
         Instead(
-            "it is --nnodes for srun and --nproc-per-node for mpirun: write the one that you mean",
+            "it is --nnodes for srun and --nproc-per-node for mpirun: write the one you mean",
         ),
     ),
     (
@@ -143,7 +143,7 @@ const FLAGS: &[(&[&str], Meaning)] = &[
     (&["downcast-bf16"], Instead("write --mixed-precision bf16")),
     (
         &["fp8-*", "use-fp8"],
-        Instead("fp8 is not here: write --mixed-precision bf16"),
+        Instead("fp8 is not supported: write --mixed-precision bf16"),
     ),
     (
         &["gradient-clipping"],

@@ -272,7 +272,8 @@ pub(crate) struct Options {
     #[arg(short, long)]
     pub(crate) quiet: bool,
 
-    /// The file of settings to read, instead of the one that `accel-launch config` writes. Flags and variables override it.
+    /// The file of settings to read, instead of the one that `accel-launch config` writes. Flags and variables
+    /// override it.
     #[arg(long, value_name = "FILE")]
     pub(crate) config_file: Option<PathBuf>,
 

@@ -28,7 +28,7 @@ pub(super) struct SubmitArgs {
     #[arg(long, value_name = "NAME")]
     name: JobName,
 
-    /// Nodes that run the job, that of rank 0 included.
+    /// Nodes that run the job, including the node of rank 0.
     #[arg(long, value_name = "N", default_value_t = NonZeroUsize::MIN, alias = "workers", alias = "nnodes", value_parser = nodes)]
     nodes: NonZeroUsize,
 
@@ -52,12 +52,12 @@ pub(super) struct SubmitArgs {
     #[arg(long, value_name = "SIZE")]
     memory: Option<Memory>,
 
-    /// End the job after so long: 90m, 2h, 1-12:00:00.
+    /// The time limit of the job: 90m, 2h, 1-12:00:00.
     #[arg(long, value_name = "TIME", value_parser = time_limit, alias = "running-timeout")]
     time: Option<Duration>,
 
-    /// A variable of the ranks; can be repeated. NAME alone has the value that it has here, which no list of processes
-    /// shows.
+    /// A variable of the ranks; can be repeated. NAME alone passes its value here, and keeps it out of process
+    /// lists.
     #[arg(short, long, value_name = "NAME[=VALUE]", value_parser = variable)]
     env: Vec<(String, String)>,
 
@@ -89,7 +89,7 @@ pub(super) struct SubmitArgs {
     #[command(flatten)]
     options: EngineOptions,
 
-    /// The program and its arguments. One word with blanks in it is a command of the shell.
+    /// The program and its arguments. A single word that contains blanks is a shell command.
     #[arg(value_name = "PROGRAM", required = true, trailing_var_arg = true)]
     program: Vec<String>,
 }
@@ -297,7 +297,7 @@ fn node(record: &JobRecord, instance: Option<&str>) -> Result<usize> {
 pub(super) struct WaitArgs {
     /// The job.
     name: JobName,
-    /// Give up after so long: `90m`, `2h`.
+    /// Give up after this time: `90m`, `2h`.
     #[arg(long, value_name = "TIME", value_parser = time_limit)]
     timeout: Option<Duration>,
 }

@@ -52,7 +52,7 @@ pub(super) struct BuildArgs {
     #[arg(long, value_name = "FILE")]
     launcher: Option<PathBuf>,
 
-    /// A registry that is reached without TLS; can be repeated.
+    /// A registry to connect to without TLS; can be repeated.
     #[arg(long, value_name = "HOST:PORT")]
     insecure_registry: Vec<String>,
 

@@ -53,7 +53,7 @@ enum Command {
     List(show::ListArgs),
     /// Show a job: its status, its instances, and why it failed.
     Get(show::GetArgs),
-    /// Print the output of a job: that of rank 0's node, which is that of all ranks.
+    /// Print the output of all ranks of a job, from the node of rank 0.
     Logs(control::LogsArgs),
     /// Wait until a job has ended; the exit code is 0 if it succeeded, else 1.
     Wait(control::WaitArgs),

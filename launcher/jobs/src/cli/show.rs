@@ -57,7 +57,7 @@ fn jobs(location: &JobsLocation, only: Option<EngineKind>) -> Result<Vec<JobDeta
                 // One warning per engine that does not answer.
                 let mut problem = chain(&error);
                 if error.is_unreachable() {
-                    problem.push_str("; its jobs are shown as they were known last");
+                    problem.push_str("; its jobs are shown in their last known state");
                 }
                 if !problems.contains(&problem) {
                     warn(&problem);

@@ -69,7 +69,7 @@ fn a_controller_that_does_not_answer_is_asked_once_for_all_jobs() {
     assert!(
         listed
             .stderr
-            .contains("its jobs are shown as they were known last"),
+            .contains("its jobs are shown in their last known state"),
         "{listed:?}"
     );
     assert_eq!(commands.calls().len(), 1);
