@@ -64,7 +64,7 @@ const FLAGS: &[(&[&str], Meaning)] = &[
     (
         &["N"],
         Instead(
-            "it is --nnodes for srun and --nproc-per-node for mpirun: write the one you mean",
+            "it is --nnodes for srun and --nproc-per-node for mpirun: write the one that you mean",
         ),
     ),
     (
