@@ -76,7 +76,9 @@ fn complaint() -> String {
 fn launch(folder: &Folder, name: &str, failure: &str) -> (Ended, Value) {
     let program = test_as_program(&format!("root_cause::{name}"));
     let line = format!("-n 3 --log-dir logs {program}");
-    let variables = [(FAILURE, failure), ("ACCEL_LIVENESS_TIMEOUT", "1")];
+    // Only a rank that is stopped is found by its silence. On a busy machine the others can be silent for a second, too.
+    let timeout = if failure == "stopped" { "1" } else { "5" };
+    let variables = [(FAILURE, failure), ("ACCEL_LIVENESS_TIMEOUT", timeout)];
     let ended = folder.launch_with(&line, variables);
     (ended, folder.failure())
 }
@@ -126,7 +128,7 @@ fn a_killed_rank() {
     assert_eq!(report["log_files"].as_array().unwrap().len(), 3);
     assert_eq!(report["command"][1], "-n");
     let line = report["command_line"].as_str().unwrap();
-    assert!(line.starts_with("ACCEL_LIVENESS_TIMEOUT=1 "), "{line}");
+    assert!(line.starts_with("ACCEL_LIVENESS_TIMEOUT=5 "), "{line}");
     ended.says(&format!("to run it again: {line}"));
 }
 
