@@ -437,6 +437,15 @@ impl<O> Loader<O> {
 
     /// Does not compile, and says why.
     #[doc(hidden)]
+    pub fn eval(&self) -> core::iter::Empty<Result<super::Batch<O>>>
+    where
+        Self: Epochs,
+    {
+        core::iter::empty()
+    }
+
+    /// Does not compile, and says why.
+    #[doc(hidden)]
     pub fn iter(&self) -> core::iter::Empty<Result<super::Batch<O>>>
     where
         Self: Epochs,
@@ -450,7 +459,8 @@ impl<O> Loader<O> {
 #[diagnostic::on_unimplemented(
     message = "this loader was built and not prepared, so it has no epochs",
     label = "built, and not prepared",
-    note = "pass it to `accelerator.prepare(…)`, and take the batches of `loader.epoch(epoch)` of what comes back"
+    note = "pass it to `accelerator.prepare(…)`, and take the batches of the prepared loader: `loader.epoch(epoch)`, or \
+            `loader.eval()` to evaluate"
 )]
 pub trait Epochs {}
 
