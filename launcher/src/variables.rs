@@ -223,7 +223,9 @@ mod tests {
     #[test]
     fn misspelt_names_are_refused() {
         let found = errors(&one("ACCEL_RESTRAT", "1"), Scope::Inherited);
-        assert!(found[0].text.contains("ACCEL_RESTRAT is not known"));
+        let nearest = "ACCEL_RESTRAT is not known; did you mean ACCEL_RESTART?";
+        assert!(found[0].text.contains(nearest), "{found:?}");
+        let found = errors(&one("ACCEL_FOO", "1"), Scope::Inherited);
         assert!(found[0].text.contains("ACCEL_RESTART,"));
         assert!(!found[0].text.contains("ACCEL_FIXTURES"));
     }

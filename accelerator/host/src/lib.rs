@@ -75,14 +75,15 @@ pub fn unknown(name: &str) -> String {
         .filter(|variable| variable.reader != Reader::Tests);
     let known: Vec<_> = known.map(|variable| variable.name).collect();
     let rests = known.iter().map(|known| known.trim_start_matches(PREFIX));
-    let meant = match text::nearest(name.trim_start_matches(PREFIX), rests) {
-        Some(near) => format!("; did you mean {PREFIX}{near}?"),
-        None => String::new(),
-    };
-    format!(
-        "the environment variable {name} is not known{meant}; expected one of {}: correct it, or unset it",
-        known.join(", ")
-    )
+    match text::nearest(name.trim_start_matches(PREFIX), rests) {
+        Some(near) => format!(
+            "the environment variable {name} is not known; did you mean {PREFIX}{near}? Correct it, or unset it"
+        ),
+        None => format!(
+            "the environment variable {name} is not known; expected one of {}: correct it, or unset it",
+            known.join(", ")
+        ),
+    }
 }
 
 /// The table as Markdown, which is `docs/environment.md`.
@@ -147,8 +148,8 @@ mod tests {
 
     #[test]
     fn test_variables_are_not_suggested() {
-        assert!(!unknown("ACCEL_RESTRAT").contains("ACCEL_FIXTURES"));
-        assert!(unknown("ACCEL_RESTRAT").contains("ACCEL_RESTART,"));
+        assert!(!unknown("ACCEL_FOO").contains("ACCEL_FIXTURES"));
+        assert!(unknown("ACCEL_FOO").contains("ACCEL_RESTART,"));
     }
 
     #[test]

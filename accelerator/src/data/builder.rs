@@ -446,6 +446,15 @@ impl<O> Loader<O> {
 
     /// Does not compile, and says why.
     #[doc(hidden)]
+    pub fn steps(&self) -> Option<u64>
+    where
+        Self: Epochs,
+    {
+        None
+    }
+
+    /// Does not compile, and says why.
+    #[doc(hidden)]
     pub fn iter(&self) -> core::iter::Empty<Result<super::Batch<O>>>
     where
         Self: Epochs,
