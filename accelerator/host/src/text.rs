@@ -95,13 +95,18 @@ pub fn csv_cell(text: &str) -> String {
 
 /// Returns the known name that a misspelt one most likely means: the nearest, if it is at least half the same.
 pub fn nearest<'a>(name: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
+    let (likeness, known) = most_alike(name, known)?;
+    (likeness >= 0.5).then_some(known)
+}
+
+/// Returns the known name that is most like a name, with their likeness from 0 to 1.
+pub fn most_alike<'a>(
+    name: &str,
+    known: impl IntoIterator<Item = &'a str>,
+) -> Option<(f64, &'a str)> {
     let likeness = |known| (strsim::normalized_damerau_levenshtein(name, known), known);
-    let near = known
-        .into_iter()
-        .map(likeness)
-        .filter(|(likeness, _)| *likeness >= 0.5);
-    near.max_by(|one, other| one.0.total_cmp(&other.0))
-        .map(|(_, known)| known)
+    let known = known.into_iter().map(likeness);
+    known.max_by(|one, other| one.0.total_cmp(&other.0))
 }
 
 #[cfg(test)]

@@ -1,5 +1,7 @@
 //! Settings that are one of several words, in files, on command lines and in messages.
 
+use accelerator_host::text::most_alike;
+
 use crate::core::error::{Error, Result};
 
 /// Defines an enum whose variants have names, by which it is parsed, shown, and read and written by serde.
@@ -74,9 +76,7 @@ pub(super) fn find<T: Copy>(what: &str, words: &[(&str, T)], word: &str) -> Resu
 
 /// ` (did you mean "…"?)`, where one of `known` is near.
 pub(super) fn nearest<'a>(word: &str, known: impl Iterator<Item = &'a str>) -> String {
-    let nearness = known.map(|known| (strsim::normalized_damerau_levenshtein(word, known), known));
-    let nearest = nearness.max_by(|one, other| one.0.total_cmp(&other.0));
-    match nearest {
+    match most_alike(word, known) {
         Some((nearness, known)) if nearness > NEAR => format!(" (did you mean {known:?}?)"),
         _ => String::new(),
     }
