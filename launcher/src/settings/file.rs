@@ -8,6 +8,7 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use accelerator_collective::internal::AgentLaunch;
+use accelerator_host::fs::{folder_of, write_output};
 use accelerator_host::text::nearest;
 use accelerator_host::{
     ACCUMULATION_STEPS, DEVICE, NETWORK_INTERFACE, OVERSUBSCRIBE_GPUS, PRECISION,
@@ -198,13 +199,8 @@ impl SettingsFile {
             };
             text.push_str(&format!("{name} = {value}\n"));
         }
-        let folder = self
-            .path
-            .parent()
-            .filter(|folder| !folder.as_os_str().is_empty());
-        folder
-            .map_or(Ok(()), std::fs::create_dir_all)
-            .and_then(|()| std::fs::write(&self.path, &text))
+        std::fs::create_dir_all(folder_of(&self.path))
+            .and_then(|()| write_output(&self.path, |file| file.write_all(text.as_bytes())))
             .map_err(|error| {
                 Error::system(format!("{} cannot be written", self.path.display()))
                     .with_source(error)
