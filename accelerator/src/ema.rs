@@ -71,16 +71,14 @@ impl<M: Module + 'static> Ema<M> {
     pub fn update(&mut self, model: &M) {
         settle_statistics(model);
         let mut reader = ParameterReader::default();
-        let next = model.clone();
-        let model: &dyn DynModule = model;
-        model.visit(&mut reader);
+        (model as &dyn DynModule).visit(&mut reader);
         let mut mixer = Mixer {
             decay: self.decay,
             path: ModulePath::default(),
             weights: reader.weights,
         };
         // Held by nobody else meanwhile, it is updated where it lies.
-        let average = BoxedModule::new(replace(&mut self.average, next));
+        let average = BoxedModule::new(replace(&mut self.average, model.clone()));
         self.average = average.map(&mut mixer).into_model();
     }
 

@@ -76,13 +76,13 @@ pub(crate) fn check_kinds<K, P: Prepare<K>>(accelerator: &Accelerator) -> Result
     }
     let mut kinds = Vec::new();
     P::kinds(&mut kinds);
-    compare_kinds(accelerator, &kinds)
+    compare_kinds(accelerator, kinds)
 }
 
 #[track_caller]
-fn compare_kinds(accelerator: &Accelerator, kinds: &[String]) -> Result<()> {
+fn compare_kinds(accelerator: &Accelerator, kinds: Vec<String>) -> Result<()> {
     let group = accelerator.group().for_purpose("prepare");
-    let all = group.all_gather_object(&kinds.to_vec())?;
+    let all = group.all_gather_object(&kinds)?;
     if all.iter().all(|theirs| *theirs == kinds) {
         return Ok(());
     }

@@ -19,7 +19,7 @@ where
     O: Send + 'static,
     P: Tensors + Clone + 'static,
 {
-    /// Continues from the checkpoint there, if one is asked for.
+    /// Continues from the checkpoint that the arguments name, if they name one.
     pub(super) fn resumed(self, folder: Option<PathBuf>) -> Result<Self> {
         let Some(folder) = folder else {
             return Ok(self);

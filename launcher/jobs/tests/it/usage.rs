@@ -134,7 +134,7 @@ fn a_dry_run_for_kubernetes_needs_no_cluster() {
     assert!(printed.stdout.contains("kind: Job"), "{printed:?}");
     let warning = "these objects are for Kubernetes 1.33";
     assert!(printed.stderr.contains(warning), "{printed:?}");
-    // A context that is asked for has to be there.
+    // A context that is given has to exist.
     let line = line.replace("--dry-run", "--dry-run --context there");
     assert_eq!(jobs.run_with(&line, &none).code, Some(2));
 }

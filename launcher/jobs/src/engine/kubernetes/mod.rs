@@ -161,7 +161,7 @@ impl Engine for KubernetesEngine {
 /// Returns the objects of a job. Without a kubeconfig, they are those for the version that is current.
 ///
 /// # Errors
-/// When the cluster refuses to say its version, the context that is asked for is not there, or the job cannot be described.
+/// If the cluster does not report its version, the given context does not exist, or the job cannot be described.
 pub(crate) fn render(spec: &JobSpec, address: &EngineAddress) -> Result<String> {
     match KubernetesEngine::connect(address) {
         Ok(engine) => engine.render(spec),
