@@ -9,6 +9,7 @@ use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
 use accelerator::metric::Mean;
+use accelerator::nn::Units;
 use accelerator::prelude::*;
 use accelerator_examples::text::{TextBatcher, TextWindows};
 use accelerator_examples::{
@@ -49,6 +50,10 @@ struct Args {
     #[arg(long)]
     tied: bool,
 
+    /// Compute the activations of layers again in backward, in place of keeping them
+    #[arg(long)]
+    recompute: bool,
+
     /// The learning rate
     #[arg(long, default_value_t = 3e-3, value_name = "RATE")]
     lr: f64,
@@ -71,10 +76,13 @@ fn main() -> Result<(), Report> {
     let length = args.length.get();
     let (windows, vocabulary) = TextWindows::open(args.text.as_deref(), length)?;
 
-    let accelerator = Accelerator::builder()
+    let mut accelerator = Accelerator::builder()
         .device(args.device.map(Into::into))
-        .log_with(args.tracking.trackers())
-        .build()?;
+        .log_with(args.tracking.trackers());
+    if args.recompute {
+        accelerator = accelerator.units(Units::Recompute);
+    }
+    let accelerator = accelerator.build()?;
     let model = TransformerConfig::new(vocabulary.len(), length)
         .with_width(args.width)
         .with_layers(args.layers)

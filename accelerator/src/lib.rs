@@ -126,17 +126,19 @@ mod replicas;
 pub mod timeline;
 mod tracking;
 pub mod train;
+mod unit;
 
 pub use accelerator_host::PREEMPTED_EXIT_CODE;
 
 #[cfg(feature = "burn-train")]
 pub use crate::accelerator::RunLogger;
 pub use crate::accelerator::{
-    Accelerator, AcceleratorBuilder, PadSide, Prepare, Tensors, launch, launch_processes,
+    Accelerator, AcceleratorBuilder, PadSide, Prepare, launch, launch_processes,
 };
 pub use crate::core::device::{BackendKind, Oversubscription};
 pub use crate::core::error::{Error, Result};
 pub use crate::core::preemption::{Preemption, PreemptionSignal};
+pub use crate::core::tensors::Tensors;
 pub use crate::data::batch::Weight;
 pub use crate::ema::Ema;
 pub use crate::reduce::{

@@ -1,11 +1,10 @@
+use accelerator::nn::Unit;
 use burn::config::Config;
 use burn::module::{Initializer, Module, Param};
 use burn::nn::attention::generate_autoregressive_mask;
-use burn::nn::transformer::{
-    TransformerEncoder, TransformerEncoderConfig, TransformerEncoderInput,
-};
+use burn::nn::transformer::{TransformerEncoderConfig, TransformerEncoderLayer};
 use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
-use burn::tensor::{Device, Int, Tensor};
+use burn::tensor::{Bool, Device, Int, Tensor};
 
 /// The settings of a [`Transformer`].
 #[derive(Config, Debug)]
@@ -33,8 +32,14 @@ pub struct TransformerConfig {
 pub struct Transformer {
     tokens: Embedding,
     places: Embedding,
-    encoder: TransformerEncoder,
+    encoder: Encoder,
     head: Head,
+}
+
+/// Burn's `TransformerEncoder`, with layers that can be recomputed.
+#[derive(Debug, Module)]
+struct Encoder {
+    layers: Vec<Unit<TransformerEncoderLayer>>,
 }
 
 /// The output layer.
@@ -60,15 +65,29 @@ impl TransformerConfig {
             let head = LinearConfig::new(self.width, self.tokens);
             (tokens.init(device), Head::Linear(head.init(device)))
         };
+        let encoder = TransformerEncoderConfig::new(self.width, 4 * self.width, 4, self.layers)
+            .with_dropout(self.dropout)
+            .with_norm_first(true);
+        let layer = || Unit::new(TransformerEncoderLayer::new(&encoder, device));
         Transformer {
             tokens,
             places: EmbeddingConfig::new(self.length, self.width).init(device),
-            encoder: TransformerEncoderConfig::new(self.width, 4 * self.width, 4, self.layers)
-                .with_dropout(self.dropout)
-                .with_norm_first(true)
-                .init(device),
+            encoder: Encoder {
+                layers: (0..self.layers).map(|_| layer()).collect(),
+            },
             head,
         }
+    }
+}
+
+impl Encoder {
+    fn forward(&self, mut x: Tensor<3>, mask: &Tensor<3, Bool>) -> Tensor<3> {
+        for layer in &self.layers {
+            x = layer.run((x, mask.clone()), |layer, (x, mask)| {
+                layer.forward(x, None, Some(mask))
+            });
+        }
+        x
     }
 }
 
@@ -89,9 +108,8 @@ impl Transformer {
         let places = Tensor::arange(0..length as i64, &device).unsqueeze::<2>();
         let x = self.tokens.forward(tokens) + self.places.forward(places);
         let mask = generate_autoregressive_mask(batch, length, &device);
-        let input = TransformerEncoderInput::new(x).mask_attn(mask);
-        self.head
-            .forward(self.encoder.forward(input).flatten::<2>(0, 1))
+        let x = self.encoder.forward(x, &mask);
+        self.head.forward(x.flatten::<2>(0, 1))
     }
 
     /// Appends the `count` most probable tokens one by one, each from the last `length` tokens.

@@ -82,4 +82,6 @@ variables! {
         "how ranks exchange data; auto: shm on one host, hierarchical where a host has several ranks, else tcp";
     TUNE_WORKER, SetByLauncher, Number, default "none", code "":
         "the descriptor by which a trial of a hyperparameter search finds the search that has started it";
+    UNITS, Ranks, OneOf(&["plain", "keep", "recompute"]), default "plain", code "units":
+        "the way in which units of a model run; recompute: their activations are not kept, and computed again in backward";
 }

@@ -1,5 +1,4 @@
 use core::fmt;
-use std::collections::BTreeMap;
 
 use accelerator_collective::{Partition, ProcessGroup, ReduceOp};
 use burn::tensor::kind::Basic;
@@ -10,6 +9,7 @@ use serde::de::DeserializeOwned;
 use super::Accelerator;
 use crate::core::agreement::{short, sides};
 use crate::core::error::{Error, Result};
+use crate::core::tensors::{TensorMap, Tensors};
 use crate::data::Batch;
 use crate::metric::{self, Metric};
 
@@ -307,7 +307,10 @@ struct BatchRows {
 
 impl TensorMap for GatherRows<'_> {
     #[track_caller]
-    fn map<const D: usize, K: Basic>(&mut self, tensor: Tensor<D, K>) -> Result<Tensor<D, K>> {
+    fn map<const D: usize, K: Basic + 'static>(
+        &mut self,
+        tensor: Tensor<D, K>,
+    ) -> Result<Tensor<D, K>> {
         let found = tensor.dims()[0];
         let (rows, samples) = match self.rows {
             RowsOf::All => (found, None),
@@ -333,112 +336,6 @@ fn not_a_float(operation: &str, dtype: DType) -> Error {
         "{operation} takes tensors of f64, f32, f16 or bf16, found {dtype:?}; cast it first"
     ))
 }
-
-/// Tensors, alone or in tuples, arrays, vectors, options and maps, as collectives take them: every rank passes the same
-/// structure.
-///
-/// ```
-/// use accelerator::prelude::*;
-/// use burn::tensor::{Int, Tensor};
-///
-/// let gathered = launch(2, |accelerator| {
-///     let logits = Tensor::<2>::full([1, 3], accelerator.rank() as f64, &accelerator.device());
-///     let labels = Tensor::<1, Int>::full([1], accelerator.rank() as i64, &accelerator.device());
-///     let (logits, labels) = accelerator.gather((logits, labels))?;
-///     Ok((logits.dims(), labels.dims()))
-/// })?;
-/// assert_eq!(gathered, [([2, 3], [2]); 2]);
-/// # Ok::<(), Error>(())
-/// ```
-pub trait Tensors: Sized {
-    /// The same structure, of what `map` makes of each tensor in order.
-    #[doc(hidden)]
-    fn map_tensors(self, map: &mut impl TensorMap) -> Result<Self>;
-}
-
-/// A function that is applied to each tensor of a structure.
-#[doc(hidden)]
-pub trait TensorMap {
-    fn map<const D: usize, K: Basic>(&mut self, tensor: Tensor<D, K>) -> Result<Tensor<D, K>>;
-}
-
-impl<const D: usize, K: Basic> Tensors for Tensor<D, K> {
-    #[track_caller]
-    fn map_tensors(self, map: &mut impl TensorMap) -> Result<Self> {
-        map.map(self)
-    }
-}
-
-impl Tensors for () {
-    fn map_tensors(self, _: &mut impl TensorMap) -> Result<Self> {
-        Ok(())
-    }
-}
-
-impl<T: Tensors, const N: usize> Tensors for [T; N] {
-    #[track_caller]
-    fn map_tensors(self, map: &mut impl TensorMap) -> Result<Self> {
-        let mut mapped = Vec::with_capacity(N);
-        for tensors in self {
-            mapped.push(tensors.map_tensors(map)?);
-        }
-        let mut mapped = mapped.into_iter();
-        #[expect(clippy::expect_used, reason = "there is one for each of the array's")]
-        Ok(core::array::from_fn(|_| {
-            mapped.next().expect("a mapped element")
-        }))
-    }
-}
-
-impl<T: Tensors> Tensors for Vec<T> {
-    #[track_caller]
-    fn map_tensors(self, map: &mut impl TensorMap) -> Result<Self> {
-        let mut mapped = Self::with_capacity(self.len());
-        for tensors in self {
-            mapped.push(tensors.map_tensors(map)?);
-        }
-        Ok(mapped)
-    }
-}
-
-impl<T: Tensors> Tensors for Option<T> {
-    #[track_caller]
-    fn map_tensors(self, map: &mut impl TensorMap) -> Result<Self> {
-        match self {
-            Some(tensors) => Ok(Some(tensors.map_tensors(map)?)),
-            None => Ok(None),
-        }
-    }
-}
-
-impl<N: Ord, T: Tensors> Tensors for BTreeMap<N, T> {
-    #[track_caller]
-    fn map_tensors(self, map: &mut impl TensorMap) -> Result<Self> {
-        let mut mapped = Self::new();
-        for (name, tensors) in self {
-            mapped.insert(name, tensors.map_tensors(map)?);
-        }
-        Ok(mapped)
-    }
-}
-
-macro_rules! tuples {
-    ($($part:ident),+) => {
-        impl<$($part: Tensors),+> Tensors for ($($part,)+) {
-            #[allow(non_snake_case, reason = "the names are those of the type parameters")]
-            #[track_caller]
-            fn map_tensors(self, map: &mut impl TensorMap) -> Result<Self> {
-                let ($($part,)+) = self;
-                Ok(($($part.map_tensors(map)?,)+))
-            }
-        }
-    };
-}
-
-tuples!(A);
-tuples!(A, B);
-tuples!(A, B, C);
-tuples!(A, B, C, D);
 
 /// The side on which [`Accelerator::pad_across_processes`] adds what is missing.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]

@@ -27,8 +27,6 @@ use burn::tensor::Device;
 
 pub use self::builder::AcceleratorBuilder;
 pub use self::collectives::PadSide;
-pub(crate) use self::collectives::TensorMap;
-pub use self::collectives::Tensors;
 #[cfg(feature = "burn-train")]
 pub use self::metric_logger::RunLogger;
 pub use self::prepare::Prepare;

@@ -7,7 +7,7 @@ use burn::tensor::{Device, Tensor};
 
 use super::Accelerator;
 use super::prepare::{Prepare, check_kinds};
-use crate::core::device::drawing;
+use crate::core::draws::{self, drawing};
 use crate::core::dyn_module::DynModule;
 use crate::core::error::Result;
 use crate::data::batch::Weight;
@@ -116,7 +116,7 @@ impl Accelerator {
     pub fn init<M: Module + 'static>(&self, build: impl FnOnce(&Device) -> M) -> M {
         let _turn = drawing();
         let device = self.device();
-        device.seed(self.shared.context.seed);
+        draws::seed(&device, self.shared.context.seed);
         let model = build(&device);
         model::draw_all(&model);
         model

@@ -6,6 +6,7 @@ use core::fmt;
 use core::marker::PhantomData;
 use std::sync::Arc;
 
+use burn::backend::autodiff::NodeId;
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::backend::autodiff::grads::Gradients;
@@ -34,12 +35,28 @@ pub(crate) trait NodeContext {
     /// The gradient of a leaf so far.
     fn of_leaf(&self, leaf: &DispatchTensor) -> Option<DispatchTensor>;
 
+    /// The node's gradient, which is not given to its parents.
+    fn take(&mut self) -> DispatchTensor;
+
+    /// Adds to the gradient of a node that backward has not reached yet, or of a leaf. It need not be a parent.
+    fn give(&mut self, to: NodeId, gradient: DispatchTensor);
+
     /// Gives the node's gradient to its first parent.
     fn hand_on(&mut self);
 
     /// Gives what `new` makes of the node's gradient, which is of the same device and shape, to its first
     /// parent.
     fn hand_on_as(&mut self, new: &dyn Fn(DispatchTensor) -> DispatchTensor);
+}
+
+/// Gives its gradient to its first parent: a node that only makes the graph deeper.
+#[derive(Debug)]
+pub(crate) struct HandOn;
+
+impl Node for HandOn {
+    fn backward(&self, here: &mut dyn NodeContext) {
+        here.hand_on();
+    }
 }
 
 /// Returns `true` if nodes can be placed above this tensor: its device is a known one, and it is tracked.
@@ -65,16 +82,35 @@ pub(crate) fn is_same_leaf(left: &DispatchTensor, right: &DispatchTensor) -> boo
 
 /// The number of the node that a tracked tensor is, which no other one of this process has.
 pub(crate) fn leaf_number(leaf: &DispatchTensor) -> Option<u64> {
-    fn number<B: BackendParts>(leaf: &DispatchTensor) -> Option<u64> {
-        Some(B::leaf(leaf)?.id().value)
+    node_of(leaf).map(|node| node.id.value)
+}
+
+/// The node that a tensor is in the graph, if it is tracked: something asks for its gradient.
+pub(crate) fn tracked_node(tensor: &DispatchTensor) -> Option<NodeId> {
+    let node = node_of(tensor)?;
+    node.is_tracked.then_some(node.id)
+}
+
+struct TensorNode {
+    id: NodeId,
+    is_tracked: bool,
+}
+
+fn node_of(tensor: &DispatchTensor) -> Option<TensorNode> {
+    fn node<B: BackendParts>(tensor: &DispatchTensor) -> Option<TensorNode> {
+        let tensor = B::leaf(tensor)?;
+        Some(TensorNode {
+            id: tensor.id(),
+            is_tracked: tensor.is_tracked(),
+        })
     }
     let found = None;
     #[cfg(feature = "flex")]
-    let found = found.or_else(|| number::<burn::backend::Flex>(leaf));
+    let found = found.or_else(|| node::<burn::backend::Flex>(tensor));
     #[cfg(feature = "ndarray")]
-    let found = found.or_else(|| number::<burn::backend::NdArray>(leaf));
+    let found = found.or_else(|| node::<burn::backend::NdArray>(tensor));
     #[cfg(any(feature = "cuda", feature = "wgpu"))]
-    let found = found.or_else(|| number::<burn::backend::Cube>(leaf));
+    let found = found.or_else(|| node::<burn::backend::Cube>(tensor));
     found
 }
 
@@ -270,6 +306,17 @@ impl<B: BackendParts, const N: usize> NodeContext for NodeStep<'_, B, N> {
 
     fn of_leaf(&self, leaf: &DispatchTensor) -> Option<DispatchTensor> {
         self.gradients.get::<B>(B::leaf(leaf)?).map(B::erase)
+    }
+
+    fn take(&mut self) -> DispatchTensor {
+        B::erase(self.gradients.consume::<B>(&self.ops.node))
+    }
+
+    fn give(&mut self, to: NodeId, gradient: DispatchTensor) {
+        // Gradients in one graph are of one backend.
+        if let Some(gradient) = B::restore(gradient) {
+            self.gradients.register::<B>(to, gradient);
+        }
     }
 
     fn hand_on(&mut self) {

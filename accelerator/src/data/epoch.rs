@@ -16,7 +16,7 @@ use super::cursor::{ConsumeTicket, EpochPass, EpochPosition};
 use super::order::{EpochBatches, Spec};
 use super::source::{DeferredBatch, ItemSource};
 use crate::context::Context;
-use crate::core::device::drawing;
+use crate::core::draws::{self, drawing};
 use crate::core::error::{self, Error, Kind, Result, caught};
 use crate::timeline::Timeline;
 
@@ -234,7 +234,7 @@ impl LoaderContext {
         let [seed, rank, number] = self.seeds();
         // Another rank of this process may be building a model.
         let _turn = drawing();
-        self.device.seed(mix(&[seed, rank, number, epoch, step]));
+        draws::seed(&self.device, mix(&[seed, rank, number, epoch, step]));
     }
 
     /// The seed of what is drawn for the batch of that step; `None` if other ranks draw from the same

@@ -9,7 +9,7 @@ use burn::data::dataloader::batcher::Batcher;
 use burn::data::dataset::Dataset;
 use burn::tensor::{Device, Distribution, Tensor};
 
-use crate::core::device::drawing;
+use crate::core::draws::drawing;
 use crate::core::error::{Error, Kind, Result, caught};
 
 /// The place of the sample that a function of [`LoaderBuilder::map_samples`] gets.

@@ -14,9 +14,9 @@ use burn_train::{
 use serde::{Deserialize, Serialize};
 
 use crate::Accelerator;
-use crate::accelerator::Tensors;
 use crate::core::agreement;
 use crate::core::error::{Error, Result};
+use crate::core::tensors::Tensors;
 use crate::data::PreparedLoader;
 
 type Input<M> = <M as TrainStep>::Input;

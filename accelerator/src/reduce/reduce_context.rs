@@ -13,6 +13,7 @@ use super::overlap::{Overlap, OverlapSwitch};
 use super::trigger::Trigger;
 use crate::context::Context;
 use crate::precision::{LossScale, Precision};
+use crate::unit::Units;
 
 /// A rank that reduces gradients: its [`Context`], with the models that were prepared.
 #[derive(Debug)]
@@ -45,6 +46,7 @@ pub(crate) struct ReduceSettings {
     pub(crate) precision: Precision,
     pub(crate) reduction: GradientReduction,
     pub(crate) same_batches: SameBatches,
+    pub(crate) units: Units,
 }
 
 /// The program's setting for ranks that compute the same.

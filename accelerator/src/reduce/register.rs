@@ -9,13 +9,21 @@ use super::model_state::{ModelSettings, ModelState};
 use super::reduce_context::ReduceContext;
 use crate::core::agreement::Failure;
 use crate::core::dyn_module::BoxedModule;
-use crate::core::error::{Error, Result};
+use crate::core::error::{self, Error, Result};
 use crate::model::{self, Layout, ModelFile, TiedParameters, restore_values};
 use crate::precision::{Precision, Scaler, ScalerState};
+use crate::unit::{self, Units};
 
 /// Gives every rank rank 0's values and ids, and makes the model known by them.
 #[track_caller]
 pub(crate) fn prepare(context: &ReduceContext, model: BoxedModule) -> Result<BoxedModule> {
+    let units = context.settings.units;
+    let (model, found) = unit::prepare(model, units);
+    if found == 0 && units != Units::Plain && context.is_main_process() {
+        error::warn(&format!(
+            "units are set to `{units}`, and a model that is prepared has none: wrap its blocks in `nn::Unit`"
+        ));
+    }
     let device = context.autodiff_device();
     let on_autodiff = model::check_autodiff(&model);
     let model = if model.devices().iter().all(|found| *found == device) {

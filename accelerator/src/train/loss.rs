@@ -4,7 +4,8 @@ use core::ops::Deref;
 
 use burn::tensor::Tensor;
 
-use crate::accelerator::{Accelerator, Tensors};
+use crate::accelerator::Accelerator;
+use crate::core::tensors::Tensors;
 use crate::data::Batch;
 use crate::data::batch::Weight;
 

@@ -7,6 +7,7 @@ mod common;
 
 mod draws;
 mod resume_exact;
+mod units;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 

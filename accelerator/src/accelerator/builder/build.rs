@@ -12,7 +12,8 @@ use crate::accelerator::{Accelerator, Shared, rank_processes, variables};
 use crate::checkpoint::CheckpointContext;
 use crate::context::{Accumulation, Context, ForwardCollectives};
 use crate::core::agreement::{self, Term};
-use crate::core::device::{self, BackendKind, drawing};
+use crate::core::device::{self, BackendKind};
+use crate::core::draws::{self, drawing};
 use crate::core::error::{self, Error, Result};
 use crate::data::UncountedPadding;
 use crate::optim::OptimizerCount;
@@ -140,7 +141,7 @@ impl AcceleratorBuilder {
             // The same seed on every rank: models that are built alike are alike. Another rank of this
             // process may be building one.
             let _turn = drawing();
-            device.seed(settings.seed);
+            draws::seed(&device, settings.seed);
         }
         device_reducer.check(&group)?;
         tracing::debug!(topology = %group.topology(), device = %device_reducer.kind(), "accelerator ready");

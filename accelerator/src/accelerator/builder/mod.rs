@@ -5,12 +5,13 @@ use core::time::Duration;
 use std::path::{Path, PathBuf};
 
 use accelerator_collective::{GroupOptions, Launch, TransportKind};
-use accelerator_host::{COMPRESSION, OVERLAP, PRECISION, REDUCTION, TRACE_SCHEDULE};
+use accelerator_host::{COMPRESSION, OVERLAP, PRECISION, REDUCTION, TRACE_SCHEDULE, UNITS};
 use burn::tensor::FloatDType;
 
 use crate::accelerator::variables::{self, agreed};
 use crate::context::WindowSize;
-use crate::core::device::{BackendKind, Oversubscription, is_drawing};
+use crate::core::device::{BackendKind, Oversubscription};
+use crate::core::draws::is_drawing;
 use crate::core::error::{Error, Result, counted};
 use crate::precision::{LossScale, Precision};
 use crate::reduce::hook::{CommunicationHook, HookFactory};
@@ -19,6 +20,7 @@ use crate::reduce::{
 };
 use crate::timeline::{ProfilerSchedule, Recording};
 use crate::tracking::{Tracker, TrackerSettings};
+use crate::unit::Units;
 
 /// Settings for an [`Accelerator`](crate::Accelerator); begin with
 /// [`Accelerator::builder`](crate::Accelerator::builder).
@@ -79,6 +81,7 @@ pub struct AcceleratorBuilder {
     trace: Option<PathBuf>,
     trace_schedule: Option<ProfilerSchedule>,
     transport: Option<TransportKind>,
+    units: Option<Units>,
 }
 
 /// A batch of all ranks, in samples, to be reached by accumulation.
@@ -115,6 +118,7 @@ impl AcceleratorBuilder {
             trace: None,
             trace_schedule: None,
             transport: None,
+            units: None,
         }
     }
 
@@ -276,6 +280,13 @@ impl AcceleratorBuilder {
     /// ranks are.
     pub fn transport(mut self, transport: TransportKind) -> Self {
         self.transport = Some(transport);
+        self
+    }
+
+    /// Sets what the [`Unit`](crate::nn::Unit)s of models do that are prepared: recompute their activations in backward,
+    /// for example, in place of keeping them. Default: `ACCEL_UNITS`, else [`Units::Plain`].
+    pub fn units(mut self, units: Units) -> Self {
+        self.units = Some(units);
         self
     }
 
@@ -585,6 +596,7 @@ impl AcceleratorBuilder {
                 precision: agreed("precision", self.precision, PRECISION)?.unwrap_or_default(),
                 reduction,
                 same_batches: self.same_batches,
+                units: agreed("units", self.units, UNITS)?.unwrap_or_default(),
             },
             seed: self.seed,
             trace: TraceSettings {

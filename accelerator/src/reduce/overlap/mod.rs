@@ -6,12 +6,12 @@ mod ready_order;
 mod scheduler;
 
 use core::fmt;
-use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use burn::backend::DispatchTensor;
-use burn::tensor::{Device, Tensor};
+use burn::tensor::Tensor;
 
+use crate::core::anchors::Anchors;
 use crate::core::autodiff::{self, Node, NodeContext};
 
 pub(super) use self::backward::is_of;
@@ -58,75 +58,6 @@ fn watch(
     Tensor::from_dispatch(autodiff::above_both([loss.clone(), watched], loss, joined))
 }
 
-/// Tensors of chosen depths, of which no gradient is asked: what is placed above one of them runs
-/// at its depth in backward.
-///
-/// A node of Burn's graph is one deeper than its deepest parent, tracked or not, and backward
-/// runs from the deepest to the shallowest. Untracked nodes are no part of any backward pass, so
-/// a chain of them is made once and survives. There is one chain for each device and checkpointing
-/// strategy, since Burn does not mix these.
-#[derive(Debug, Default)]
-struct Anchors {
-    chains: Vec<Chain>,
-}
-
-#[derive(Debug)]
-struct Chain {
-    device: Device,
-    /// Makes tracked what has it as a parent.
-    leaf: DispatchTensor,
-    /// The tensors by depth. The one of depth 0 is always there.
-    made: BTreeMap<usize, DispatchTensor>,
-}
-
-impl Anchors {
-    /// The chain for losses on `device`.
-    fn on(&mut self, device: &Device) -> &mut Chain {
-        let strategy = device.gradient_checkpointing_strategy();
-        let known = self.chains.iter().position(|chain| {
-            chain.device == *device && chain.device.gradient_checkpointing_strategy() == strategy
-        });
-        let known = known.unwrap_or_else(|| {
-            self.chains.push(Chain::new(device.clone()));
-            self.chains.len() - 1
-        });
-        &mut self.chains[known]
-    }
-}
-
-impl Chain {
-    fn new(device: Device) -> Self {
-        let zero = || Tensor::<1>::zeros([1], &device);
-        Self {
-            leaf: zero().require_grad().into_dispatch(),
-            made: BTreeMap::from([(0, zero().into_dispatch())]),
-            device,
-        }
-    }
-
-    /// Anchors of these depths; those of others are forgotten.
-    fn at(&mut self, depths: &[usize]) -> Vec<DispatchTensor> {
-        let anchors = depths.iter().map(|&depth| self.make(depth)).collect();
-        self.made
-            .retain(|depth, _| *depth == 0 || depths.contains(depth));
-        anchors
-    }
-
-    fn make(&mut self, depth: usize) -> DispatchTensor {
-        let nearest = self.made.range(..=depth).next_back();
-        let Some((&from, anchor)) = nearest else {
-            // Not reached: depth 0 is there.
-            return self.leaf.clone();
-        };
-        let mut anchor = anchor.clone();
-        for _ in from..depth {
-            anchor = autodiff::above(anchor.clone(), anchor, Arc::new(Deepen));
-        }
-        self.made.insert(depth, anchor.clone());
-        anchor
-    }
-}
-
 /// An observer that is called in the middle of a backward pass, as a [`Node`] is.
 trait Observer: fmt::Debug + Send + Sync {
     /// Backward begins, at a loss that is so deep.
@@ -144,16 +75,6 @@ struct ProbeWatch {
     leaves: Vec<Option<DispatchTensor>>,
     observer: Arc<dyn Observer>,
     point: usize,
-}
-
-/// Passes its gradient on: a node that only makes the graph deeper.
-#[derive(Debug)]
-struct Deepen;
-
-impl Node for Deepen {
-    fn backward(&self, here: &mut dyn NodeContext) {
-        here.hand_on();
-    }
 }
 
 impl Node for ProbeWatch {

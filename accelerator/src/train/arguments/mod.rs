@@ -16,6 +16,7 @@ use super::words::{word, words};
 use crate::accelerator::{Accelerator, AcceleratorBuilder};
 use crate::precision::Precision;
 use crate::reduce::Compression;
+use crate::unit::Units;
 use accelerator_plan::TailPolicy;
 
 pub(super) use self::contradictions::{EvalData, OptimizerOrigin, check};
@@ -52,7 +53,7 @@ arguments! {
         num_train_epochs: f64 = 3.0,
         /// The number of updates, in place of epochs; -1: by epochs.
         max_steps: i64 = -1,
-        /// Batches of an update, on each rank.
+        /// Batches of an update, on each rank; 1 leaves it to the accelerator, or to `ACCEL_ACCUMULATION_STEPS`.
         gradient_accumulation_steps: usize = 1,
         /// Threads that read batches ahead.
         dataloader_num_workers: usize = 0,
@@ -137,6 +138,8 @@ arguments! {
         bf16: bool = false,
         /// Compute in f16, with a scale of the loss.
         fp16: bool = false,
+        /// Compute the activations of the model's units again in backward, in place of keeping them; `ACCEL_UNITS` sets it, too.
+        gradient_checkpointing: bool = false,
         /// In which type gradients travel: none (as computed), bf16 or f16.
         #[serde(with = "word")]
         gradient_compression: Compression = Compression::None,
@@ -254,12 +257,18 @@ impl TrainingArguments {
     /// weights, and gives the trainer what it has built.
     pub fn accelerator(&self) -> AcceleratorBuilder {
         let mut builder = Accelerator::builder()
-            .accumulation_steps(self.gradient_accumulation_steps)
             .compression(self.gradient_compression)
             .seed(self.seed)
             .log_with(self.report_to.iter().filter_map(|x| x.tracker()));
+        // 1 is the default of both.
+        if self.gradient_accumulation_steps != 1 {
+            builder = builder.accumulation_steps(self.gradient_accumulation_steps);
+        }
         if let Some(precision) = self.precision() {
             builder = builder.precision(precision);
+        }
+        if self.gradient_checkpointing {
+            builder = builder.units(Units::Recompute);
         }
         if let Some(steps) = self.check_replicas_steps {
             builder = builder.check_replicas_every(steps);

@@ -15,9 +15,10 @@ use burn::optim::{AdamWConfig, ModuleOptimizer, Optimizer, SgdConfig};
 use burn::tensor::Device;
 
 use super::{Callbacks, ComputeLoss, ComputeMetrics, LocalRounds, TrainData, Trainer};
-use crate::accelerator::{Accelerator, Tensors};
+use crate::accelerator::Accelerator;
 use crate::core::agreement::{self, Term};
 use crate::core::error::{Error, Result};
+use crate::core::tensors::Tensors;
 use crate::data::{Loader, LoaderBuilder};
 use crate::ema::Ema;
 use crate::optim::{InitFused, Manual, PreparedOptimizer, Sharded};
@@ -32,6 +33,7 @@ use crate::train::callback::{EarlyStopping, TrainerCallback};
 use crate::train::console::{Console, TableRows};
 use crate::train::loss::{Inputs, IntoLossOutput};
 use crate::train::state::{Metrics, ModelCell, TrainerState};
+use crate::unit::Units;
 
 /// Builds a [`Trainer`]; see [`Trainer::builder`].
 ///
@@ -191,7 +193,7 @@ where
     /// [`Accelerator::resume`].
     pub fn build(self) -> Result<Trainer<M, I, O, P>> {
         let Self {
-            arguments,
+            mut arguments,
             compute_loss,
             collator,
             compute_metrics,
@@ -220,6 +222,9 @@ where
             }
             None => arguments.accelerator().build()?,
         };
+        if arguments.gradient_accumulation_steps == 1 {
+            arguments.gradient_accumulation_steps = accelerator.accumulation_steps();
+        }
         let terms = arguments.to_map()?.into_iter();
         let terms: Vec<_> = terms
             .map(|(name, value)| Term::new(format!("the argument `{name}`"), value))
@@ -324,6 +329,10 @@ fn check_accelerator(arguments: &TrainingArguments, accelerator: &Accelerator) -
         (
             "fp16",
             arguments.fp16 && settings.precision != Precision::F16,
+        ),
+        (
+            "gradient_checkpointing",
+            arguments.gradient_checkpointing && settings.units != Units::Recompute,
         ),
         (
             "gradient_compression",

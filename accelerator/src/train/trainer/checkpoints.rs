@@ -5,9 +5,9 @@ use accelerator_manifest::internal::Place;
 use burn::module::Module;
 
 use super::{TrainData, Trainer};
-use crate::accelerator::Tensors;
 use crate::checkpoint::{Checkpoints, Object, Position, Saved};
 use crate::core::error::{Error, Result};
+use crate::core::tensors::Tensors;
 use crate::train::arguments::{ResumeFrom, SaveStrategy};
 use crate::train::callback::TrainerCallback;
 use crate::train::state::{ModelCell, SavedUpdate};

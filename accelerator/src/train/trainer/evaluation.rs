@@ -8,8 +8,8 @@ use burn::tensor::{DType, Shape, Tensor, TensorData};
 
 use super::build::eval_loader;
 use super::{PredictionOutput, Trainer};
-use crate::accelerator::{TensorMap, Tensors};
 use crate::core::error::{self, Error, Result};
+use crate::core::tensors::{TensorMap, Tensors};
 use crate::data::{Batch, PreparedLoader};
 use crate::ema::Ema;
 use crate::metric::Mean;
@@ -326,7 +326,10 @@ impl<P: Tensors> OutputRows<P> {
 struct TakeColumns(Vec<Column>);
 
 impl TensorMap for TakeColumns {
-    fn map<const D: usize, K: Basic>(&mut self, tensor: Tensor<D, K>) -> Result<Tensor<D, K>> {
+    fn map<const D: usize, K: Basic + 'static>(
+        &mut self,
+        tensor: Tensor<D, K>,
+    ) -> Result<Tensor<D, K>> {
         let (bytes, shape, dtype) = tensor.to_data().into_parts();
         self.0.push(Column {
             bytes: bytes.to_vec(),
@@ -340,7 +343,10 @@ impl TensorMap for TakeColumns {
 struct Joined(std::vec::IntoIter<Column>);
 
 impl TensorMap for Joined {
-    fn map<const D: usize, K: Basic>(&mut self, first: Tensor<D, K>) -> Result<Tensor<D, K>> {
+    fn map<const D: usize, K: Basic + 'static>(
+        &mut self,
+        first: Tensor<D, K>,
+    ) -> Result<Tensor<D, K>> {
         let device = first.device();
         Ok(match self.0.next() {
             Some(Column {

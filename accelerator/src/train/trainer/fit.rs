@@ -4,9 +4,9 @@ use std::time::Instant;
 use burn::module::Module;
 
 use super::{TrainData, TrainOutput, Trainer};
-use crate::accelerator::Tensors;
 use crate::core::error::{Error, Result};
 use crate::core::preemption::Preemption;
+use crate::core::tensors::Tensors;
 use crate::data::Batch;
 use crate::local::LocalTraining as _;
 use crate::optim::StepOutcome;

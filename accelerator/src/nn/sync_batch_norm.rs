@@ -1,5 +1,3 @@
-//! Layers that look beyond their own rank.
-
 use core::fmt;
 use core::panic::Location;
 use std::sync::{Arc, Weak};
@@ -14,6 +12,7 @@ use crate::context::Context;
 use crate::core::autodiff::{self, Node, NodeContext};
 use crate::core::error::{Error, Kind};
 use crate::data::batch::Weight;
+use crate::unit;
 
 /// Batch normalisation over the batches of all ranks together: in training, mean and variance are
 /// those of the global batch, and gradients flow through them to every rank. So the ranks train
@@ -107,7 +106,8 @@ impl SyncBatchNorm {
     /// [`on_main_process`](Accelerator::on_main_process), there is nothing to normalise with: every value of
     /// the output is NaN, the running statistics stay as they are, and the error is returned by what comes
     /// next on this rank, be it `backward`, a save, [`Accelerator::valid`], [`reduce`](Accelerator::reduce_metric),
-    /// [`gather`](Accelerator::gather) or [`finish`](Accelerator::finish). On one rank, evaluate with
+    /// [`gather`](Accelerator::gather) or [`finish`](Accelerator::finish). So it is in a block that is
+    /// [recomputed](super::recompute), on more than one rank. On one rank, evaluate with
     /// `model.valid()`.
     ///
     /// # Panics
@@ -150,6 +150,12 @@ impl SyncBatchNorm {
             }
             return normed.output;
         };
+        if unit::is_recomputed() {
+            let message = "a `SyncBatchNorm` is in a block that is recomputed, and ranks would normalise together a second \
+                           time: put it outside of the `Unit`, or set `units` to keep";
+            shared.forward_collectives.failed(Error::misuse(message));
+            return useless(input);
+        }
         self.forward_together(input, BatchShare::new(&shared, weight, Location::caller()))
     }
 

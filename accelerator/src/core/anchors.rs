@@ -1,0 +1,80 @@
+//! Tensors of chosen depths in Burn's graph.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use burn::backend::DispatchTensor;
+use burn::tensor::{Device, Tensor};
+
+use super::autodiff::{HandOn, above};
+
+/// Tensors of chosen depths, of which no gradient is asked: what is placed above one of them runs
+/// at its depth in backward.
+///
+/// A node of Burn's graph is one deeper than its deepest parent, tracked or not, and backward
+/// runs from the deepest to the shallowest. Untracked nodes are no part of any backward pass, so
+/// a chain of them is made once and survives. There is one chain for each device and checkpointing
+/// strategy, since Burn does not mix these.
+#[derive(Debug, Default)]
+pub(crate) struct Anchors {
+    chains: Vec<Chain>,
+}
+
+/// Anchors on one device.
+#[derive(Debug)]
+pub(crate) struct Chain {
+    device: Device,
+    /// Makes tracked what has it as a parent.
+    pub(crate) leaf: DispatchTensor,
+    /// The tensors by depth. The one of depth 0 is always there.
+    made: BTreeMap<usize, DispatchTensor>,
+}
+
+impl Anchors {
+    /// The chain for losses on `device`.
+    pub(crate) fn on(&mut self, device: &Device) -> &mut Chain {
+        let strategy = device.gradient_checkpointing_strategy();
+        let known = self.chains.iter().position(|chain| {
+            chain.device == *device && chain.device.gradient_checkpointing_strategy() == strategy
+        });
+        let known = known.unwrap_or_else(|| {
+            self.chains.push(Chain::new(device.clone()));
+            self.chains.len() - 1
+        });
+        &mut self.chains[known]
+    }
+}
+
+impl Chain {
+    fn new(device: Device) -> Self {
+        let zero = || Tensor::<1>::zeros([1], &device);
+        Self {
+            leaf: zero().require_grad().into_dispatch(),
+            made: BTreeMap::from([(0, zero().into_dispatch())]),
+            device,
+        }
+    }
+
+    /// Anchors of these depths; those of others are forgotten.
+    pub(crate) fn at(&mut self, depths: &[usize]) -> Vec<DispatchTensor> {
+        let anchors = depths.iter().map(|&depth| self.make(depth)).collect();
+        self.made
+            .retain(|depth, _| *depth == 0 || depths.contains(depth));
+        anchors
+    }
+
+    /// The anchor of this depth.
+    pub(crate) fn make(&mut self, depth: usize) -> DispatchTensor {
+        let nearest = self.made.range(..=depth).next_back();
+        let Some((&from, anchor)) = nearest else {
+            // Not reached: depth 0 is there.
+            return self.leaf.clone();
+        };
+        let mut anchor = anchor.clone();
+        for _ in from..depth {
+            anchor = above(anchor.clone(), anchor, Arc::new(HandOn));
+        }
+        self.made.insert(depth, anchor.clone());
+        anchor
+    }
+}

@@ -1,0 +1,79 @@
+//! The generator of random numbers of a device, which is one for all threads of the process.
+
+use core::cell::Cell;
+
+use accelerator_host::sync::{Mutex, MutexGuard};
+use accelerator_plan::mix;
+use burn::tensor::Device;
+
+/// Waits for this thread's turn to set the device's generator and draw from it: one thread of the process at a time. A
+/// thread that has the turn already continues.
+pub(crate) fn drawing() -> Drawing {
+    static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+    let turn = (!is_drawing()).then(|| ONE_AT_A_TIME.lock());
+    DRAWING.set(true);
+    Drawing { turn }
+}
+
+pub(crate) fn is_drawing() -> bool {
+    DRAWING.get()
+}
+
+thread_local! {
+    static DRAWING: Cell<bool> = const { Cell::new(false) };
+}
+
+/// A turn to draw, or a part of one.
+pub(crate) struct Drawing {
+    /// `None` for a part.
+    turn: Option<MutexGuard<'static, ()>>,
+}
+
+impl Drop for Drawing {
+    fn drop(&mut self) {
+        if self.turn.is_some() {
+            DRAWING.set(false);
+        }
+    }
+}
+
+/// Sets the generator of a device, and with it the seeds of the units that this thread runs next.
+pub(crate) fn seed(device: &Device, seed: u64) {
+    device.seed(seed);
+    UNITS.set(UnitSeeds { seed, drawn: 0 });
+}
+
+/// The seed of the next unit of a model that this thread runs. Generators can be set and not read, so that what is to draw
+/// the same numbers twice is given a seed of its own: it follows from the last [`seed`], or from that of the unit around
+/// this one, and from the number of units since.
+pub(crate) fn next_unit_seed() -> u64 {
+    let UnitSeeds { seed, drawn } = UNITS.get();
+    let drawn = drawn + 1;
+    UNITS.set(UnitSeeds { seed, drawn });
+    mix(&[seed, drawn])
+}
+
+/// Runs the body of a unit, which draws from that seed. The seeds of units within it follow from its own.
+pub(crate) fn in_unit<T>(seed: u64, device: &Device, body: impl FnOnce() -> T) -> T {
+    struct Restore(UnitSeeds);
+    impl Drop for Restore {
+        fn drop(&mut self) {
+            UNITS.set(self.0);
+        }
+    }
+    let _restore = Restore(UNITS.replace(UnitSeeds { seed, drawn: 0 }));
+    device.seed(seed);
+    body()
+}
+
+thread_local! {
+    static UNITS: Cell<UnitSeeds> = const { Cell::new(UnitSeeds { seed: 0, drawn: 0 }) };
+}
+
+/// The seeds of units within a step, or within another unit.
+#[derive(Clone, Copy)]
+struct UnitSeeds {
+    seed: u64,
+    /// The number of seeds so far.
+    drawn: u64,
+}

@@ -1,0 +1,260 @@
+//! Units: blocks of a model that are operations of the graph, each as a whole. See this folder's README.
+
+mod keep;
+mod recompute;
+
+use core::cell::Cell;
+use core::fmt;
+use core::str::FromStr;
+
+use burn::module::{
+    Content, Devices, DisplaySettings, Module, ModuleDisplay, ModuleDisplayDefault, ModuleMapper,
+    ModuleVisitor,
+};
+use burn::tensor::Device;
+
+pub(crate) use self::recompute::is_recomputed;
+pub use self::recompute::recompute;
+use crate::core::draws;
+use crate::core::dyn_module::BoxedModule;
+use crate::core::error::{Error, Result, named};
+use crate::core::tensor::any_rank;
+use crate::core::tensors::{Tensors, map_floats};
+
+/// The way in which the [`Unit`]s of a model run, chosen by [`AcceleratorBuilder::units`](crate::AcceleratorBuilder::units).
+/// As text, the settings have the names of `ACCEL_UNITS`.
+#[derive(Clone, Copy, Debug, Default, Eq, Hash, PartialEq)]
+#[non_exhaustive]
+pub enum Units {
+    /// As the blocks that they hold.
+    #[default]
+    Plain,
+    /// As the blocks, but each unit's gradients are complete when backward leaves it, so that they can be
+    /// [sent](crate::Overlap) while backward continues.
+    Keep,
+    /// Without keeping activations: a unit keeps its inputs, and runs again in backward ([`recompute`]).
+    Recompute,
+}
+
+impl Units {
+    const ALL: [Self; 3] = [Self::Plain, Self::Keep, Self::Recompute];
+}
+
+impl fmt::Display for Units {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Plain => "plain",
+            Self::Keep => "keep",
+            Self::Recompute => "recompute",
+        })
+    }
+}
+
+impl FromStr for Units {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self> {
+        named("mode of units", name, &Self::ALL)
+    }
+}
+
+/// A block of a model that can be recomputed in backward in place of keeping its activations.
+///
+/// A model holds `Vec<Unit<TransformerEncoderLayer>>` in place of `Vec<TransformerEncoderLayer>`, and calls
+/// [`run`](Self::run) in place of the block's `forward`. [`prepare`](crate::Accelerator::prepare) tells the units of a
+/// model what [`Units`] are to do; the unit of a model that was not prepared is its block. Paths and ids of parameters,
+/// records and files are those of the block.
+///
+/// ```
+/// use accelerator::nn::{Unit, Units};
+/// use accelerator::prelude::*;
+/// use burn::module::Module;
+/// use burn::nn::transformer::{TransformerEncoderConfig, TransformerEncoderLayer};
+/// use burn::optim::SgdConfig;
+/// use burn::tensor::{Device, Distribution, Tensor};
+///
+/// #[derive(Module, Debug)]
+/// struct Encoder {
+///     layers: Vec<Unit<TransformerEncoderLayer>>,
+/// }
+///
+/// impl Encoder {
+///     fn new(device: &Device) -> Self {
+///         let config = TransformerEncoderConfig::new(8, 16, 2, 3);
+///         let layer = || Unit::new(TransformerEncoderLayer::new(&config, device));
+///         Self { layers: (0..3).map(|_| layer()).collect() }
+///     }
+///
+///     fn forward(&self, mut x: Tensor<3>) -> Tensor<3> {
+///         for layer in &self.layers {
+///             x = layer.run(x, |layer, x| layer.forward(x, None, None));
+///         }
+///         x
+///     }
+/// }
+///
+/// let accelerator = Accelerator::builder().units(Units::Recompute).build()?;
+/// let model = accelerator.init(Encoder::new);
+/// let (mut model, mut optimizer) = accelerator.prepare((model, SgdConfig::new().init()))?;
+/// let x = Tensor::random([4, 5, 8], Distribution::Default, &accelerator.device());
+/// let gradients = accelerator.backward(model.forward(x).mean(), &model, 4)?;
+/// model = optimizer.step(0.1, model, gradients);
+/// # Ok::<(), Error>(())
+/// ```
+#[derive(Clone)]
+pub struct Unit<M> {
+    block: M,
+    prepared: Option<Prepared>,
+}
+
+/// The place of a unit in a prepared model.
+#[derive(Clone, Copy, Debug)]
+struct Prepared {
+    units: Units,
+    /// The number of units that the model visits before this one.
+    number: usize,
+}
+
+impl<M: Module + 'static> Unit<M> {
+    /// Makes a unit of a block.
+    pub fn new(block: M) -> Self {
+        Self {
+            block,
+            prepared: None,
+        }
+    }
+
+    /// Runs the block on tensors, alone or in tuples, arrays, vectors and options.
+    ///
+    /// `forward` computes with the block and the input that it is given. With [`Units::Recompute`] it runs twice, and
+    /// draws the same random numbers both times; running statistics, such as those of a batch norm, move once.
+    ///
+    /// In a prepared model, a unit sets the generator of its device before it runs, whatever [`Units`] do: so a model
+    /// with dropout trains to the same bits with all of them. The seed follows from that of the accelerator or of the
+    /// loader's step.
+    ///
+    /// # Panics
+    ///
+    /// See [`recompute`].
+    pub fn run<I, O>(&self, input: I, forward: impl Fn(&M, I) -> O + Send + 'static) -> O
+    where
+        I: Tensors + Clone + Send + 'static,
+        O: Tensors + 'static,
+    {
+        let Some(Prepared { units, number }) = self.prepared else {
+            return forward(&self.block, input);
+        };
+        let block = match units {
+            Units::Plain => self.block.clone(),
+            Units::Keep => keep::lifted(BoxedModule::new(self.block.clone()), number).into_model(),
+            Units::Recompute => return recompute(&self.block, input, forward),
+        };
+        let mut devices = self.block.devices();
+        let input = map_floats(input, &mut |tensor| {
+            devices.push(any_rank(&tensor).device());
+            tensor
+        });
+        match devices.into_iter().find(Device::is_autodiff) {
+            Some(device) => {
+                draws::in_unit(draws::next_unit_seed(), &device, || forward(&block, input))
+            }
+            // Nothing is drawn.
+            None => forward(&block, input),
+        }
+    }
+}
+
+/// Tells the units of a model what they do. Returns the number of them, too.
+pub(crate) fn prepare(model: BoxedModule, units: Units) -> (BoxedModule, usize) {
+    struct Unchanged;
+    impl ModuleMapper for Unchanged {}
+    PREPARING.set(Some(Prepared { units, number: 0 }));
+    let model = model.map(&mut Unchanged);
+    let next = PREPARING.take();
+    (model, next.map_or(0, |next| next.number))
+}
+
+thread_local! {
+    /// The next unit of a model that is being prepared. A mapper sees parameters, and units are none: they look here.
+    static PREPARING: Cell<Option<Prepared>> = const { Cell::new(None) };
+}
+
+impl<M: Module + 'static> Module for Unit<M> {
+    fn map<T: ModuleMapper>(mut self, mapper: &mut T) -> Self {
+        if let Some(prepared) = PREPARING.get() {
+            self.prepared = Some(prepared);
+            PREPARING.set(Some(Prepared {
+                number: prepared.number + 1,
+                ..prepared
+            }));
+        }
+        self.block = self.block.map(mapper);
+        self
+    }
+
+    fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
+        self.block.visit(visitor);
+    }
+
+    fn collect_devices(&self, devices: Devices) -> Devices {
+        self.block.collect_devices(devices)
+    }
+
+    fn fork(mut self, device: &Device) -> Self {
+        self.block = self.block.fork(device);
+        self
+    }
+
+    fn to_device(mut self, device: &Device) -> Self {
+        self.block = self.block.to_device(device);
+        self
+    }
+
+    fn train(mut self) -> Self {
+        self.block = self.block.train();
+        self
+    }
+
+    fn valid(&self) -> Self {
+        Self {
+            block: self.block.valid(),
+            ..*self
+        }
+    }
+
+    fn materialize(mut self) -> Self {
+        self.block = self.block.materialize();
+        self
+    }
+}
+
+impl<M: ModuleDisplay> ModuleDisplayDefault for Unit<M> {
+    fn content(&self, content: Content) -> Option<Content> {
+        self.block.content(content)
+    }
+
+    fn num_params(&self) -> usize {
+        ModuleDisplayDefault::num_params(&self.block)
+    }
+}
+
+impl<M: ModuleDisplay> ModuleDisplay for Unit<M> {
+    fn format(&self, settings: DisplaySettings) -> String {
+        self.block.format(settings)
+    }
+}
+
+impl<M: ModuleDisplay> fmt::Display for Unit<M> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.format(DisplaySettings::new()))
+    }
+}
+
+impl<M: fmt::Debug> fmt::Debug for Unit<M> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Unit").field(&self.block).finish()
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,98 @@
+//! Units of a model, which draw the same numbers whatever they do.
+
+use crate::alone;
+use crate::common::{ColumnBatcher, columns, devices, flat, known};
+use accelerator::nn::{Unit, Units};
+use accelerator::prelude::*;
+use burn::module::Module;
+use burn::nn::{Dropout, DropoutConfig, Linear, LinearConfig};
+use burn::optim::SgdConfig;
+use burn::tensor::{Device, Tensor};
+
+#[derive(Module, Debug)]
+struct Layer {
+    linear: Linear,
+    dropout: Dropout,
+}
+
+impl Layer {
+    fn forward(&self, x: Tensor<2>) -> Tensor<2> {
+        self.dropout.forward(self.linear.forward(x)).tanh()
+    }
+}
+
+#[derive(Module, Debug)]
+struct Block {
+    first: Layer,
+    within: Unit<Layer>,
+    last: Layer,
+}
+
+#[derive(Module, Debug)]
+struct Net {
+    blocks: Vec<Unit<Block>>,
+    dropout: Dropout,
+    head: Linear,
+}
+
+impl Net {
+    fn new(dropout: f64, device: &Device) -> Self {
+        let layer = |inputs| Layer {
+            linear: LinearConfig::new(inputs, 6).init(device),
+            dropout: DropoutConfig::new(dropout).init(),
+        };
+        let block = |inputs| {
+            Unit::new(Block {
+                first: layer(inputs),
+                within: Unit::new(layer(6)),
+                last: layer(6),
+            })
+        };
+        known(Self {
+            blocks: vec![block(1), block(6), block(6)],
+            dropout: DropoutConfig::new(dropout).init(),
+            head: LinearConfig::new(6, 1).init(device),
+        })
+    }
+
+    fn forward(&self, mut x: Tensor<2>) -> Tensor<2> {
+        for block in &self.blocks {
+            x = block.run(x, |block, x| {
+                let x = block.within.run(block.first.forward(x), Layer::forward);
+                block.last.forward(x)
+            });
+            // It draws outside of units, too.
+            x = self.dropout.forward(x);
+        }
+        self.head.forward(x)
+    }
+}
+
+/// Trains, and returns the values of all parameters.
+fn trained(kind: BackendKind, units: Units, dropout: f64) -> Result<Vec<f32>> {
+    let accelerator = Accelerator::builder().device(kind).units(units).build()?;
+    let model = Net::new(dropout, &accelerator.device());
+    let train = LoaderBuilder::new(ColumnBatcher).batch_size(5).shuffle(1);
+    let parts = (model, SgdConfig::new().init(), train.build(columns(18)));
+    let (mut model, mut optimizer, train) = accelerator.prepare(parts)?;
+    for epoch in 0..3 {
+        for batch in train.epoch(epoch) {
+            let batch = batch?;
+            let loss = (model.forward(batch.values.clone()) - batch.values.clone()).powi_scalar(2);
+            let gradients = accelerator.backward(loss.mean(), &model, &batch)?;
+            model = optimizer.step(0.1, model, gradients);
+        }
+    }
+    Ok(flat(&model))
+}
+
+#[test]
+fn a_model_with_dropout_trains_to_the_same_bits_whatever_its_units_do() {
+    let _alone = alone();
+    for kind in devices() {
+        let expected = trained(kind, Units::Plain, 0.4).unwrap();
+        assert_ne!(trained(kind, Units::Plain, 0.0).unwrap(), expected);
+        assert_eq!(trained(kind, Units::Keep, 0.4).unwrap(), expected);
+        assert_eq!(trained(kind, Units::Recompute, 0.4).unwrap(), expected);
+    }
+}
