@@ -41,3 +41,4 @@ mod tied_parameters;
 mod timeline;
 mod tracking;
 mod training;
+mod units;

@@ -2,6 +2,7 @@
 
 use core::fmt::Display;
 
+use accelerator::nn::Units;
 use accelerator::optim::Sharded;
 use accelerator::prelude::*;
 use accelerator::{Compression, GradientReduction, Overlap, OverlapReport, OverlapState};
@@ -51,6 +52,7 @@ pub(crate) struct Setting {
     pub(crate) kind: BackendKind,
     pub(crate) ranks: usize,
     pub(crate) steps: usize,
+    pub(crate) units: Units,
 }
 
 impl Setting {
@@ -62,6 +64,7 @@ impl Setting {
             kind,
             ranks: 2,
             steps: 6,
+            units: Units::Plain,
         }
     }
 }
@@ -130,6 +133,7 @@ fn run<M: Module + Display + 'static>(
         .compression(setting.compression)
         .overlap(way.overlap)
         .gradient_reduction(way.reduction)
+        .units(setting.units)
         .launch(setting.ranks, |accelerator| {
             let model = known(build(&accelerator.device()));
             let optimizer = AdamWConfig::new().init();
@@ -162,6 +166,16 @@ fn run<M: Module + Display + 'static>(
             })
         })
         .unwrap()
+}
+
+/// Trains without overlap, and returns the trained parameters.
+pub(crate) fn trained<M: Module + Display + 'static>(
+    setting: Setting,
+    build: impl Fn(&Device) -> M + Sync,
+    loss: impl Fn(&M, &Place) -> Tensor<1> + Sync,
+) -> Vec<TensorData> {
+    let outcomes = run(setting, Way::OFF, State::Whole, &build, &loss);
+    outcomes.into_iter().next().unwrap().parameters
 }
 
 /// Trains with overlap, without, and with a sharded optimizer, asserts that all have the same bits, and returns the

@@ -8,4 +8,5 @@ mod ranks;
 mod reductions;
 mod repair;
 mod settings;
+mod units;
 mod windows;

@@ -1,0 +1,65 @@
+//! Overlap of models whose blocks are units.
+
+use accelerator::OverlapState;
+use accelerator::nn::{Unit, Units};
+use burn::module::Module;
+use burn::nn::transformer::{TransformerEncoderConfig, TransformerEncoderLayer};
+use burn::tensor::{Device, Tensor};
+
+use super::harness::{Place, Setting, same_bits, trained};
+use crate::common::devices;
+
+#[derive(Debug, Module)]
+struct Encoder {
+    layers: Vec<Unit<TransformerEncoderLayer>>,
+}
+
+impl Encoder {
+    fn new(device: &Device) -> Self {
+        let config = TransformerEncoderConfig::new(16, 32, 2, 3).with_dropout(0.0);
+        let layer = || Unit::new(TransformerEncoderLayer::new(&config, device));
+        Self {
+            layers: (0..3).map(|_| layer()).collect(),
+        }
+    }
+
+    /// Has 32 rows, of which Burn's `linear` makes one matrix, and a view of each weight.
+    fn loss(&self, place: &Place) -> Tensor<1> {
+        let mut x = place.input([4, 8, 16]);
+        for layer in &self.layers {
+            x = layer.run(x, |layer, x| layer.forward(x, None, None));
+        }
+        x.powi_scalar(2).mean()
+    }
+}
+
+#[test]
+fn units_hand_over_their_gradients_early_where_parameters_are_seen_through_views() {
+    for kind in devices() {
+        for (ranks, accumulation) in [(2, 1), (3, 2)] {
+            let setting = |units| Setting {
+                accumulation,
+                ranks,
+                units,
+                ..Setting::new(kind)
+            };
+            let plain = trained(setting(Units::Plain), Encoder::new, Encoder::loss);
+            for report in same_bits(setting(Units::Plain), Encoder::new, Encoder::loss) {
+                assert!(report.early * 4 < report.buckets, "{report:?}");
+            }
+            for units in [Units::Keep, Units::Recompute] {
+                let reports = same_bits(setting(units), Encoder::new, Encoder::loss);
+                for report in &reports {
+                    assert_eq!((report.state, report.repairs), (OverlapState::On, 0));
+                }
+                assert!(
+                    reports
+                        .iter()
+                        .all(|report| report.early * 4 > report.buckets * 3),
+                    "{reports:?}"
+                );
+                assert_eq!(trained(setting(units), Encoder::new, Encoder::loss), plain);
+            }
+        }
+    }
+}
