@@ -6,6 +6,8 @@ use burn::nn::transformer::{TransformerEncoderConfig, TransformerEncoderLayer};
 use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
 use burn::tensor::{Bool, Device, Int, Tensor};
 
+use crate::cross_entropy;
+
 /// The settings of a [`Transformer`].
 #[derive(Config, Debug)]
 pub struct TransformerConfig {
@@ -16,6 +18,9 @@ pub struct TransformerConfig {
     /// The width of the model, a multiple of four.
     #[config(default = 64)]
     pub width: usize,
+    /// The number of attention heads.
+    #[config(default = 4)]
+    pub heads: usize,
     /// The number of layers.
     #[config(default = 2)]
     pub layers: usize,
@@ -27,13 +32,13 @@ pub struct TransformerConfig {
     pub tied: bool,
 }
 
-/// A small language model: encoder layers with four heads and a causal mask, and layer normalisation before each.
+/// A small language model: encoder layers with a causal mask, and layer normalisation before each.
 #[derive(Debug, Module)]
 pub struct Transformer {
     tokens: Embedding,
     places: Embedding,
     encoder: Encoder,
-    head: Head,
+    head: Unit<Head>,
 }
 
 /// Burn's `TransformerEncoder`, with layers that can be recomputed.
@@ -65,9 +70,10 @@ impl TransformerConfig {
             let head = LinearConfig::new(self.width, self.tokens);
             (tokens.init(device), Head::Linear(head.init(device)))
         };
-        let encoder = TransformerEncoderConfig::new(self.width, 4 * self.width, 4, self.layers)
-            .with_dropout(self.dropout)
-            .with_norm_first(true);
+        let encoder =
+            TransformerEncoderConfig::new(self.width, 4 * self.width, self.heads, self.layers)
+                .with_dropout(self.dropout)
+                .with_norm_first(true);
         let layer = || Unit::new(TransformerEncoderLayer::new(&encoder, device));
         Transformer {
             tokens,
@@ -75,7 +81,7 @@ impl TransformerConfig {
             encoder: Encoder {
                 layers: (0..self.layers).map(|_| layer()).collect(),
             },
-            head,
+            head: Unit::new(head),
         }
     }
 }
@@ -103,13 +109,36 @@ impl Head {
 impl Transformer {
     /// Returns the logits of the token after each one of `[batch, length]`: `[batch · length, tokens]`.
     pub fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<2> {
+        self.head.run(self.features(tokens), Head::forward)
+    }
+
+    /// Returns the mean cross-entropy of the tokens `next` after each one of `[batch, length]`, computed from parts of
+    /// the rows one after the other. With units that are recomputed, the logits of one part are in memory at a time.
+    pub fn loss(&self, tokens: Tensor<2, Int>, next: Tensor<1, Int>, parts: usize) -> Tensor<1> {
+        let x = self.features(tokens);
+        let rows = x.dims()[0];
+        let sums = x
+            .chunk(parts, 0)
+            .into_iter()
+            .zip(next.chunk(parts, 0))
+            .map(|part| {
+                self.head.run(part, |head, (x, next)| {
+                    let rows = x.dims()[0];
+                    cross_entropy(head.forward(x), next) * rows as f64
+                })
+            });
+        let sum = sums.reduce(|sum, part| sum + part);
+        sum.unwrap_or_else(|| Tensor::zeros([1], &self.places.weight.device())) / rows as f64
+    }
+
+    /// Returns what the head makes logits of: `[batch · length, width]`.
+    fn features(&self, tokens: Tensor<2, Int>) -> Tensor<2> {
         let [batch, length] = tokens.dims();
         let device = tokens.device();
         let places = Tensor::arange(0..length as i64, &device).unsqueeze::<2>();
         let x = self.tokens.forward(tokens) + self.places.forward(places);
         let mask = generate_autoregressive_mask(batch, length, &device);
-        let x = self.encoder.forward(x, &mask);
-        self.head.forward(x.flatten::<2>(0, 1))
+        self.encoder.forward(x, &mask).flatten::<2>(0, 1)
     }
 
     /// Appends the `count` most probable tokens one by one, each from the last `length` tokens.

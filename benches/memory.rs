@@ -1,0 +1,186 @@
+//! Measures the peak of memory and the time of a step of a transformer whose layers are kept, or recomputed in backward.
+//!
+//! ```text
+//! cargo bench -p accelerator-benches --bench memory
+//! cargo bench -p accelerator-benches --bench memory -- --length 512
+//! cargo bench -p accelerator-benches --bench memory -- --tokens 50257 --width 384 --heads 12 --layers 6 --batch 6 \\
+//!     --length 512 --parts 16
+//! ```
+//!
+//! Each way is a process of its own. `benches/compare/memory.py` does the same with PyTorch's checkpoints.
+
+use std::error::Error;
+use std::fmt;
+use std::process::Command;
+use std::time::Instant;
+
+use accelerator::nn::Units;
+use accelerator::prelude::*;
+use accelerator_benches::{Interval, Output, peak_memory};
+use accelerator_examples::TransformerConfig;
+use burn::module::Module;
+use burn::optim::AdamWConfig;
+use burn::tensor::{Device, Int, Tensor, TensorData};
+use clap::Parser;
+use peak_alloc::PeakAlloc;
+use serde::{Deserialize, Serialize};
+
+#[global_allocator]
+static ALLOCATED: PeakAlloc = PeakAlloc;
+
+/// Measure the memory of a training with its layers kept, and recomputed
+#[derive(Clone, Debug, Parser, Serialize)]
+struct Args {
+    #[arg(long, default_value_t = 64)]
+    tokens: usize,
+    #[arg(long, default_value_t = 256)]
+    width: usize,
+    #[arg(long, default_value_t = 4)]
+    heads: usize,
+    #[arg(long, default_value_t = 12)]
+    layers: usize,
+    #[arg(long, default_value_t = 8)]
+    batch: usize,
+    #[arg(long, default_value_t = 64)]
+    length: usize,
+    /// The number of parts in which the loss is computed
+    #[arg(long, default_value_t = 1)]
+    parts: usize,
+    #[arg(long, default_value_t = 4)]
+    steps: usize,
+    #[arg(long, default_value_t = 5)]
+    rounds: usize,
+    /// Train in this process, in this way
+    #[arg(long, hide = true)]
+    units: Option<String>,
+    #[command(flatten)]
+    #[serde(skip)]
+    output: Output,
+}
+
+/// The result of a process.
+#[derive(Debug, Deserialize, Serialize)]
+struct Trained {
+    /// The most that was allocated, in MiB.
+    allocated: f64,
+    /// The most that was resident, less what was before the model was built, in MiB.
+    resident: f64,
+    /// The median duration of a step but the first, in seconds.
+    step: f64,
+    loss: f64,
+}
+
+/// The result of a way, over all rounds.
+#[derive(Debug, Serialize)]
+struct Line {
+    units: String,
+    parameters: usize,
+    allocated: Interval,
+    resident: Interval,
+    step: Interval,
+    loss: f64,
+}
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let args = Args::parse();
+    if let Some(units) = &args.units {
+        let trained = train(&args, units.parse()?)?;
+        println!("{}", serde_json::to_string(&trained)?);
+        return Ok(());
+    }
+    args.output.header(format_args!(
+        "{} layers of width {}, batches of {} x {}\n{:>10}  {:>24}  {:>24}  {:>24}  {:>9}",
+        args.layers,
+        args.width,
+        args.batch,
+        args.length,
+        "units",
+        "allocated, MiB",
+        "resident, MiB",
+        "step, s",
+        "loss"
+    ));
+    let ways = [Units::Plain, Units::Keep, Units::Recompute].map(|units| units.to_string());
+    let mut results: [Vec<Trained>; 3] = Default::default();
+    for _ in 0..args.rounds {
+        for (units, results) in ways.iter().zip(&mut results) {
+            results.push(process(units)?);
+        }
+    }
+    for (units, results) in ways.into_iter().zip(results) {
+        let of = |number: fn(&Trained) -> f64| Interval::of(results.iter().map(number).collect());
+        args.output.print(&Line {
+            units,
+            parameters: config(&args).init(&Device::default()).num_params(),
+            allocated: of(|result| result.allocated),
+            resident: of(|result| result.resident),
+            step: of(|result| result.step),
+            loss: results.first().map_or(f64::NAN, |result| result.loss),
+        })?;
+    }
+    Ok(())
+}
+
+/// Runs this program again, which trains in that way.
+fn process(units: &str) -> Result<Trained, Box<dyn Error>> {
+    let output = Command::new(std::env::current_exe()?)
+        .args(std::env::args_os().skip(1))
+        .args(["--units", units])
+        .output()?;
+    if !output.status.success() {
+        return Err(String::from_utf8_lossy(&output.stderr).into());
+    }
+    Ok(serde_json::from_slice(&output.stdout)?)
+}
+
+fn config(args: &Args) -> TransformerConfig {
+    TransformerConfig::new(args.tokens, args.length)
+        .with_width(args.width)
+        .with_heads(args.heads)
+        .with_layers(args.layers)
+}
+
+fn train(args: &Args, units: Units) -> Result<Trained, Box<dyn Error>> {
+    let accelerator = Accelerator::builder().units(units).build()?;
+    let before = peak_memory().unwrap_or(0);
+    let model = accelerator.init(|device| config(args).init(device));
+    let parts = (model, AdamWConfig::new().init_fused());
+    let (mut model, mut optimizer) = accelerator.prepare(parts)?;
+    let rows = args.batch * args.length;
+    let token = |at: usize| (at * 7919 % 104_729 % args.tokens) as i64;
+    let tensor = |first: usize| {
+        let tokens = (first..first + rows).map(token).collect::<Vec<_>>();
+        Tensor::<1, Int>::from_data(TensorData::new(tokens, [rows]), &accelerator.device())
+    };
+    let tokens = tensor(0).reshape([args.batch, args.length]);
+    let next = tensor(1);
+    let (mut steps, mut loss) = (Vec::new(), f64::NAN);
+    for _ in 0..args.steps {
+        let start = Instant::now();
+        let error = model.loss(tokens.clone(), next.clone(), args.parts);
+        let gradients = accelerator.backward(error, &model, rows as f64)?;
+        loss = gradients.loss().unwrap_or(f64::NAN);
+        model = optimizer.step(1e-4, model, gradients);
+        steps.push(start.elapsed().as_secs_f64());
+    }
+    Ok(Trained {
+        allocated: f64::from(ALLOCATED.peak_usage_as_mb()),
+        resident: (peak_memory().unwrap_or(0) - before) as f64 / 1024.0,
+        step: Interval::of(steps.split_off(1)).median,
+        loss,
+    })
+}
+
+impl fmt::Display for Line {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let [allocated, resident] =
+            [self.allocated, self.resident].map(|size| format!("{size:.0}"));
+        write!(
+            f,
+            "{:>10}  {allocated:>24}  {resident:>24}  {:>24}  {:>9.6}",
+            self.units,
+            format!("{:.3}", self.step),
+            self.loss
+        )
+    }
+}
