@@ -47,7 +47,7 @@ use crate::text::print;
         accel-launch tune SPEC -- PROGRAM [ARGS]...\n       \
         accel-launch tune list|show|best|resume|stop DIR\n       \
         accel-launch submit --name NAME [--engine slurm|kubernetes|ray] -- PROGRAM [ARGS]...\n       \
-        accel-launch jobs list|get|logs|wait|stop|top|data\n       \
+        accel-launch jobs list|get|logs|wait|stop|delete|top|data|image\n       \
         accel-launch estimate-memory FILE.safetensors\n       \
         accel-launch completions SHELL\n       \
         accel-launch man",
@@ -67,26 +67,26 @@ pub(crate) struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Subcommands {
-    /// Show this machine, its environment, and where each setting comes from.
+    /// Show this machine and its environment, and where each setting comes from.
     Env(Box<EnvArgs>),
-    /// Write the file of settings that launches read: from the options given, or from questions on a terminal.
+    /// Write the file of settings that every launch reads. On a terminal, without options, ask for the settings.
     Config(Box<ConfigArgs>),
     /// Show which rank gets which sample.
     Plan(PlanArgs),
-    /// List the checkpoints of a folder, show what is in one, or verify them.
+    /// List the checkpoints in a folder, show the contents of one, or verify them.
     Checkpoint(CheckpointArgs),
-    /// List, show and compare tracked runs, deliver them elsewhere, start them again.
+    /// List, show and compare tracked runs, export them, or run them again.
     Runs(RunsArgs),
-    /// Search the hyperparameters of a program, and show searches.
+    /// Search the hyperparameters of a program, or show searches.
     Tune(TuneArgs),
-    /// Submit a program to this machine, Slurm, Kubernetes or Ray, by `accel-jobs` (`cargo install accel-jobs`).
+    /// Submit a program to this machine, Slurm, Kubernetes or Ray (needs `accel-jobs`).
     Submit(JobsArgs),
-    /// List, show and end jobs that were submitted, by `accel-jobs` (`cargo install accel-jobs`).
+    /// List, show and end submitted jobs (needs `accel-jobs`).
     Jobs(JobsArgs),
-    /// Estimate the memory that training a model takes, from its file.
+    /// Estimate from a model's file how much memory its training takes.
     #[command(name = "estimate-memory")]
     Estimate(EstimateArgs),
-    /// Test this installation: whether ranks connect, compute, and detect failures.
+    /// Test that ranks connect, compute and detect failures on this machine.
     Test(TestArgs),
     /// A rank of the self-test.
     #[command(name = "__rank", hide = true)]
@@ -98,7 +98,7 @@ enum Subcommands {
     Completions(CompletionsArgs),
     /// Print the manual page: `accel-launch man > accel-launch.1`.
     Man,
-    /// Measure collectives between ranks of this machine, relative to its memory bandwidth.
+    /// Measure collectives between ranks of this machine, and compare them with its memory bandwidth.
     Bench(BenchArgs),
     /// A rank of a measurement.
     #[command(name = "__bench", hide = true)]
@@ -237,7 +237,7 @@ fn in_two_lines(error: &clap::Error) -> String {
         && text.contains("--num-processes")
         && text.contains("--host")
     {
-        text.push_str(": hosts have their own numbers, as in --hosts host0:4,host1:4 or by --nproc-per-node 4");
+        text.push_str(": give the number of ranks per host instead, by --hosts host0:4,host1:4 or --nproc-per-node 4");
     }
     text.push('\n');
     if let Some(ContextValue::StyledStr(usage)) = error.get(ContextKind::Usage) {
@@ -274,7 +274,7 @@ fn command_line() -> Command {
         });
         command
             .override_usage(format!("accel-launch {name} [OPTIONS]"))
-            .after_help("Takes the options of a launch, too: `accel-launch --help` shows them.")
+            .after_help("It also takes the options of a launch, which `accel-launch --help` lists.")
     };
     underscored(Cli::command())
         .mut_subcommand(ENV, hidden)
@@ -300,27 +300,34 @@ fn underscored(command: clap::Command) -> clap::Command {
 }
 
 const AFTER_HELP: &str = "\
-Options before the script are the launcher's, everything after it is the script's. After
-a cargo target a first `--` is dropped, as `cargo run` does. To run a program whose name is
-that of a command, such as `env`, write `./env`.
+Options before the script are the launcher's; everything after the script is the script's.
+If `--` directly follows a cargo target, it is dropped, as by `cargo run`. To run a program
+that has the name of a command, such as `env`, write `./env`.
 
-Rank 0 reads the launcher's standard input, unless that is a terminal. SIGINT, SIGTERM,
-SIGHUP and SIGQUIT end all ranks, and a second one kills them; SIGUSR1 and SIGUSR2 are
-forwarded; Ctrl-Z (SIGTSTP) stops the ranks too, and `fg` continues them; without --hosts,
-a launcher other than that of host 0 stops only the ranks of its host. Nothing that the
-ranks start outlives the job, not even a daemon or after `kill -9` of the launcher.
+Rank 0 reads the launcher's standard input, unless that is a terminal.
+
+SIGINT, SIGTERM, SIGHUP and SIGQUIT end all ranks; a second one kills them. SIGUSR1 and SIGUSR2
+are forwarded to the ranks. Ctrl-Z (SIGTSTP) suspends the ranks too, and `fg` continues them;
+without --hosts, a launcher other than host 0's suspends only the ranks of its own host. No
+process that a rank starts outlives the job, not even a daemon, and not even if the launcher is
+killed with SIGKILL.
 
 `accel-launch config` writes a file of settings; flags and variables override it. Flags of
 accelerate, torchrun and mpirun work if they have an equivalent.
 
-Several hosts: with --hosts, over SSH; or start the same line on each, with a --node-rank of its own, and with the
-same secret in the file that ACCEL_TOKEN_FILE names. Every launcher ends with the exit code
-of the job.
+Several hosts: use --hosts, which starts a launcher on each host over SSH. Or run the same
+command on each host yourself, with a different --node-rank on each and with the same secret in
+the file that ACCEL_TOKEN_FILE names. Every launcher ends with the exit code of the job.
 
-Exit code: 0 when every rank succeeds; that of the rank that failed first; 128 + signal
-if a signal ended it; 75 to start the job again: all ranks saved because they were asked to
-stop, or a host was lost; 2 for a wrong command line, or an ACCEL_ variable that the ranks
-would refuse (`accel-launch env` lists them all); 101 if cargo could not build.
+Exit code:
+  0             every rank succeeded
+  a rank's      the exit code of the rank that failed first
+  128 + signal  a signal ended the rank that failed first, or the job
+  75            the job should be started again: all ranks were asked to stop and have saved,
+                or a host was lost
+  2             the command line is wrong, or the ranks would refuse an ACCEL_ variable
+                (`accel-launch env` checks them all)
+  101           cargo could not build the target
 
 Examples:
   accel-launch --num-processes 2 examples/mnist.rs --epochs 3
@@ -377,8 +384,9 @@ fn become_accel_jobs(command: Option<&str>, arguments: &JobsArgs) -> Result<Exit
     let error = process::Command::new(&program).args(words).exec();
     Err(match error.kind() {
         std::io::ErrorKind::NotFound => Error::usage(format!(
-            "`submit` and `jobs` are commands of {PROGRAM}, which is neither beside accel-launch nor on the PATH; install it: \
-             cargo install {PROGRAM}, or in a clone cargo install --path launcher/jobs"
+            "`submit` and `jobs` are commands of {PROGRAM}, which is neither beside accel-launch nor on the PATH; install it \
+             by `cargo install --locked --git {} {PROGRAM}`, or in a clone by `cargo install --locked --path launcher/jobs`",
+            env!("CARGO_PKG_REPOSITORY"),
         )),
         _ => Error::system(format!("{} cannot be started", program.display())).with_source(error),
     })

@@ -22,15 +22,15 @@ enum Meaning {
     Is(&'static str),
     /// A switch that stands for an option with a value.
     Implies(Implied),
-    /// A switch for what happens anyway.
-    Nothing,
-    /// A flag whose value changes nothing if it is accepted; else the text says what to write instead.
+    /// A switch that asks for the default, and is ignored.
+    Ignored,
+    /// A flag that is ignored if its value is accepted; else the text says what to write instead.
     Value(fn(&str) -> bool, &'static str),
     /// An error, with the text that says what to write instead.
     Instead(&'static str),
 }
 
-use Meaning::{Implies, Instead, Is, Nothing, Value};
+use Meaning::{Ignored, Implies, Instead, Is, Value};
 
 const ANY: fn(&str) -> bool = |_| true;
 const ZERO: &str = "for ZeRO stage 1 write `prepare((model, Sharded(optimizer)))` in the program";
@@ -119,7 +119,7 @@ const FLAGS: &[(&[&str], Meaning)] = &[
         &["m", "module"],
         Instead("it runs a Python module: write accel-launch [OPTIONS] python -m MODULE"),
     ),
-    (&["no-python", "use-env", "same-network", "debug"], Nothing),
+    (&["no-python", "use-env", "same-network", "debug"], Ignored),
     (
         &["main-training-function"],
         Instead("the program has a `main`, so leave it out"),
@@ -189,7 +189,7 @@ const FLAGS: &[(&[&str], Meaning)] = &[
             "l",
             "label",
         ],
-        Nothing,
+        Ignored,
     ),
     (&["mca"], Instead("it is for Open MPI, so leave it out")),
     (
@@ -234,7 +234,7 @@ pub(crate) fn translate(
             implied.push(option);
             words.remove(at);
         }
-        Nothing => drop(words.remove(at)),
+        Ignored => drop(words.remove(at)),
         Value(accepts, instead) => {
             let last = at + usize::from(value.is_empty());
             let given = match value.strip_prefix(b"=") {
@@ -258,7 +258,7 @@ pub(crate) fn instead_of(key: &str) -> Option<String> {
     match meaning(&format!("--{key}"))? {
         Is(option) => Some(format!("write {}", option.trim_start_matches('-'))),
         Implies(ours) => Some(format!("write {} = {:?}", ours.option, ours.value)),
-        Nothing | Value(_, "") => Some("leave it out".to_owned()),
+        Ignored | Value(_, "") => Some("leave it out".to_owned()),
         Value(_, instead) | Instead(instead) => Some(instead.to_owned()),
     }
 }

@@ -22,23 +22,23 @@ use crate::settings::hosts::{Endpoint, HostList};
 pub(crate) struct Options {
     /// A program, or the source file of a binary or an example of a cargo package.
     ///
-    /// A source file's target is built with cargo first. A name without a slash is a file of the current folder, else an
-    /// example or binary of the cargo package here, else a program of the PATH. Everything after the script is passed to
-    /// it unchanged.
+    /// Cargo first builds the target of a source file. A name without a slash is looked up in the current folder, then among
+    /// the examples and binaries of the cargo package, then on the PATH. Everything after the script is passed to it
+    /// unchanged.
     #[arg(value_name = "SCRIPT")]
     pub(crate) script: Option<PathBuf>,
 
-    /// Processes (ranks) to start on this machine, or MIN:MAX of them [default: 1].
+    /// Number of processes (ranks) to start on this machine, or a range of it, MIN:MAX [default: 1].
     ///
     /// MIN:MAX starts MAX. If one rank fails first in two attempts in a row, or cannot be started,
     /// the job restarts with one rank fewer, down to MIN. It grows again: see --regrow-after.
     #[arg(short = 'n', long, value_name = "N|MIN:MAX", value_parser = processes, allow_negative_numbers = true)]
     pub(crate) num_processes: Option<Processes>,
 
-    /// Processes (ranks) to start on this host: N; `gpu` for one per GPU; `auto` for the same, or one if there
-    /// is no GPU; `cpu` for one per core.
+    /// Number of processes (ranks) to start on this host: N; `gpu`, one per GPU; `cpu`, one per core; `auto`, one per GPU
+    /// or, without GPUs, one.
     ///
-    /// On one host `--num-processes N` is the same. Several hosts may start different numbers.
+    /// On one host, `--num-processes N` means the same. Hosts may start different numbers of ranks.
     #[arg(
         long,
         value_name = "N|auto|gpu|cpu",
@@ -48,14 +48,14 @@ pub(crate) struct Options {
     )]
     pub(crate) nproc_per_node: Option<PerHost>,
 
-    /// Hosts that run the job, or MIN:MAX of them [default: 1]. Start accel-launch on each of them, with the program
-    /// and its arguments.
+    /// Number of hosts that run the job, or a range of it, MIN:MAX [default: 1]. Start accel-launch on each host, with the
+    /// same program and arguments.
     ///
-    /// MIN:MAX starts with those that are there, at least MIN. Hosts may come and leave while the job runs.
+    /// With MIN:MAX, the job starts with the hosts that have joined, at least MIN. Hosts may join and leave while it runs.
     #[arg(long, value_name = "N|MIN:MAX", value_parser = processes, alias = "num-machines", allow_negative_numbers = true, help_heading = "Several hosts")]
     pub(crate) nnodes: Option<Processes>,
 
-    /// The number of this host, from 0. Host 0 decides for all, and shows the output of all.
+    /// The number of this host, from 0. Host 0 coordinates all hosts and shows the output of all ranks.
     #[arg(
         long,
         value_name = "K",
@@ -65,27 +65,27 @@ pub(crate) struct Options {
     )]
     pub(crate) node_rank: Option<usize>,
 
-    /// Address at which the others reach host 0 [default port: 29400]. Ports of ranks have to be open between hosts too.
+    /// The address at which the other hosts reach host 0 [default port: 29400]. The ports of ranks must also be open
+    /// between hosts.
     ///
-    /// `--master-addr HOST --master-port PORT` replace it if you omit it.
+    /// If you omit it, `--master-addr HOST --master-port PORT` take its place.
     #[arg(long, value_name = "HOST[:PORT]", help_heading = "Several hosts")]
     pub(crate) rdzv_endpoint: Option<Endpoint>,
 
-    /// The network interface of this host at whose address its ranks listen for the others [default: the one that
-    /// routes to host 0] (ACCEL_NETWORK_INTERFACE). From a comma-separated list, the first that the host has.
+    /// The network interface on which this host's ranks listen [default: the one that routes to host 0]
+    /// (ACCEL_NETWORK_INTERFACE). Of a comma-separated list, the first that this host has.
     #[arg(long, value_name = "NAME", help_heading = "Several hosts")]
     pub(crate) network_interface: Option<String>,
 
-    /// Seconds to wait for host 0, and on host 0 for the others [default: 600].
+    /// Seconds that a host waits for host 0, and host 0 for the other hosts [default: 600].
     #[arg(long, value_name = "SECONDS", value_parser = seconds, allow_negative_numbers = true, help_heading = "Several hosts")]
     pub(crate) join_timeout: Option<Duration>,
 
-    /// The hosts of the job, the first of which is host 0, and how many ranks each runs. A launcher is started on each of
-    /// them over SSH.
+    /// The hosts of the job, host 0 first, and the number of ranks on each. Starts a launcher on each host over SSH.
     ///
-    /// `node[01-03]:2` stands for three hosts, as in Slurm's lists. N is --nproc-per-node, or 1, where it is left out. The
-    /// program has to be at the same path on all hosts (--rsync brings it there), and `ssh` has to log in there without a password. The hosts get
-    /// the variables of this environment and a token of their own.
+    /// `node[01-03]:2` stands for three hosts, as in Slurm's lists. If you omit :N, the host runs as many ranks as
+    /// --nproc-per-node says, or 1. The program must be at the same path on all hosts (--rsync copies it), and `ssh` must
+    /// log in without a password. The hosts get the variables of this environment and a token of their own.
     #[arg(
         long,
         value_name = "HOST[:N],...",
@@ -95,7 +95,7 @@ pub(crate) struct Options {
     )]
     pub(crate) hosts: Option<HostList>,
 
-    /// The same from a file of Open MPI (`HOST slots=N`), MPICH (`HOST:N`) or DeepSpeed.
+    /// The same as --hosts, from a file as for Open MPI (`HOST slots=N`), MPICH (`HOST:N`) or DeepSpeed.
     #[arg(
         long,
         value_name = "FILE",
@@ -105,8 +105,8 @@ pub(crate) struct Options {
     )]
     pub(crate) hostfile: Option<PathBuf>,
 
-    /// Copy this file or folder to the same path on all hosts of --hosts before ranks start, by rsync over the same SSH;
-    /// can be repeated. Only what has changed is sent.
+    /// Copy this file or folder to the same path on all hosts before ranks start, by rsync over SSH; can be repeated. Only
+    /// changes are sent.
     #[arg(
         long,
         value_name = "PATH",
@@ -115,7 +115,7 @@ pub(crate) struct Options {
     )]
     pub(crate) rsync: Vec<PathBuf>,
 
-    /// An option of `ssh`, as in its configuration: `Port=2222`; can be repeated.
+    /// An option for `ssh`, written as in its configuration file (`Port=2222`); can be repeated.
     #[arg(
         long,
         value_name = "KEY=VALUE",
@@ -124,7 +124,7 @@ pub(crate) struct Options {
     )]
     pub(crate) ssh_option: Vec<String>,
 
-    /// More arguments of `ssh`, separated by blanks: `-F FILE`; can be repeated.
+    /// More arguments for `ssh`, separated by blanks (`-F FILE`); can be repeated.
     #[arg(
         long,
         value_name = "ARGS",
@@ -134,7 +134,7 @@ pub(crate) struct Options {
     )]
     pub(crate) ssh_args: Vec<String>,
 
-    /// Start the accel-launch that hosts have at the path of this one, in place of sending it to them.
+    /// Do not copy accel-launch to the hosts: start the one that each host has at the same path.
     #[arg(long, requires = "over_ssh", help_heading = "Several hosts")]
     pub(crate) no_push: bool,
 
@@ -142,11 +142,11 @@ pub(crate) struct Options {
     #[arg(long, hide = true, allow_hyphen_values = true)]
     pub(crate) client_word: Vec<OsString>,
 
-    /// Run this example of the cargo package, in place of a script.
+    /// Run this example of the cargo package instead of a script.
     #[arg(long, value_name = "NAME", help_heading = "Cargo targets", conflicts_with_all = ["bin", "script"])]
     pub(crate) example: Option<String>,
 
-    /// Run this binary of the cargo package, in place of a script.
+    /// Run this binary of the cargo package instead of a script.
     #[arg(
         long,
         value_name = "NAME",
@@ -155,11 +155,11 @@ pub(crate) struct Options {
     )]
     pub(crate) bin: Option<String>,
 
-    /// The package that the target belongs to.
+    /// The cargo package to which the target belongs.
     #[arg(short, long, value_name = "NAME", help_heading = "Cargo targets")]
     pub(crate) package: Option<String>,
 
-    /// Start this program in place of the target, which is not built: one that was built from it before.
+    /// Do not build the target: start this program, which was built from it before.
     #[arg(long, value_name = "PATH", help_heading = "Cargo targets")]
     pub(crate) prebuilt: Option<PathBuf>,
 
@@ -171,7 +171,7 @@ pub(crate) struct Options {
     #[arg(long, help_heading = "Cargo targets")]
     pub(crate) no_default_features: bool,
 
-    /// The cargo profile to build with, `dev` for a quick build [default: release].
+    /// The cargo profile to build with, such as `dev` for a quick build [default: release].
     #[arg(long, value_name = "NAME", help_heading = "Cargo targets")]
     pub(crate) profile: Option<String>,
 
@@ -184,27 +184,27 @@ pub(crate) struct Options {
     )]
     pub(crate) release: bool,
 
-    /// The address of this machine on which the store listens [default: 127.0.0.1]; with several hosts, that of host 0.
+    /// The address on which the store listens [default: 127.0.0.1]; with several hosts, the address of host 0.
     #[arg(long, value_name = "HOST", value_parser = host, alias = "main-process-ip")]
     pub(crate) master_addr: Option<String>,
 
-    /// The port of the store; 0 takes a free one [default: 0].
+    /// The port of the store; 0 picks a free one [default: 0].
     #[arg(long, value_name = "PORT", alias = "main-process-port")]
     pub(crate) master_port: Option<u16>,
 
-    /// Threads of a rank (RAYON_NUM_THREADS and OMP_NUM_THREADS).
+    /// Number of threads of each rank (RAYON_NUM_THREADS and OMP_NUM_THREADS).
     ///
-    /// By default, the number of cores divided by the number of ranks. Not set for a single rank, or
-    /// if the variables are already set.
+    /// By default, the number of cores divided by the number of ranks; the default does not apply to a single rank, or if
+    /// the variables are already set.
     #[arg(long, value_name = "N", value_parser = count, allow_negative_numbers = true)]
     pub(crate) threads_per_process: Option<NonZeroUsize>,
 
-    /// The NVIDIA GPUs of the ranks: `all`, or numbers or ids separated by commas, such as 0,2
+    /// The NVIDIA GPUs that ranks use: `all`, or numbers or ids separated by commas, such as 0,2
     /// [default: all].
     ///
-    /// Sets CUDA_VISIBLE_DEVICES for the ranks; local rank R uses the R-th of them. Numbers are those
-    /// of `accel-launch env` and nvidia-smi; where CUDA_VISIBLE_DEVICES is set already, they are
-    /// indices into it, from 0.
+    /// Sets CUDA_VISIBLE_DEVICES for the ranks; local rank R uses the R-th GPU of the list, from 0. Numbers are as
+    /// `accel-launch env` and nvidia-smi show them. If CUDA_VISIBLE_DEVICES is already set, they are indices
+    /// into it, from 0.
     #[arg(long, value_name = "LIST", allow_negative_numbers = true)]
     pub(crate) gpu_ids: Option<GpuIds>,
 
@@ -214,38 +214,37 @@ pub(crate) struct Options {
     #[arg(long)]
     pub(crate) oversubscribe_gpus: bool,
 
-    /// Also write each rank's output to DIR/latest/rank-N.log, and a failure to DIR/latest/failure.json.
+    /// Also write each rank's output to DIR/latest/rank-N.log, and the report of a failure to DIR/latest/failure.json.
     ///
-    /// Each run has a folder of its own in DIR, named by its start time (UTC), and DIR/latest links to the last.
-    /// After restart K the files are rank-N.restart-K.log in the same folder.
+    /// Each run has its own folder in DIR, named after its start time (UTC), and DIR/latest links to the newest.
+    /// After restart K, ranks write to rank-N.restart-K.log in the same folder.
     #[arg(long, value_name = "DIR")]
     pub(crate) log_dir: Option<PathBuf>,
 
-    /// Seconds between the request to end (SIGTERM) and SIGKILL [default: 5].
+    /// Seconds between SIGTERM, which asks ranks to end, and SIGKILL [default: 5].
     ///
-    /// When a rank fails, the others have the same time to exit by themselves before SIGTERM.
+    /// When a rank fails, the other ranks have this time to exit by themselves before they get SIGTERM.
     #[arg(long, value_name = "SECONDS", value_parser = seconds, allow_negative_numbers = true)]
     pub(crate) grace: Option<Duration>,
 
-    /// The number of restarts of a failed job [default: 0; with MIN:MAX processes or hosts 3].
+    /// How often to restart a failed job [default: 0; with MIN:MAX processes or hosts, 3].
     ///
-    /// A restart ends all ranks and starts new ones; the program resumes from its last checkpoint.
-    /// The count is never reset, however long the job ran in between. Ranks that were preempted and have saved
-    /// (exit code 75) are restarted at once, which does not count.
+    /// A restart ends all ranks and starts new ones; the program resumes from its newest checkpoint.
+    /// The count is never reset, however long the job runs between restarts. Ranks that were preempted and have saved
+    /// (exit code 75) are restarted at once; such a restart does not count.
     #[arg(long, value_name = "N")]
     pub(crate) max_restarts: Option<u64>,
 
-    /// Seconds before the first restart; twice as many before each later one, up to 60
-    /// [default: 1].
+    /// Seconds before the first restart [default: 1]. The delay doubles with each restart, up to 60.
     #[arg(long, value_name = "SECONDS", value_parser = seconds, allow_negative_numbers = true)]
     pub(crate) restart_delay: Option<Duration>,
 
-    /// Seconds after which a job of fewer than MAX processes tries to have MAX again [default: 60]; twice as many after
-    /// each time that this fails.
+    /// Seconds after which a job with fewer than MAX processes tries to return to MAX [default: 60]. The time doubles
+    /// after each attempt that fails.
     #[arg(long, value_name = "SECONDS", value_parser = seconds, allow_negative_numbers = true)]
     pub(crate) regrow_after: Option<Duration>,
 
-    /// The type in which the program's `forward` computes: no, bf16, or f16, which may be written fp16 (ACCEL_PRECISION)
+    /// The precision in which the program's `forward` computes: no, bf16 or f16 (also written fp16) (ACCEL_PRECISION)
     /// [default: the program's].
     #[arg(long, value_name = "no|bf16|f16", value_parser = precision, help_heading = "Settings of the program")]
     pub(crate) mixed_precision: Option<String>,
@@ -264,7 +263,7 @@ pub(crate) struct Options {
     #[arg(long, value_name = "NAME", value_parser = device, help_heading = "Settings of the program")]
     pub(crate) device: Option<String>,
 
-    /// Do not prefix lines of the output with `[rank]`.
+    /// Do not prefix lines of output with `[rank]`.
     #[arg(long)]
     pub(crate) no_prefix: bool,
 
@@ -272,12 +271,12 @@ pub(crate) struct Options {
     #[arg(short, long)]
     pub(crate) quiet: bool,
 
-    /// The file of settings to read, instead of the one that `accel-launch config` writes. Flags and variables
-    /// override it.
+    /// The file of settings to read instead of the default one, which `accel-launch config` writes. Flags and variables
+    /// override the file.
     #[arg(long, value_name = "FILE")]
     pub(crate) config_file: Option<PathBuf>,
 
-    /// Show what would be started, and where each setting comes from; start nothing.
+    /// Show what would be started and where each setting comes from; start nothing.
     #[arg(long)]
     pub(crate) dry_run: bool,
 

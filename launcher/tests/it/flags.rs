@@ -47,7 +47,7 @@ const TYPED: &str = "\
 -N 2 | ! --nnodes for srun and --nproc-per-node for mpirun
 -H a:2,b:2 | host 1: b: ssh
 -hostfile hosts | host 1: node1: ssh
--np 4 -H a:2,b:2 | ! hosts have their own numbers, as in --hosts host0:4,host1:4
+-np 4 -H a:2,b:2 | ! give the number of ranks per host instead, by --hosts host0:4,host1:4
 -mca btl tcp | ! it is for Open MPI, so leave it out
 --num_gpus 2 | processes 2 --num-processes
 --gpus 2 | ! write --num-processes N, or --nproc-per-node gpu

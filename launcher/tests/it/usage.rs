@@ -154,7 +154,11 @@ fn a_program_that_is_not_installed_is_named_with_its_installation() {
         let mut command = folder.prepared(std::process::Command::new(&launcher));
         command.args(line.split(' ')).env("PATH", "/no-such");
         let ended = Run::start(command).end().expect(2);
-        ended.says("cargo install accel-jobs, or in a clone cargo install --path launcher/jobs");
+        let repository = env!("CARGO_PKG_REPOSITORY");
+        let from_git = format!("cargo install --locked --git {repository} accel-jobs");
+        ended
+            .says(&format!("`{from_git}`"))
+            .says("in a clone by `cargo install --locked --path launcher/jobs`");
     }
 }
 

@@ -24,40 +24,40 @@ pub(super) struct SubmitArgs {
     #[arg(long, value_enum, default_value_t = EngineKind::Local)]
     engine: EngineKind,
 
-    /// The job's name, which no other job has.
+    /// The job's name; no other job may have it.
     #[arg(long, value_name = "NAME")]
     name: JobName,
 
-    /// Nodes that run the job, including the node of rank 0.
+    /// Number of nodes, including the node of rank 0.
     #[arg(long, value_name = "N", default_value_t = NonZeroUsize::MIN, alias = "workers", alias = "nnodes", value_parser = nodes)]
     nodes: NonZeroUsize,
 
-    /// Processes (ranks) of a job on one node, as for `accel-launch -n`; on several nodes give --nproc-per-node.
+    /// Number of processes (ranks) of a job on one node, as for `accel-launch -n`; with several nodes, give --nproc-per-node.
     #[arg(short = 'n', long, value_name = "N", conflicts_with = "nproc_per_node")]
     num_processes: Option<NonZeroUsize>,
 
-    /// Ranks on each node: N, or `auto`, `gpu` or `cpu` as `accel-launch` takes it [default: one per GPU, else 1].
+    /// Number of ranks on each node: N, or `auto`, `gpu` or `cpu` as for `accel-launch` [default: one per GPU, else 1].
     #[arg(long, value_name = "N|auto|gpu|cpu", value_parser = nproc)]
     nproc_per_node: Option<String>,
 
-    /// Cores of each node.
+    /// Number of cores of each node.
     #[arg(long, value_name = "N", alias = "cpu")]
     cpus: Option<NonZeroUsize>,
 
-    /// GPUs of each node.
+    /// Number of GPUs of each node.
     #[arg(long, value_name = "N", default_value_t = 0)]
     gpus: usize,
 
-    /// Memory of each node: 16Gi, 512M.
+    /// Memory of each node, such as 16Gi or 512M.
     #[arg(long, value_name = "SIZE")]
     memory: Option<Memory>,
 
-    /// The time limit of the job: 90m, 2h, 1-12:00:00.
+    /// The time limit of the job, such as 90m, 2h or 1-12:00:00.
     #[arg(long, value_name = "TIME", value_parser = time_limit, alias = "running-timeout")]
     time: Option<Duration>,
 
-    /// A variable of the ranks; can be repeated. NAME alone passes its value here, and keeps it out of process
-    /// lists.
+    /// An environment variable for the ranks; can be repeated. NAME alone passes the value from this environment, and keeps
+    /// it out of process lists.
     #[arg(short, long, value_name = "NAME[=VALUE]", value_parser = variable)]
     env: Vec<(String, String)>,
 
@@ -65,7 +65,7 @@ pub(super) struct SubmitArgs {
     #[arg(long, value_name = "DIR")]
     working_dir: Option<PathBuf>,
 
-    /// Start a job that has failed, or lost a node, again up to N times; it continues from its last checkpoint.
+    /// If the job fails or loses a node, start it again, up to N times; it continues from its last checkpoint.
     #[arg(long, value_name = "N", default_value_t = 0)]
     max_restarts: u32,
 
@@ -73,12 +73,11 @@ pub(super) struct SubmitArgs {
     #[arg(long, value_name = "NAME")]
     priority: Option<String>,
 
-    /// Show what the program writes to --logdir in a TensorBoard that runs as long as the job; on Kubernetes, until the job
-    /// is stopped.
+    /// Run a TensorBoard on --logdir. It runs as long as the job; on Kubernetes, until the job is stopped.
     #[arg(long)]
     tensorboard: bool,
 
-    /// The folder of event files, as the program sees it.
+    /// The folder to which the program writes event files, by the path that the program sees.
     #[arg(long, value_name = "DIR", default_value = "/training_logs")]
     logdir: PathBuf,
 
@@ -240,10 +239,10 @@ pub(super) struct LogsArgs {
     /// The instance, as `get` shows it [default: that of rank 0].
     #[arg(short, long, value_name = "INSTANCE")]
     instance: Option<String>,
-    /// Continue until the job has ended, through its restarts.
+    /// Keep printing until the job has ended, through restarts.
     #[arg(short, long)]
     follow: bool,
-    /// Only the last N lines.
+    /// Print only the last N lines.
     #[arg(short, long, value_name = "N", allow_negative_numbers = true)]
     tail: Option<usize>,
 }
@@ -354,7 +353,7 @@ pub(super) struct StopArgs {
     /// The jobs.
     #[arg(required = true)]
     names: Vec<JobName>,
-    /// Remove their records as well, so that their names are free.
+    /// Also remove the jobs' records, which frees their names.
     #[arg(long)]
     forget: bool,
 }

@@ -14,41 +14,41 @@ use crate::spec::{include, launcher_here};
 
 #[derive(Debug, Subcommand)]
 pub(super) enum ImageCommand {
-    /// Make an image of a program, one layer on a base, and push it or write it to a file; Docker is not needed.
+    /// Make an image with a program as one layer on a base image, and push it or write it to a file. Needs no Docker.
     ///
-    /// The image has accel-launch in /usr/local/bin, and the program in /app. The same files on the same base give the
-    /// same digest.
+    /// The image has accel-launch in /usr/local/bin and the program in /app. The same files on the same base image always
+    /// give the same digest.
     Build(BuildArgs),
 }
 
 #[derive(Args, Debug)]
 #[command(group = ArgGroup::new("output").required(true))]
 pub(super) struct BuildArgs {
-    /// The program, and others that are to be beside it.
+    /// The program, and more programs to put beside it.
     #[arg(value_name = "PROGRAM", required = true)]
     programs: Vec<PathBuf>,
 
-    /// The image below: a reference, `oci-archive:FILE`, or `scratch` for programs that are linked statically.
+    /// The base image: a reference, `oci-archive:FILE`, or `scratch` for programs that are linked statically.
     #[arg(long, value_name = "REF")]
     base: String,
 
-    /// Push it as this reference: registry.example/team/mnist:1.
+    /// Push the image under this reference, such as registry.example/team/mnist:1.
     #[arg(long, value_name = "REF", group = "output")]
     push: Option<String>,
 
-    /// Write it to a file, which `ctr images import` and `docker load` take.
+    /// Write the image to a file, which `ctr images import` and `docker load` accept.
     #[arg(long, value_name = "FILE", group = "output")]
     archive: Option<PathBuf>,
 
-    /// Its name in the file [default: localhost/PROGRAM:latest].
+    /// The image's name in the file [default: localhost/PROGRAM:latest].
     #[arg(long, value_name = "REF", requires = "archive")]
     name: Option<String>,
 
-    /// Put a file or a folder in, as /app/DEST [default: its name]; can be repeated.
+    /// Add a file or folder to the image as /app/DEST [default: its name]; can be repeated.
     #[arg(long, value_name = "PATH[:DEST]", value_parser = include)]
     include: Vec<(PathBuf, String)>,
 
-    /// The launcher [default: that beside accel-jobs, else that of the PATH].
+    /// The accel-launch to put in the image [default: the one beside accel-jobs, else the one on the PATH].
     #[arg(long, value_name = "FILE")]
     launcher: Option<PathBuf>,
 

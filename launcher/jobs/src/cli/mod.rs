@@ -17,7 +17,7 @@ use crate::job::{JobDetails, JobRecord, JobStatus, Records};
 use crate::output::warn;
 use crate::spec::{EngineAddress, EngineKind, JobName};
 
-/// Submits a training program to the engine of a site, and shows its jobs.
+/// Submits a training program to Slurm, Kubernetes, Ray or this machine, and shows its jobs.
 #[derive(Debug, Parser)]
 #[command(
     name = "accel-jobs",
@@ -35,7 +35,7 @@ struct Cli {
 /// The location of engines and records.
 #[derive(Args, Clone, Debug)]
 struct JobsLocation {
-    /// The folder of the jobs' records [default: accel-jobs in XDG_STATE_HOME or ~/.local/state].
+    /// The folder for the records of jobs [default: accel-jobs in XDG_STATE_HOME or ~/.local/state].
     #[arg(long, value_name = "DIR", global = true)]
     jobs_dir: Option<PathBuf>,
     #[command(flatten)]
@@ -44,29 +44,29 @@ struct JobsLocation {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Submit a program; what follows `--` is the program and its arguments.
+    /// Submit a program; the words after `--` are the program and its arguments.
     #[command(
         override_usage = "accel-launch submit --name NAME [--engine ENGINE] [OPTIONS] -- PROGRAM [ARGS]..."
     )]
     Submit(Box<control::SubmitArgs>),
-    /// List jobs, the newest first.
+    /// List jobs, newest first.
     List(show::ListArgs),
     /// Show a job: its status, its instances, and why it failed.
     Get(show::GetArgs),
-    /// Print the output of all ranks of a job, from the node of rank 0.
+    /// Print the output of all ranks of a job, which the node of rank 0 collects.
     Logs(control::LogsArgs),
     /// Wait until a job has ended; the exit code is 0 if it succeeded, else 1.
     Wait(control::WaitArgs),
-    /// End a job, and remove all of it from its engine.
+    /// End a job, and remove everything of it from its engine.
     #[command(visible_alias = "delete")]
     Stop(control::StopArgs),
-    /// Show the GPUs of nodes, or of jobs.
+    /// Show the allocated and total GPUs of nodes, or the GPUs of jobs.
     #[command(subcommand)]
     Top(show::TopCommand),
     /// List the volumes that jobs can mount.
     #[command(subcommand)]
     Data(show::DataCommand),
-    /// Make container images that hold a program.
+    /// Make a container image of a program.
     #[cfg(feature = "image")]
     #[command(subcommand)]
     Image(image::ImageCommand),

@@ -14,7 +14,7 @@ use crate::spec::{EngineAddress, EngineKind, JobName};
 
 #[derive(Args, Debug)]
 pub(super) struct ListArgs {
-    /// Only jobs of this engine.
+    /// List only jobs of this engine.
     #[arg(long, value_enum)]
     engine: Option<EngineKind>,
 
@@ -265,17 +265,17 @@ fn span(from: Option<u64>, to: Option<u64>) -> String {
 
 #[derive(Debug, Subcommand)]
 pub(super) enum TopCommand {
-    /// The nodes and their GPUs.
+    /// Show the nodes and their GPUs.
     #[command(visible_alias = "node")]
     Nodes(TopArgs),
-    /// The jobs and their GPUs.
+    /// Show the jobs and their GPUs.
     #[command(visible_alias = "job")]
     Jobs(TopArgs),
 }
 
 #[derive(Args, Debug)]
 pub(super) struct TopArgs {
-    /// The engine [default: that of the newest job].
+    /// The engine to ask [default: the engine of the newest job].
     #[arg(long, value_enum)]
     engine: Option<EngineKind>,
 
@@ -392,7 +392,7 @@ fn gpus_table(jobs: &[JobDetails]) -> String {
 
 #[derive(Debug, Subcommand)]
 pub(super) enum DataCommand {
-    /// List them.
+    /// List the volumes.
     List(TopArgs),
 }
 

@@ -18,19 +18,19 @@ pub(crate) struct KubernetesOptions {
     #[arg(long, value_name = "REF")]
     pub(crate) image: Option<String>,
 
-    /// Kubernetes: put accel-launch and the program on this image, and run the image that is made so.
+    /// Kubernetes: make an image with accel-launch and the program on top of this one, and run it.
     #[arg(long, value_name = "REF", requires = "push", conflicts_with = "image")]
     pub(crate) base_image: Option<String>,
 
-    /// Kubernetes: where that image is pushed, such as registry.example/team/mnist:1.
+    /// Kubernetes: push the image made with --base-image under this reference, such as registry.example/team/mnist:1.
     #[arg(long, value_name = "REF", requires = "base_image")]
     pub(crate) push: Option<String>,
 
-    /// Kubernetes: put a file or a folder into that image as well, as /app/DEST; can be repeated.
+    /// Kubernetes: also add a file or folder to that image, as /app/DEST; can be repeated.
     #[arg(long, value_name = "PATH[:DEST]", requires = "base_image", value_parser = super::values::include)]
     pub(crate) include: Vec<(PathBuf, String)>,
 
-    /// Kubernetes: a registry that is reached without TLS; can be repeated.
+    /// Kubernetes: a registry to connect to without TLS; can be repeated.
     #[arg(long, value_name = "HOST:PORT", requires = "base_image")]
     pub(crate) insecure_registry: Vec<String>,
 
@@ -42,15 +42,15 @@ pub(crate) struct KubernetesOptions {
     #[arg(long, value_name = "PVC:PATH")]
     pub(crate) data: Vec<DataMount>,
 
-    /// Kubernetes: only nodes with this label; can be repeated.
+    /// Kubernetes: use only nodes with this label; can be repeated.
     #[arg(long, value_name = "KEY=VALUE", value_parser = label)]
     pub(crate) node_selector: Vec<(String, String)>,
 
-    /// Kubernetes: nodes with this taint as well, KEY, KEY:EFFECT or KEY=VALUE:EFFECT; can be repeated.
+    /// Kubernetes: also use nodes with this taint (KEY, KEY:EFFECT or KEY=VALUE:EFFECT); can be repeated.
     #[arg(long, value_name = "TAINT")]
     pub(crate) toleration: Vec<Taint>,
 
-    /// Kubernetes: the LocalQueue of Kueue in which the job waits.
+    /// Kubernetes: the Kueue LocalQueue in which the job waits.
     #[arg(long, value_name = "NAME")]
     pub(crate) queue: Option<String>,
 
@@ -58,19 +58,19 @@ pub(crate) struct KubernetesOptions {
     #[arg(long, value_name = "NAME")]
     pub(crate) service_account: Option<String>,
 
-    /// Kubernetes: bring code into the folder `code` of --working-dir before the program starts.
+    /// Kubernetes: before the program starts, copy code into the folder `code` of --working-dir by git or rsync.
     #[arg(long, value_enum, requires = "sync_source")]
     pub(crate) sync_mode: Option<SyncMode>,
 
-    /// Kubernetes: where that code is, an URL of git or a place of rsync.
+    /// Kubernetes: the source of that code, a git URL or an rsync source.
     #[arg(long, value_name = "URL", requires = "sync_mode")]
     pub(crate) sync_source: Option<String>,
 
-    /// Kubernetes: an image with git or rsync [default for git: alpine/git].
+    /// Kubernetes: the image that runs git or rsync [default for git: alpine/git].
     #[arg(long, value_name = "REF")]
     pub(crate) sync_image: Option<String>,
 
-    /// Kubernetes: an image with tensorboard [default: tensorflow/tensorflow].
+    /// Kubernetes: the image that runs TensorBoard [default: tensorflow/tensorflow].
     #[arg(long, value_name = "REF")]
     pub(crate) tensorboard_image: Option<String>,
 }

@@ -263,6 +263,10 @@ impl<'a> AgentCommand<'a> {
 /// Finds the `accel-launch` of this machine: installed with this program, else on the PATH.
 pub(crate) fn launcher_here() -> Result<PathBuf> {
     find_installed("accel-launch").ok_or_else(|| {
-        Error::usage("accel-launch is neither beside accel-jobs nor on the PATH; install it: cargo install accel-launch, or in a clone cargo install --path launcher")
+        Error::usage(concat!(
+            "accel-launch is neither beside accel-jobs nor on the PATH; install it by `cargo install --locked --git ",
+            env!("CARGO_PKG_REPOSITORY"),
+            " accel-launch`, or in a clone by `cargo install --locked --path launcher`",
+        ))
     })
 }
