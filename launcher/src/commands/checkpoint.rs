@@ -22,9 +22,9 @@ pub(crate) struct CheckpointArgs {
 
 #[derive(Clone, Debug, Subcommand)]
 enum CheckpointCommand {
-    /// List the checkpoints of a folder, and whether all files are there.
+    /// List the checkpoints in a folder, and show which of them lack files.
     ///
-    /// Their content is not read; `verify` does that.
+    /// Does not read the contents of the files; `verify` does.
     List(PathArgs),
     /// Show the metadata and files of a checkpoint.
     Show {
@@ -37,7 +37,7 @@ enum CheckpointCommand {
     },
     /// Read all checkpoints, and name every damaged file.
     ///
-    /// The exit code is 0 if everything is good, and 1 otherwise.
+    /// The exit code is 0 if no file is damaged, and 1 otherwise.
     Verify(PathArgs),
 }
 

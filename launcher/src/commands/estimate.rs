@@ -17,9 +17,9 @@ use crate::text::{columns, json, print, size};
 /// Arguments of `accel-launch estimate-memory`.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct EstimateArgs {
-    /// A safetensors file, or the index of one in shards (`….safetensors.index.json`).
+    /// A safetensors file, or the index of a sharded one (`….safetensors.index.json`).
     ///
-    /// Only headers are read, whatever the size.
+    /// Only headers are read, whatever the size of the file.
     #[arg(value_name = "FILE")]
     file: PathBuf,
 

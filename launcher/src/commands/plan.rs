@@ -12,15 +12,15 @@ use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 
 /// Shows which rank gets which samples, batch by batch.
 ///
-/// Nothing is started: the plan is a function of these options, and the one that a training
-/// program with the same settings follows.
+/// Starts nothing: the plan depends only on these options, and a training program with the same
+/// settings follows it.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct PlanArgs {
     /// The number of samples in the data set.
     #[arg(long, value_name = "N")]
     samples: u64,
 
-    /// The samples in a batch of one rank; with --split-batches, of all ranks together.
+    /// The number of samples in a batch of one rank; with --split-batches, of all ranks together.
     #[arg(long, value_name = "B")]
     batch_size: usize,
 
@@ -28,7 +28,7 @@ pub(crate) struct PlanArgs {
     #[arg(long, value_name = "W")]
     world_size: usize,
 
-    /// The handling of the last samples when they do not fill a batch on every rank
+    /// The tail policy, for the last samples if they do not fill a batch on every rank
     /// [default: exact; with --iterable: pad].
     #[arg(long, value_name = "POLICY", value_parser = tail_parser())]
     tail: Option<TailPolicy>,
@@ -37,13 +37,13 @@ pub(crate) struct PlanArgs {
     #[arg(long)]
     split_batches: bool,
 
-    /// The same as --tail drop. It overrides pad and uneven, and contradicts exact.
+    /// The same as --tail drop. It overrides --tail pad and --tail uneven; with --tail exact, it is an error.
     #[arg(long)]
     drop_last: bool,
 
-    /// Plan as Accelerate shards an iterable data set: padded unless another tail is given.
+    /// Plan as Accelerate shards an iterable data set: padded, unless another tail is given.
     ///
-    /// Padded or dropped, its batches are those of a data set that is read by index.
+    /// With --tail pad or drop, the batches are the same as for a data set that is read by index.
     #[arg(long)]
     iterable: bool,
 
@@ -51,7 +51,7 @@ pub(crate) struct PlanArgs {
     #[arg(long, value_name = "SEED")]
     shuffle: Option<u64>,
 
-    /// The epoch to show; each has its own order when shuffled.
+    /// The epoch to show; shuffled epochs have different orders.
     #[arg(long, value_name = "E", default_value_t = 0)]
     epoch: u64,
 
@@ -62,8 +62,8 @@ pub(crate) struct PlanArgs {
     /// Print every rank's batches as JSON: an object whose `ranks` is a list of ranks, each a list
     /// of batches, each a list of samples.
     ///
-    /// Padding is among the samples. The batches that only keep an idle rank busy are left out,
-    /// since their samples are another batch's.
+    /// Padding is included. Batches that only keep an idle rank busy are left out, since their
+    /// samples belong to another batch.
     #[arg(long)]
     json: bool,
 }

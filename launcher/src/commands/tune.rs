@@ -20,10 +20,11 @@ use crate::text::{columns, json, note, plain, print};
 
 /// Searches the hyperparameters of a program that prints its metrics as JSON lines.
 ///
-/// SPEC, a TOML or JSON file, names the metric, the space, the scheduler and when trials stop. The program's arguments
-/// are filled with the parameters of each trial: `{lr}`, `{optimizer/name}`; `{trial}`, `{folder}`, `{params}` (a JSON file with all of them) and
-/// `{checkpoint}`. A line that it prints is a report where it is a JSON object with the metric. The same command resumes a
-/// search that was interrupted, by whatever.
+/// SPEC is a TOML or JSON file with the metric, the search space, the scheduler and the rules that stop trials. In the
+/// program's arguments, placeholders stand for the parameters of a trial (`{lr}`, `{optimizer/name}`), its name
+/// `{trial}`, its folder `{folder}`, a JSON file with all parameters `{params}`, and the checkpoint to resume from
+/// `{checkpoint}`. A line of the program's output is a report if it is a JSON object with the metric. The same command
+/// resumes a search that was interrupted.
 #[derive(Args, Clone, Debug)]
 #[command(
     args_conflicts_with_subcommands = true,
@@ -44,11 +45,11 @@ enum TuneCommand {
     List(ListSearchesArgs),
     /// Show the trials of a search.
     Show(ShowSearchArgs),
-    /// Print the best result of a search, its trial, configuration and checkpoint.
+    /// Print the best result of a search, with its trial, configuration and checkpoint.
     Best(BestArgs),
     /// Continue with a search that was interrupted, by the command that began it.
     Resume(ResumeArgs),
-    /// Pause a search that runs: its trials save at their next report.
+    /// Pause a running search: its trials save at their next report.
     Stop {
         /// The search's folder.
         folder: PathBuf,
@@ -60,11 +61,11 @@ struct BestArgs {
     /// The search's folder.
     folder: PathBuf,
 
-    /// The metric; the search's own otherwise.
+    /// The metric [default: the search's].
     #[arg(long)]
     metric: Option<String>,
 
-    /// Prefer smaller (min) or larger (max) values of the metric, in place of the search's choice.
+    /// Prefer smaller (min) or larger (max) values of the metric [default: the search's mode].
     #[arg(long, value_parser = mode)]
     mode: Option<Mode>,
 
@@ -169,11 +170,11 @@ struct SearchArgs {
     /// The specification, a TOML or JSON file.
     spec: PathBuf,
 
-    /// The folder of the search's files [default: tune/NAME, by the specification's name].
+    /// The folder for the search's files [default: tune/NAME, where NAME is the specification's].
     #[arg(long, value_name = "DIR")]
     folder: Option<PathBuf>,
 
-    /// Trials that run at the same time [default: the specification's `slots`, or what fits this machine].
+    /// Number of trials to run at the same time [default: the specification's `slots`, or as many as fit this machine].
     #[arg(long, value_name = "N")]
     slots: Option<usize>,
 
@@ -191,7 +192,7 @@ struct ResumeArgs {
     /// The search's folder.
     folder: PathBuf,
 
-    /// Trials that run at the same time [default: as before].
+    /// Number of trials to run at the same time [default: as before].
     #[arg(long, value_name = "N")]
     slots: Option<usize>,
 }
@@ -407,7 +408,7 @@ struct ShowSearchArgs {
     /// The search's folder.
     folder: PathBuf,
 
-    /// How: the table that is shown while it runs, comma-separated values, or JSON.
+    /// The format: the table that a running search shows, comma-separated values, or JSON.
     #[arg(long, value_enum, default_value_t = Format::Table)]
     format: Format,
 

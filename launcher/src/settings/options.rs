@@ -22,9 +22,9 @@ use crate::settings::hosts::{Endpoint, HostList};
 pub(crate) struct Options {
     /// A program, or the source file of a binary or an example of a cargo package.
     ///
-    /// Cargo first builds the target of a source file. A name without a slash is looked up in the current folder, then among
-    /// the examples and binaries of the cargo package, then on the PATH. Everything after the script is passed to it
-    /// unchanged.
+    /// Cargo first builds the target of a source file. A name without a slash is looked up in the current folder, then
+    /// among the examples and binaries of the cargo package, then on the PATH. Everything after the script is passed to
+    /// it unchanged.
     #[arg(value_name = "SCRIPT")]
     pub(crate) script: Option<PathBuf>,
 
@@ -35,8 +35,8 @@ pub(crate) struct Options {
     #[arg(short = 'n', long, value_name = "N|MIN:MAX", value_parser = processes, allow_negative_numbers = true)]
     pub(crate) num_processes: Option<Processes>,
 
-    /// Number of processes (ranks) to start on this host: N; `gpu`, one per GPU; `cpu`, one per core; `auto`, one per GPU
-    /// or, without GPUs, one.
+    /// Number of processes (ranks) to start on this host: N; `gpu`, one per GPU; `cpu`, one per core; `auto`, one per
+    /// GPU or, without GPUs, one.
     ///
     /// On one host, `--num-processes N` means the same. Hosts may start different numbers of ranks.
     #[arg(
@@ -48,10 +48,11 @@ pub(crate) struct Options {
     )]
     pub(crate) nproc_per_node: Option<PerHost>,
 
-    /// Number of hosts that run the job, or a range of it, MIN:MAX [default: 1]. Start accel-launch on each host, with the
-    /// same program and arguments.
+    /// Number of hosts that run the job, or a range of it, MIN:MAX [default: 1]. Start accel-launch on each host, with
+    /// the same program and arguments.
     ///
-    /// With MIN:MAX, the job starts with the hosts that have joined, at least MIN. Hosts may join and leave while it runs.
+    /// With MIN:MAX, the job starts with the hosts that have joined, at least MIN. Hosts may join and leave while it
+    /// runs.
     #[arg(long, value_name = "N|MIN:MAX", value_parser = processes, alias = "num-machines", allow_negative_numbers = true, help_heading = "Several hosts")]
     pub(crate) nnodes: Option<Processes>,
 
@@ -105,8 +106,8 @@ pub(crate) struct Options {
     )]
     pub(crate) hostfile: Option<PathBuf>,
 
-    /// Copy this file or folder to the same path on all hosts before ranks start, by rsync over SSH; can be repeated. Only
-    /// changes are sent.
+    /// Copy this file or folder to the same path on all hosts before ranks start, by rsync over SSH; can be repeated.
+    /// Only changes are sent.
     #[arg(
         long,
         value_name = "PATH",
@@ -194,8 +195,8 @@ pub(crate) struct Options {
 
     /// Number of threads of each rank (RAYON_NUM_THREADS and OMP_NUM_THREADS).
     ///
-    /// By default, the number of cores divided by the number of ranks; the default does not apply to a single rank, or if
-    /// the variables are already set.
+    /// By default, the number of cores divided by the number of ranks; the default does not apply to a single rank, or
+    /// if the variables are already set.
     #[arg(long, value_name = "N", value_parser = count, allow_negative_numbers = true)]
     pub(crate) threads_per_process: Option<NonZeroUsize>,
 
@@ -227,7 +228,7 @@ pub(crate) struct Options {
     #[arg(long, value_name = "SECONDS", value_parser = seconds, allow_negative_numbers = true)]
     pub(crate) grace: Option<Duration>,
 
-    /// How often to restart a failed job [default: 0; with MIN:MAX processes or hosts, 3].
+    /// The largest number of restarts of a failed job [default: 0; with MIN:MAX processes or hosts, 3].
     ///
     /// A restart ends all ranks and starts new ones; the program resumes from its newest checkpoint.
     /// The count is never reset, however long the job runs between restarts. Ranks that were preempted and have saved

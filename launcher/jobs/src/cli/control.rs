@@ -32,7 +32,8 @@ pub(super) struct SubmitArgs {
     #[arg(long, value_name = "N", default_value_t = NonZeroUsize::MIN, alias = "workers", alias = "nnodes", value_parser = nodes)]
     nodes: NonZeroUsize,
 
-    /// Number of processes (ranks) of a job on one node, as for `accel-launch -n`; with several nodes, give --nproc-per-node.
+    /// Number of processes (ranks) of a job on one node, as for `accel-launch -n`; with several nodes, give
+    /// --nproc-per-node.
     #[arg(short = 'n', long, value_name = "N", conflicts_with = "nproc_per_node")]
     num_processes: Option<NonZeroUsize>,
 
@@ -56,8 +57,8 @@ pub(super) struct SubmitArgs {
     #[arg(long, value_name = "TIME", value_parser = time_limit, alias = "running-timeout")]
     time: Option<Duration>,
 
-    /// An environment variable for the ranks; can be repeated. NAME alone passes the value from this environment, and keeps
-    /// it out of process lists.
+    /// An environment variable for the ranks; can be repeated. NAME alone passes the value from this environment, and
+    /// keeps it out of process lists.
     #[arg(short, long, value_name = "NAME[=VALUE]", value_parser = variable)]
     env: Vec<(String, String)>,
 

@@ -16,8 +16,8 @@ use crate::spec::{include, launcher_here};
 pub(super) enum ImageCommand {
     /// Make an image with a program as one layer on a base image, and push it or write it to a file. Needs no Docker.
     ///
-    /// The image has accel-launch in /usr/local/bin and the program in /app. The same files on the same base image always
-    /// give the same digest.
+    /// The image has accel-launch in /usr/local/bin and the program in /app. The same files on the same base image
+    /// always give the same digest.
     Build(BuildArgs),
 }
 

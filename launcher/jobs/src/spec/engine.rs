@@ -203,15 +203,15 @@ impl fmt::Display for EngineKind {
 #[derive(Clone, Debug, Default, PartialEq, clap::Args, Serialize, Deserialize)]
 #[serde(default)]
 pub(crate) struct SlurmOptions {
-    /// The partition of Slurm [default: that of the site].
+    /// The Slurm partition [default: the site's].
     #[arg(long, value_name = "NAME")]
     pub(crate) partition: Option<String>,
 
-    /// Whom Slurm accounts the job to [default: your default account].
+    /// The Slurm account that is charged for the job [default: your default account].
     #[arg(long, value_name = "NAME")]
     pub(crate) account: Option<String>,
 
-    /// Features that nodes of Slurm must have: a100, 'rack1|rack2'.
+    /// Features that Slurm nodes must have, such as a100 or 'rack1|rack2'.
     #[arg(long, value_name = "FEATURES")]
     pub(crate) constraint: Option<String>,
 
@@ -219,7 +219,7 @@ pub(crate) struct SlurmOptions {
     #[arg(long, value_name = "OPTION", allow_hyphen_values = true)]
     pub(crate) sbatch_arg: Vec<String>,
 
-    /// Copy the program as it is now, and at its start to DIR of each of Slurm's nodes [default DIR: /tmp].
+    /// Save the program as it is now, and when the job starts, copy it to DIR on each Slurm node [default DIR: /tmp].
     #[arg(long, value_name = "DIR", num_args = 0..=1, require_equals = true, default_missing_value = "/tmp")]
     pub(crate) broadcast: Option<PathBuf>,
 }
@@ -229,15 +229,16 @@ pub(crate) struct SlurmOptions {
 #[derive(Clone, Debug, Default, PartialEq, clap::Args, Serialize, Deserialize)]
 #[serde(default)]
 pub(crate) struct RayOptions {
-    /// Ray: a file or folder that the job gets beside its program, in the folder that it starts in; can be repeated.
+    /// Ray: also upload this file or folder into the folder in which the program starts; can be repeated.
     #[arg(long, value_name = "PATH")]
     pub(crate) ray_include: Vec<PathBuf>,
 
-    /// Ray: nodes have the program and accel-launch at the paths of this machine, in a folder that they share.
+    /// Ray: upload nothing, since all nodes have the program and accel-launch in a shared folder, at the paths of this
+    /// machine.
     #[arg(long)]
     pub(crate) no_upload: bool,
 
-    /// Ray: whether every agent has a node of its own.
+    /// Ray: the placement of agents on nodes.
     #[arg(long, value_enum, value_name = "STRATEGY", default_value_t)]
     pub(crate) placement: RayPlacement,
 }
@@ -247,10 +248,10 @@ pub(crate) struct RayOptions {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "SCREAMING_SNAKE_CASE")]
 pub(crate) enum RayPlacement {
-    /// Each on a node of its own.
+    /// Each agent on a node of its own.
     #[default]
     StrictSpread,
-    /// On as many nodes as have room.
+    /// On as many nodes as have room; agents may share a node.
     Spread,
 }
 

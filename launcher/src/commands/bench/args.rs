@@ -28,24 +28,24 @@ pub(super) enum What {
 
 /// Times all-reduces (sums) of several sizes, and checks their results.
 ///
-/// The sums of the warm-up and of one operation after the timed ones are compared, element by
-/// element, with what is known beforehand; a wrong sum is an error.
+/// Compares the sums of the warm-up and of one operation after the timed ones with the known
+/// results, element by element; a wrong sum is an error.
 #[derive(Args, Clone, Debug)]
 #[command(after_help = BENCH_HELP)]
 pub(crate) struct AllReduceArgs {
-    /// Ranks; one is enough for --device cuda.
+    /// Number of ranks; with --device cuda, one is enough.
     #[arg(short = 'n', long, value_name = "N", default_value = "2", value_parser = processes)]
     pub(super) num_processes: NonZeroUsize,
 
-    /// The memory that is reduced: the CPU's, or that of the ranks' NVIDIA GPUs, by NCCL.
+    /// The memory to reduce: the CPU's, or by NCCL, that of the ranks' NVIDIA GPUs.
     #[arg(long, value_name = "DEVICE", value_enum, default_value_t = BenchDevice::Cpu)]
     pub(super) device: BenchDevice,
 
-    /// The connection of the ranks: auto, shm, tcp, hierarchical, or threads of one process.
+    /// The connection between ranks: auto, shm, tcp, hierarchical, or threads of one process.
     #[arg(long, value_name = "KIND", default_value_t, value_parser = transport)]
     pub(super) transport: TransportKind,
 
-    /// The sizes, separated by commas: bytes, KiB, MiB, GiB, KB, MB or GB.
+    /// The sizes, separated by commas, in bytes, KiB, MiB, GiB, KB, MB or GB.
     #[arg(
         long,
         value_name = "SIZE,...",
@@ -65,7 +65,8 @@ pub(crate) struct AllReduceArgs {
     )]
     pub(super) dtype: Vec<DType>,
 
-    /// The number of timed operations of each size [default: 400 MB in all, 20 to 10,000].
+    /// The number of timed operations of each size [default: as many as reduce 400 MB, but
+    /// at least 20 and at most 10,000].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub(super) iterations: Option<u32>,
 
@@ -129,23 +130,23 @@ pub(super) const MOST: usize = 32;
 
 const BENCH_HELP: &str = "\
 Iterations run back to back and are timed in up to 100 blocks; the time of a block is that of its
-slowest rank. The table shows the median over blocks, the minimum and the 95th percentile, for one operation.
-Inputs are not written in between, as in NVIDIA's nccl-tests.
+slowest rank. The table shows the median, the minimum and the 95th percentile over the blocks, per operation.
+As in NVIDIA's nccl-tests, inputs are not written between operations.
 
-Algorithm bandwidth is bytes / time; bus bandwidth is that x 2 (N - 1) / N.
+Algorithm bandwidth is bytes / time; bus bandwidth is algorithm bandwidth x 2 (N - 1) / N.
 
 The bound is an all-reduce in place without synchronization: each rank reads 1/N of N arrays and writes the
 sum back to all N, which is `bytes` read and `bytes` written per rank. It is timed in the same run, on all ranks
-at once, each on N arrays of its own. It is a plain loop without the widest vectors: what fits into the caches
-can be faster, above 100 %.
+at once, each on N arrays of its own. The bound is a plain loop without the widest vector instructions, so
+arrays that fit into the caches can exceed 100 %.
 
-With --device cuda local rank R uses GPU R, and NCCL reduces: operations are enqueued back to back, and a block
-ends with its last one. There is no bound. The driver and NCCL are loaded at run time.
+With --device cuda, local rank R uses GPU R, and NCCL reduces. Operations are enqueued back to back, and a block
+ends when its last operation does. There is no bound. The driver and NCCL are loaded at run time.
 
-With --json the figures are one object: seconds, bytes, and bytes per second. The README in the folder
+With --json, the figures are one object, in seconds, bytes, and bytes per second. The README in the folder
 launcher/src/commands/bench has a table of all fields with their units.
 
-Exit code: 0, or 1 if a sum is wrong, a rank fails, the ranks cannot be connected in this way, or the
+Exit code: 0 on success; 1 if a sum is wrong, a rank fails, the ranks cannot be connected by --transport, or the
 output cannot be written; 2 for a wrong command line or environment.
 
 Examples:

@@ -21,27 +21,27 @@ use crate::text::{note, plain, print, size};
 
 #[derive(Args, Clone, Debug)]
 pub(super) struct ExportArgs {
-    /// The run: its folder's name, its id or the beginning of that, its name, or a path.
+    /// The run: its name, its folder's name or path, or its id or the beginning of its id.
     #[arg(value_name = "RUN")]
     run: String,
 
     #[command(flatten)]
     place: RunsFolder,
 
-    /// The part of the runs to write.
+    /// The content to write, and its format.
     #[arg(long, value_enum, default_value_t = ExportFormat::Csv)]
     format: ExportFormat,
 
-    /// The file to write, or for `tensorboard` the folder; standard output without it.
+    /// The file to write, or for `tensorboard` the folder [default: standard output].
     #[arg(short, long, value_name = "PATH")]
     output: Option<PathBuf>,
 }
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
 enum ExportFormat {
-    /// The points of all metrics, a row each.
+    /// The points of all metrics, one row per point.
     Csv,
-    /// The points of all metrics, a JSON object a line.
+    /// The points of all metrics, one JSON object per line.
     Jsonl,
     /// Everything, as one JSON object.
     Json,
@@ -143,7 +143,7 @@ fn write(
 
 #[derive(Args, Clone, Debug)]
 pub(super) struct ReportArgs {
-    /// The runs: names of their folders, ids or beginnings of those, names, or paths.
+    /// The runs: names, folder names or paths, or ids or beginnings of ids.
     #[arg(value_name = "RUN", required = true)]
     names: Vec<String>,
 
@@ -198,34 +198,34 @@ pub(super) fn board(arguments: &BoardArgs) -> Result<ExitCode> {
 
 #[derive(Args, Clone, Debug)]
 pub(super) struct SyncArgs {
-    /// The runs: names of their folders, ids or beginnings of those, names, or paths.
+    /// The runs: names, folder names or paths, or ids or beginnings of ids.
     #[arg(id = "run_names", value_name = "RUN", required_unless_present = "all")]
     names: Vec<String>,
 
-    /// All runs of the folder.
+    /// Deliver all runs in the folder.
     #[arg(long, conflicts_with = "run_names")]
     all: bool,
 
     #[command(flatten)]
     place: RunsFolder,
 
-    /// The destination: `csv`, to `metrics.csv` in the run's folder; `tensorboard`, to event files there, or
-    /// `tensorboard:DIR`, to a folder for each run in DIR; `mlflow:URL`, to an MLflow server, or `mlflow`, to the one that
-    /// MLFLOW_TRACKING_URI names.
+    /// The destination: `csv` writes `metrics.csv` in the run's folder; `tensorboard` writes event files there, and
+    /// `tensorboard:DIR` into a folder for each run in DIR; `mlflow:URL` sends to an MLflow server, and `mlflow` to the
+    /// one that MLFLOW_TRACKING_URI names.
     #[arg(long, value_name = "PLACE")]
     to: Destination,
 
-    /// The experiment on the MLflow server, which is made where it is not there [default: that of
+    /// The experiment on the MLflow server, which is created if it does not exist [default: the one in
     /// MLFLOW_EXPERIMENT_NAME or MLFLOW_EXPERIMENT_ID, else Default]
     #[arg(long, value_name = "NAME")]
     experiment: Option<String>,
 
-    /// Deliver to MLflow also what follows the last checkpoint of a run that has not ended, though the server can take
-    /// nothing back if the run resumes.
+    /// For a run that has not ended, also send to MLflow what follows its last checkpoint. If the run resumes from that
+    /// checkpoint, the server cannot take it back.
     #[arg(long)]
     live: bool,
 
-    /// Say only which runs would be delivered where, without asking whether anything of them is missing there.
+    /// Only print which runs would be delivered where, without checking what is missing there.
     #[arg(long)]
     dry_run: bool,
 }
@@ -336,11 +336,11 @@ impl FromStr for Destination {
 
 #[derive(Args, Clone, Debug)]
 pub(super) struct UploadArgs {
-    /// The run: its folder's name, its id or the beginning of that, its name, or a path.
+    /// The run: its name, its folder's name or path, or its id or the beginning of its id.
     #[arg(value_name = "RUN")]
     run: String,
 
-    /// The other folder of runs, which exists.
+    /// The folder of runs to copy to, which must exist.
     #[arg(value_name = "DIR")]
     destination: PathBuf,
 

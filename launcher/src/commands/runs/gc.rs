@@ -27,25 +27,25 @@ pub(super) struct GcArgs {
     #[command(flatten)]
     filter: RunFilter,
 
-    /// Remove runs that have written nothing for this long, such as `30d` or `12h`; also what runs that never began and
-    /// uploads that did not end have left.
+    /// Remove runs that have written nothing for this long, such as `30d` or `12h`. Also remove leftovers of this age
+    /// from runs that never began and uploads that did not finish.
     #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration)]
     older_than: Option<Duration>,
 
-    /// The number of the newest runs to keep.
+    /// Keep this many of the newest runs.
     #[arg(long, value_name = "NUMBER")]
     keep_last: Option<usize>,
 
-    /// Remove the versions of artifacts too that runs made which are not there any more, unless another run uses them,
-    /// they have an alias, or are the latest.
+    /// Also remove artifact versions made by runs that no longer exist, unless another run uses the version, it has an
+    /// alias, or it is the latest.
     #[arg(long)]
     artifacts: bool,
 
-    /// Say only what would be removed.
+    /// Only print what would be removed.
     #[arg(long)]
     dry_run: bool,
 
-    /// Remove without a question. Where standard input is no terminal, nothing is removed without it.
+    /// Remove without asking. Required if standard input is not a terminal.
     #[arg(short, long)]
     yes: bool,
 }

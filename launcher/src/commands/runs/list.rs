@@ -21,8 +21,8 @@ pub(super) struct ListArgs {
     #[command(flatten)]
     filter: RunFilter,
 
-    /// Sort by name, status, age, duration, step, a hyperparameter, or the last value of a metric, the best first:
-    /// the smallest of a loss or an error, the greatest of others.
+    /// Sort by name, status, age, duration, step, a hyperparameter, or the last value of a metric. Metrics are sorted
+    /// best first: smallest first for a loss or an error, greatest first for others.
     #[arg(long, value_name = "KEY", default_value = "age")]
     sort: String,
 
@@ -30,8 +30,7 @@ pub(super) struct ListArgs {
     #[arg(long)]
     reverse: bool,
 
-    /// A metric to show; may be given several times. Without it, up to three that most runs have, those of validation
-    /// first.
+    /// A metric to show; can be repeated [default: up to three that most runs have, validation metrics first].
     #[arg(long = "metric", value_name = "KEY")]
     metrics: Vec<String>,
 
@@ -43,11 +42,11 @@ pub(super) struct ListArgs {
 /// The choice of runs of a folder.
 #[derive(Args, Clone, Debug)]
 pub(super) struct RunFilter {
-    /// Only runs of this status; may be given several times.
+    /// Select only runs with this status; can be repeated.
     #[arg(long = "status", value_name = "STATUS", value_parser = status())]
     statuses: Vec<RunStatus>,
 
-    /// Only runs with this tag, whatever its value, or with this value; may be given several times.
+    /// Select only runs with this tag, with any value or with VALUE; can be repeated.
     #[arg(long = "tag", value_name = "KEY[=VALUE]")]
     tags: Vec<String>,
 }

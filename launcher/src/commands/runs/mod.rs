@@ -25,7 +25,7 @@ pub(crate) struct RunsArgs {
 
 #[derive(Clone, Debug, Subcommand)]
 enum RunsCommand {
-    /// List the runs of a folder.
+    /// List the runs in a folder.
     List(list::ListArgs),
     /// Show everything about a run.
     Show(show::ShowArgs),
@@ -35,26 +35,25 @@ enum RunsCommand {
     Diff(show::DiffArgs),
     /// Write a run to a file.
     Export(deliver::ExportArgs),
-    /// Write a page that shows a run, or compares several, in one file that needs no network.
+    /// Write a self-contained HTML page that shows a run or compares several.
     Report(deliver::ReportArgs),
-    /// Serve that page for all runs of a folder, and keep it up to date while they are written.
+    /// Serve the page of `report` for all runs in a folder, and update it while runs are written.
     ///
-    /// The page is served on this machine only, at the address that is printed; its token is a new one each time. On a
-    /// machine that you reach by SSH, forward the port: `ssh -L PORT:127.0.0.1:PORT HOST`.
+    /// Only this machine can open the page. The command prints its address, which has a new token each time. If you are
+    /// logged in over SSH, forward the port: `ssh -L PORT:127.0.0.1:PORT HOST`.
     Board(deliver::BoardArgs),
-    /// Copy runs, with the artifacts that they made and used, to another folder of runs; anything already there is not
-    /// copied again.
+    /// Copy runs, with the artifacts that they made and used, to another folder of runs. Skips what is already there.
     Upload(deliver::UploadArgs),
-    /// Deliver the missing parts of runs to a table, TensorBoard or MLflow.
+    /// Write runs to a CSV table, TensorBoard or MLflow; only the parts that are missing there are sent.
     Sync(deliver::SyncArgs),
     /// Remove runs, and leftover data that nothing needs.
     ///
-    /// A run is removed if all of the given options select it; without options, none is removed. Runs that are being
-    /// written, runs with the tag `keep`, and files in a run's folder that the run did not write are never removed.
+    /// Removes the runs that all given options select; without such options, removes no run. Never removes runs that
+    /// are being written, runs with the tag `keep`, or files in a run's folder that the run did not write.
     Gc(gc::GcArgs),
-    /// Start the program of a run again, and report whether the results have the same bits.
+    /// Start the program of a recorded run again, and compare the bits of its results.
     ///
-    /// The exit code is 0 if they have, 1 if not, and 2 if the program could not be run.
+    /// The exit code is 0 if all bits are the same, 1 if not, and 2 if the program could not be run.
     Reproduce(reproduce::ReproduceArgs),
 }
 

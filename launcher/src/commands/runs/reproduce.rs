@@ -16,15 +16,15 @@ use crate::text::{note, plain, print, shell_line, short};
 
 #[derive(Args, Clone, Debug)]
 pub(super) struct ReproduceArgs {
-    /// The run: its folder's name, its id or the beginning of that, its name, or a path.
+    /// The run: its name, its folder's name or path, or its id or the beginning of its id.
     #[arg(value_name = "RUN")]
     run: String,
 
     #[command(flatten)]
     place: RunsFolder,
 
-    /// A metric that need not be the same, such as a throughput; `time/*` are all that begin so. May be given several
-    /// times.
+    /// A metric that may differ, such as a throughput; `time/*` stands for all metrics that begin with `time/`. Can be
+    /// repeated.
     #[arg(long = "ignore", value_name = "KEY")]
     ignored: Vec<String>,
 

@@ -18,22 +18,22 @@ use crate::text::{age, columns, duration, figure, json, note, plain, print, shor
 
 #[derive(Args, Clone, Debug)]
 pub(super) struct ShowArgs {
-    /// The run: its folder's name, its id or the beginning of that, its name, or a path.
+    /// The run: its name, its folder's name or path, or its id or the beginning of its id.
     #[arg(value_name = "RUN")]
     run: String,
 
     #[command(flatten)]
     place: RunsFolder,
 
-    /// Show all points of a metric, such as `train/loss`; may be given several times.
+    /// Show all points of a metric, such as `train/loss`; can be repeated.
     #[arg(long = "metric", value_name = "KEY")]
     metrics: Vec<String>,
 
-    /// Show also the environment variables by which launchers and schedulers told the program its place.
+    /// Also show the environment variables in which launchers and schedulers gave the program its rank.
     #[arg(long)]
     all: bool,
 
-    /// Print JSON, with everything.
+    /// Print everything as JSON.
     #[arg(long)]
     json: bool,
 }
@@ -307,14 +307,14 @@ fn time(ms: u64) -> String {
 
 #[derive(Args, Clone, Debug)]
 pub(super) struct CompareArgs {
-    /// The runs: names of their folders, ids or beginnings of those, names, or paths.
+    /// The runs: names, folder names or paths, or ids or beginnings of ids.
     #[arg(value_name = "RUN", required = true, num_args = 2..)]
     runs: Vec<String>,
 
     #[command(flatten)]
     place: RunsFolder,
 
-    /// Show only this metric; may be given several times.
+    /// Show only this metric; can be repeated.
     #[arg(long = "metric", value_name = "KEY")]
     metrics: Vec<String>,
 
@@ -432,11 +432,11 @@ fn metric_rows(runs: &[RunSummary], only: &[String]) -> Vec<ComparedRow> {
 
 #[derive(Args, Clone, Debug)]
 pub(super) struct DiffArgs {
-    /// The one run: its folder's name, its id or the beginning of that, its name, or a path.
+    /// The first run: its name, its folder's name or path, or its id or the beginning of its id.
     #[arg(value_name = "A")]
     a: String,
 
-    /// The other run.
+    /// The second run, named in the same way.
     #[arg(value_name = "B")]
     b: String,
 

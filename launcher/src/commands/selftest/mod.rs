@@ -31,30 +31,30 @@ pub(crate) use rank::{RankArgs, run as rank};
 use rank::{RankLine, Task, limit};
 use report::{LaunchTimes, StageFailure, StageResult, TestReport, failed};
 
-/// Tests this installation: whether ranks connect, compute, and detect failures.
+/// Tests that ranks connect, compute and detect failures on this machine.
 ///
-/// Every stage has a time limit and a result of its own. The exit code is 0 when nothing failed
-/// and 1 otherwise.
+/// Every stage has its own time limit and result. The exit code is 0 if no stage failed, and 1
+/// otherwise.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct TestArgs {
-    /// Processes that connect.
+    /// Number of processes.
     #[arg(short = 'n', long, value_name = "N", default_value = "2", value_parser = processes)]
     num_processes: NonZeroUsize,
 
-    /// The port of the store; 0 takes a free one.
+    /// The port of the store; 0 picks a free one.
     #[arg(long, value_name = "PORT", default_value_t = 0)]
     master_port: u16,
 
-    /// The seconds that a stage may take.
+    /// The time limit of a stage in seconds.
     #[arg(long, value_name = "SECONDS", default_value = "30", value_parser = limit)]
     limit: Duration,
 
-    /// Run these stages only; can be repeated.
+    /// Run only this stage; can be repeated.
     #[arg(long, value_name = "STAGE")]
     stage: Vec<Stage>,
 
-    /// Also measure the time from the launcher's start to the end of the first all-reduce: the
-    /// median of ten runs.
+    /// Also measure the time from the launcher's start to the end of the first all-reduce (median of
+    /// ten runs).
     #[arg(long)]
     timing: bool,
 
