@@ -1,4 +1,5 @@
-//! Compares what must be the same on every rank, and tells all ranks of an error on one; errors name the ranks.
+//! Compares values that must be the same on every rank, and reports an error of one rank to all. Errors name the
+//! ranks.
 
 use core::fmt;
 

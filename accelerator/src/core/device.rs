@@ -136,7 +136,7 @@ impl FromStr for BackendKind {
     }
 }
 
-/// The choice whether ranks of a host may share its GPUs if there are more ranks than GPUs.
+/// Allows or forbids that a host's ranks share GPUs if there are more ranks than GPUs.
 ///
 /// A shared GPU computes for one rank after the other, and its memory holds the model of each: a program
 /// that was meant to have one GPU a rank would be slow and not know why.

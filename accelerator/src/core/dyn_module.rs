@@ -1,5 +1,5 @@
-//! Models without their types. What works on a model is compiled in this crate once, and not in every program for each of
-//! its models: a program instantiates [`DynModule`] alone.
+//! Models without their types. Code that works on models is compiled once, in this crate, instead of in every program
+//! for each of its models: a program instantiates only [`DynModule`].
 
 use core::any::Any;
 use core::fmt;

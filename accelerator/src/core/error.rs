@@ -70,9 +70,9 @@ accelerator_host::define_error! {
 }
 
 impl Error {
-    /// An error of the program's own, in its words: for a closure or a hook that this library calls, and to
-    /// leave a function that returns its [`Result`]. Any error goes in, and so does a text. It travels to other
-    /// ranks as this library's own do. One of this type comes back as it is.
+    /// Makes an error of the program's own, for a closure or a hook that this library calls, or for a function that
+    /// returns this [`Result`]. It takes any error or text. The error reaches other ranks like the library's own. An
+    /// error that is already of this type is returned unchanged.
     ///
     /// Errors of files have a conversion, so that `?` takes them.
     ///
@@ -165,8 +165,7 @@ impl Error {
                 .is_some_and(accelerator_collective::Error::is_misuse)
     }
 
-    /// Returns the communication error behind this one, whose own predicates tell a lost peer from a
-    /// timeout or a mismatch.
+    /// Returns the communication error behind this one. Its predicates tell a lost peer from a timeout or a mismatch.
     pub fn collective(&self) -> Option<&accelerator_collective::Error> {
         let mut source = self.source();
         while let Some(error) = source {

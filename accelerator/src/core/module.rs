@@ -1,6 +1,6 @@
-//! The markers by which one trait covers every Burn module and other types, too: of
-//! [`Prepare`](crate::Prepare), [`Save`](crate::checkpoint::Save) and [`Resume`](crate::checkpoint::Resume).
-//! Programs never name them; the compiler infers which one applies. And the visits of a model by path.
+//! Marker types with which [`Prepare`](crate::Prepare), [`Save`](crate::checkpoint::Save) and
+//! [`Resume`](crate::checkpoint::Resume) each cover every Burn module as well as other types. Programs never name a
+//! marker; the compiler infers which one applies. This module also visits models by path.
 
 use crate::core::dyn_module::DynModule;
 use burn::backend::DispatchTensor;

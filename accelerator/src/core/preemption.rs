@@ -11,7 +11,7 @@ use signal_hook::{SigId, flag, low_level};
 
 use super::error::{self, Error, Kind, Result};
 
-/// The signals, deadline and file that tell a rank that its place is about to be taken. For
+/// The signals, deadline and file that announce to a rank that it will be ended soon. Pass it to
 /// [`Accelerator::on_preemption`](crate::Accelerator::on_preemption).
 ///
 /// ```
@@ -72,7 +72,7 @@ impl Preemption {
         }
     }
 
-    /// These signals alone; none of them where the list is empty. What a system does not have is left out.
+    /// Watches only these signals, or none if the list is empty. Signals that the system does not have are left out.
     pub fn with_signals(self, signals: impl IntoIterator<Item = PreemptionSignal>) -> Self {
         Self {
             signals: signals.into_iter().collect(),
@@ -80,7 +80,8 @@ impl Preemption {
         }
     }
 
-    /// Gives notice from this moment on, too, by the host's clock: early enough before the end that all ranks can save.
+    /// Also gives notice from this moment on, by the host's clock. Choose it early enough that all ranks can save
+    /// before the end.
     ///
     /// It is a time of day and no duration, so that it is the same one after a restart within an allocation.
     pub fn with_deadline(self, deadline: SystemTime) -> Self {
@@ -90,8 +91,8 @@ impl Preemption {
         }
     }
 
-    /// Gives notice once this file exists, too, whatever it holds. It is looked for at most once a second. A job that
-    /// is started again finds it again: remove it before.
+    /// Also gives notice once this file exists, whatever its content. The file is looked for at most once a second.
+    /// Remove it before the job is started again, or the new job finds it at once.
     pub fn with_file(self, path: impl Into<PathBuf>) -> Self {
         Self {
             file: Some(path.into()),

@@ -12,8 +12,8 @@ use super::cursor::{ConsumeTicket, EpochPass};
 use super::source::DeferredBatch;
 use crate::core::error::{self, Error, Result};
 
-/// The batcher's value of this rank's share of a step, with what is known about it. It derefs
-/// to the batcher's value: fields and methods of that are there as they are.
+/// This rank's batch of a step: the batcher's value, with its weight and position. It derefs to the batcher's value,
+/// so its fields and methods can be used directly.
 ///
 /// A value that is a tensor itself is `(*batch).clone()`: `batch.clone()` is another `Batch`.
 ///
@@ -169,8 +169,8 @@ impl<O> Batch<O> {
         self.info.len
     }
 
-    /// Returns how many of its samples, counted from the first, are seen for the first time in this
-    /// epoch. The rest is padding that metrics leave out; in an idle batch, all of it.
+    /// Returns how many samples, from the first on, are seen for the first time in this epoch. The other samples are
+    /// padding, which metrics leave out; in an idle batch, all of them are.
     ///
     /// This is what a figure counts that is added up by hand: the rows of an idle batch's tensors look like any other.
     /// Where a batch with padding was used and nobody has asked for this, or for its weight, a warning says so once per
@@ -200,16 +200,15 @@ impl<O> Batch<O> {
         self.info.real
     }
 
-    /// Returns what it counts in [`backward`](crate::Accelerator::backward): its number of samples, and
-    /// none when it is idle. Duplicates of [`TailPolicy::Pad`](crate::plan::TailPolicy::Pad)
-    /// count, as they do in Accelerate.
+    /// Returns the weight of this batch in [`backward`](crate::Accelerator::backward): its number of samples, or 0 if
+    /// it is idle. Duplicates of [`TailPolicy::Pad`](crate::plan::TailPolicy::Pad) count, as they do in Accelerate.
     pub fn weight(&self) -> Weight {
         self.with_weight(self.info.len as f64)
     }
 
-    /// Returns its [`weight`](Self::weight) with another count: the divisor of the loss. That is the number of tokens for
-    /// a mean over tokens. If samples are weighted one by one, or by their classes as in Burn's `CrossEntropyLoss` with
-    /// weights, it is the sum of the samples' weights. An idle batch counts nothing all the same.
+    /// Returns its [`weight`](Self::weight) with another count: the number by which the loss was divided. For a mean
+    /// over tokens, that is the number of tokens. If samples are weighted one by one, or by class as in Burn's
+    /// `CrossEntropyLoss` with weights, it is the sum of the samples' weights. An idle batch still counts nothing.
     ///
     /// ```
     /// # use burn::data::dataset::InMemDataset;
@@ -241,39 +240,39 @@ impl<O> Batch<O> {
         }
     }
 
-    /// Returns the places of its samples in the data set or stream; empty for a batch of one of Burn's own loaders,
-    /// which do not tell, and of a stream that is read in parts.
+    /// Returns the positions of its samples in the data set or stream. Empty for a batch of one of Burn's own
+    /// loaders, which do not know them, and of a stream that is read in parts.
     pub fn indices(&self) -> &[u64] {
         self.note_used();
         &self.info.indices
     }
 
-    /// The [`indices`](Self::indices) of the [`real`](Self::real) samples: over all ranks, each
-    /// sample of an epoch comes exactly once.
+    /// Returns the [`indices`](Self::indices) of the [`real`](Self::real) samples. Over all ranks, each sample of an
+    /// epoch is among them exactly once.
     pub fn real_indices(&self) -> &[u64] {
         &self.info.indices[..self.real().min(self.info.indices.len())]
     }
 
-    /// The epoch that was asked for.
+    /// Returns the epoch that was asked for.
     pub fn epoch(&self) -> u64 {
         self.info.epoch
     }
 
-    /// The number of this step in the epoch, from 0, also after [`resume`](crate::Accelerator::resume) in mid-epoch: what
-    /// a loop does every so many steps is to be done by this number, or by that of
+    /// Returns the number of this step in the epoch, from 0, also after [`resume`](crate::Accelerator::resume) in
+    /// mid-epoch. To do something every N steps, use this number or the one from
     /// [`Epoch::enumerate`](super::Epoch::enumerate).
     pub fn step(&self) -> u64 {
         self.info.step
     }
 
-    /// Returns `true` for the last batch of the epoch on this rank: Accelerate's `end_of_dataloader`. Each loader knows
-    /// for itself, also while another one is read inside its loop.
+    /// Returns `true` for the last batch of the epoch on this rank, as Accelerate's `end_of_dataloader` does. Each
+    /// loader tracks this for itself, even if another one is read inside its loop.
     pub fn is_last(&self) -> bool {
         self.info.is_last
     }
 
-    /// Returns `true` if this rank had no sample left for the epoch's last step, so that the value is an
-    /// earlier batch again. Run it like any other: its gradient and metrics count for nothing.
+    /// Returns `true` if this rank had no sample left for the epoch's last step, so the value is an earlier batch
+    /// again. Run it like any other batch: its gradient and metrics count for nothing.
     pub fn is_idle(&self) -> bool {
         self.note_counted();
         self.info.share == StepShare::Idle
@@ -312,7 +311,7 @@ impl<O> Batch<O> {
         (own, batch)
     }
 
-    /// The value alone.
+    /// Returns the batcher's value.
     pub fn into_inner(self) -> O {
         self.note_used();
         self.value
@@ -356,8 +355,8 @@ impl<O> fmt::Debug for Batch<O> {
     }
 }
 
-/// The weight of one call of [`Accelerator::backward`](crate::Accelerator::backward) in the
-/// average, and whether it ends the accumulation window: see [`no_sync`](Self::no_sync) and
+/// The weight that one call of [`Accelerator::backward`](crate::Accelerator::backward) has in the average. It can
+/// also decide whether the call ends the accumulation window: see [`no_sync`](Self::no_sync) and
 /// [`trigger_sync`](Self::trigger_sync).
 ///
 /// It is usually made from a batch (`&batch`). A bare number of samples or tokens works too, but has no epoch and no
@@ -413,8 +412,8 @@ pub(crate) enum Closing {
 }
 
 impl Weight {
-    /// Keeps the accumulation window open after this call, however many micro-steps it holds, and at the end of an
-    /// epoch too. Nothing is communicated; the sums are averaged when a later call ends the window.
+    /// Keeps the accumulation window open after this call, however many micro-steps it holds, even at the end of an
+    /// epoch. Nothing is communicated; a later call that ends the window averages the sums.
     ///
     /// Every rank must do so in the same calls. Where windows that end together hold different numbers of
     /// calls, `backward` fails on all ranks, with [`Error::is_misuse`](crate::Error::is_misuse).
@@ -443,7 +442,7 @@ impl Weight {
         Self { closing, ..self }
     }
 
-    /// Ends the accumulation window with this call, however few it holds. Every rank says so in the
+    /// Ends the accumulation window with this call, however few micro-steps it holds. Every rank must do so in the
     /// same calls, as with [`no_sync`](Self::no_sync).
     #[must_use]
     pub fn trigger_sync(self) -> Self {

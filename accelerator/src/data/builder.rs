@@ -13,7 +13,7 @@ use super::source::{self, Batched, Batching, Digest, ItemSource, SamplePlace};
 use super::stream::SharedStream;
 use crate::core::error::Result;
 
-/// Builds a loader that [`Accelerator::prepare`](crate::Accelerator::prepare) can share out.
+/// Builds a loader that [`Accelerator::prepare`](crate::Accelerator::prepare) divides among the ranks.
 ///
 /// The methods are those of Burn's builder of the same name, and a few more. Unlike Burn's, the
 /// order of samples depends on seed and epoch alone, never on workers or on what was read
@@ -50,7 +50,7 @@ pub struct LoaderBuilder<I, O> {
 }
 
 impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
-    /// Begins with what makes a batch of samples. The batch size is 1 until it is set.
+    /// Makes a builder with the batcher, which turns samples into a batch. The batch size is 1 until you set it.
     ///
     /// The batcher may draw random numbers from the device it is given: see
     /// [random numbers](crate::data#random-numbers).
@@ -66,7 +66,7 @@ impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
         }
     }
 
-    /// The same with a function in the place of a batcher.
+    /// Makes a builder with a function instead of a batcher.
     pub fn from_fn(batch: impl Fn(Vec<I>, &Device) -> O + Send + Sync + 'static) -> Self {
         Self::new(FnBatcher(batch))
     }
@@ -77,10 +77,9 @@ impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
         self
     }
 
-    /// Sets how many samples all ranks get in a step together, at least one each. Where it does not
-    /// divide over the ranks, the first ones get one sample more ([`TailPolicy::Pad`] and
-    /// [`TailPolicy::Uneven`] want a multiple of the world size). This is Accelerate's
-    /// `split_batches`.
+    /// Sets how many samples all ranks together get in a step, at least one each. If the number is not a multiple of
+    /// the world size, the first ranks get one sample more; [`TailPolicy::Pad`] and [`TailPolicy::Uneven`] require a
+    /// multiple. This is Accelerate's `split_batches`.
     ///
     /// ```
     /// # use burn::data::dataset::InMemDataset;
@@ -101,14 +100,14 @@ impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
         self
     }
 
-    /// Shuffles in another order each epoch.
+    /// Shuffles the samples, in a different order each epoch.
     pub fn shuffle(mut self, seed: u64) -> Self {
         self.spec.order = SampleOrder::Shuffled { seed };
         self
     }
 
-    /// Goes through the samples in the order that `order` gives for each epoch, by their numbers in the
-    /// data set. Samples may be left out, or come more than once.
+    /// Reads the samples in the order that `order` returns for each epoch, as positions in the data set. It may leave
+    /// samples out or repeat them.
     ///
     /// It must depend on the epoch alone. Ranks compare what they got when an epoch's first batch is
     /// asked for, which all of them must do together, and fail alike where it differs. An epoch that continues
@@ -140,9 +139,9 @@ impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
         self
     }
 
-    /// Uses the batches that `batches` gives for each epoch, of whatever sizes: lists of numbers of
-    /// samples. Whole batches go round the ranks, one each in a step; batch sizes do not count. Under
-    /// [`TailPolicy::Exact`] a rank idles where the last round has no batch for it.
+    /// Uses the batches that `batches` returns for each epoch: lists of positions in the data set, of any sizes.
+    /// Ranks take whole batches in turns, one each per step; batch sizes do not count. Under [`TailPolicy::Exact`], a
+    /// rank idles if the last round has no batch for it.
     ///
     /// It must depend on the epoch alone, and is compared between ranks, as a
     /// [`sampler`](Self::sampler)'s order is.
@@ -170,7 +169,7 @@ impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
         self
     }
 
-    /// Draws so many samples in each epoch by their weights, each time from all of them.
+    /// Draws `draws` samples in each epoch by their weights, with replacement.
     ///
     /// ```
     /// # use burn::data::dataset::InMemDataset;
@@ -198,8 +197,7 @@ impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
         self
     }
 
-    /// Draws so many different samples in each epoch by their weights; at most as many as have a
-    /// weight above 0.
+    /// Draws `draws` different samples in each epoch by their weights; at most as many as have a weight above 0.
     ///
     /// # Errors
     ///
@@ -224,8 +222,8 @@ impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
         Ok(self)
     }
 
-    /// Does something to each sample before it is put into a batch, on the thread that loads it, which
-    /// knows the sample's place: augmentation that is the same on whichever rank and worker it happens.
+    /// Applies a function to each sample before it is put into a batch, on the thread that loads it. The function
+    /// knows the sample's position, so that augmentation is the same whichever rank and worker does it.
     ///
     /// ```
     /// # use burn::data::dataset::InMemDataset;
@@ -255,8 +253,8 @@ impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
         self
     }
 
-    /// Sets how many threads load ahead. With 0, each batch is loaded when the loop takes it. The order
-    /// of batches does not depend on it. A stream is read by one. Default: 1.
+    /// Sets how many threads load batches ahead. With 0, each batch is loaded when the loop takes it. The order of
+    /// batches does not depend on this number. A stream is read by one thread. Default: 1.
     ///
     /// Workers call the batcher too, unless it [draws from the device](crate::data#random-numbers).
     ///
@@ -296,9 +294,9 @@ impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
         self
     }
 
-    /// Takes it on trust that each index of the data set gives the same item on every rank, and every time. For
-    /// data sets whose items take long to read, and those that draw on purpose: see
-    /// [the same data set on every rank](crate::data#the-same-data-set-on-every-rank).
+    /// Trusts that each index of the data set gives the same item on every rank, and every time, without a check. For
+    /// data sets whose items take long to read, or are random on purpose: see [the same data set on every
+    /// rank](crate::data#the-same-data-set-on-every-rank).
     pub fn without_item_check(mut self) -> Self {
         self.compares_items = false;
         self
@@ -330,8 +328,8 @@ impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
 }
 
 impl<I: fmt::Debug + Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
-    /// Adds the data set, of which ranks compare some items when the loader is prepared: see
-    /// [the same data set on every rank](crate::data#the-same-data-set-on-every-rank).
+    /// Builds a loader of a data set. When the loader is prepared, ranks compare some of its items: see [the same
+    /// data set on every rank](crate::data#the-same-data-set-on-every-rank).
     ///
     /// Items without `Debug` are not compared. Their loader is built by [`BuildUncompared::build`], which is in the
     /// [prelude](crate::prelude).
@@ -393,8 +391,7 @@ impl<I, O> fmt::Debug for LoaderBuilder<I, O> {
     }
 }
 
-/// A loader that was built and not yet shared out: pass it to
-/// [`Accelerator::prepare`](crate::Accelerator::prepare).
+/// A loader that is built but not yet prepared: pass it to [`Accelerator::prepare`](crate::Accelerator::prepare).
 #[must_use]
 pub struct Loader<O> {
     pub(super) origin: SampleSource<O>,

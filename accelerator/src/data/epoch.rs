@@ -60,11 +60,11 @@ impl<O> Epoch<O> {
         }
     }
 
-    /// Leaves out the next so many batches: of this rank, and so, where every rank says the same, so
-    /// many steps. What a data set would have loaded for them is not loaded; a stream is asked to skip
-    /// it, and one of Burn's own loaders reads it for nothing. Batches keep their numbers, weights and
-    /// ends. An epoch that continues after [`resume`](crate::Accelerator::resume) leaves out by itself what was used;
-    /// a call that leaves out more than that logs a warning.
+    /// Skips the next `batches` batches of this rank; if every rank does the same, that many steps. A data set does
+    /// not load them; a stream is asked to skip them, and one of Burn's own loaders reads and drops them. The other
+    /// batches keep their numbers, weights and ends. An epoch that continues after
+    /// [`resume`](crate::Accelerator::resume) already skips the batches that were used; a call that skips more than
+    /// that logs a warning.
     ///
     /// ```
     /// # use burn::data::dataset::InMemDataset;
@@ -101,10 +101,10 @@ impl<O> Epoch<O> {
         self
     }
 
-    /// The batches with their numbers in the epoch, which are those of [`Batch::step`]: what a program does by
-    /// the number continues where it was after [`resume`](crate::Accelerator::resume) in mid-epoch, where
-    /// [`Iterator::enumerate`], whose place this takes, would begin at 0 again. Adapters in between
-    /// count from 0: behind `take` or `zip`, use [`Batch::step`].
+    /// Returns the batches with their numbers in the epoch, which are those of [`Batch::step`]. After
+    /// [`resume`](crate::Accelerator::resume) in mid-epoch, the numbers continue; those of [`Iterator::enumerate`],
+    /// which this method replaces, would begin at 0 again. Adapters in between count from 0: after `take` or `zip`,
+    /// use [`Batch::step`].
     pub fn enumerate(self) -> impl FusedIterator<Item = (usize, Result<Batch<O>>)> {
         let mut next = self.pass.yielded().step as usize;
         self.map(move |batch| {

@@ -1,4 +1,4 @@
-//! Data loaders that share samples out among ranks.
+//! Data loaders that divide samples among ranks.
 //!
 //! [`LoaderBuilder`] has the vocabulary of Burn's own. What it builds becomes this rank's
 //! share by [`Accelerator::prepare`](crate::Accelerator::prepare).

@@ -11,9 +11,8 @@ use super::source::DeferredBatch;
 use crate::context::Context;
 use crate::core::error::{Error, Kind, Result};
 
-/// One of Burn's own data loaders, with the promise that it gives the same batches in the same
-/// order on every rank, which cannot be checked but for its length: nothing else tells ranks apart that each
-/// read all of it.
+/// One of Burn's own data loaders, with your promise that it gives the same batches in the same order on every rank.
+/// Each rank reads all of it, and ranks can compare only its length.
 ///
 /// Burn's builder keeps the promise with at most one worker. With `num_workers(2)` and more the
 /// order depends on timing, and ranks would use some samples twice and others never. Build with

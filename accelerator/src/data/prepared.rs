@@ -150,9 +150,8 @@ impl<O: Send + 'static> PreparedLoader<O> {
         self.global_batch().filter(|_| is_planned)
     }
 
-    /// Returns this rank's batches of that epoch. Shuffled orders differ from epoch to epoch, and are
-    /// the same each time one epoch is asked for. A loader of Burn's own keeps its own order
-    /// instead, which continues with each pass.
+    /// Returns this rank's batches of that epoch. Each epoch is shuffled differently, and has the same order each
+    /// time it is requested. One of Burn's own loaders keeps its own order instead, which continues with each pass.
     ///
     /// After [`resume`](crate::Accelerator::resume), the epoch in which the checkpoint was saved
     /// begins with the first batch that was not used yet; any other one is whole. Batches keep their numbers:
@@ -180,7 +179,7 @@ impl<O: Send + 'static> PreparedLoader<O> {
         Epoch::new(self.context.clone(), open, pass, steps)
     }
 
-    /// Returns this rank's batches of one pass, to evaluate: each sample once, in the same order each time. See
+    /// Returns this rank's batches of one pass for evaluation: each sample once, in the same order each time. See
     /// [`Batch::real`](super::Batch::real) for an example.
     #[track_caller]
     pub fn eval(&self) -> Epoch<O> {
@@ -253,8 +252,8 @@ impl<O: Send + 'static> PreparedLoader<O> {
         }
     }
 
-    /// Returns the number of steps of this rank in a whole epoch; `None` for streams and Burn's own loaders, which do
-    /// not tell, and if a sampler of the program's own sets it anew for each epoch.
+    /// Returns the number of steps of this rank in a whole epoch. `None` for streams and Burn's own loaders, which do
+    /// not know it, and if a sampler of your own decides it anew for each epoch.
     ///
     /// [`resume`](crate::Accelerator::resume) on another number of ranks may change it: ask after it, or after
     /// [`resume_loader`](crate::Accelerator::resume_loader). Rank 0 warns if it was asked before.
@@ -276,7 +275,8 @@ impl<O: Send + 'static> PreparedLoader<O> {
         }
     }
 
-    /// Returns the number of samples of the whole data set, over all ranks; 0 for a stream, which does not tell.
+    /// Returns the number of samples of the whole data set, over all ranks; 0 for a stream, whose length is not
+    /// known.
     pub fn samples(&self) -> u64 {
         self.known_samples().unwrap_or(0)
     }

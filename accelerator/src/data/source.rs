@@ -12,7 +12,7 @@ use burn::tensor::{Device, Distribution, Tensor};
 use crate::core::draws::drawing;
 use crate::core::error::{Error, Kind, Result, caught};
 
-/// The place of the sample that a function of [`LoaderBuilder::map_samples`] gets.
+/// The position of a sample, which a function of [`LoaderBuilder::map_samples`] gets.
 ///
 /// [`LoaderBuilder::map_samples`]: super::LoaderBuilder::map_samples
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -27,13 +27,14 @@ impl SamplePlace {
         self.epoch
     }
 
-    /// Returns the place of the sample in the data set or stream; in a stream that is read in parts, its place in
-    /// the part times the number of parts, plus the part's own number.
+    /// Returns the position of the sample in the data set or stream. In a stream that is read in parts, it is the
+    /// position in the part times the number of parts, plus the part's number.
     pub fn index(&self) -> u64 {
         self.index
     }
 
-    /// The seed of what is drawn for this sample in this epoch, whichever rank and worker loads it.
+    /// Returns the seed for random draws for this sample in this epoch. It does not depend on the rank and worker
+    /// that load the sample.
     pub fn rng_seed(&self, seed: u64) -> u64 {
         sample_rng_seed(seed, self.epoch, self.index)
     }

@@ -9,8 +9,8 @@ use crate::accelerator::Accelerator;
 use crate::checkpoint::Saved;
 use crate::core::error::{Error, Result};
 
-/// Hooks into the loop of a [`Trainer`](super::Trainer), by Hugging Face's names. Each is called on every rank, in the
-/// order in which callbacks were given. What they ask of [`TrainerControl`] is done if one rank asks for it.
+/// Hooks into the loop of a [`Trainer`](super::Trainer), by Hugging Face's names. Each is called on every rank, in
+/// the order in which callbacks were added. A request in [`TrainerControl`] takes effect if any rank makes it.
 ///
 /// ```
 /// use accelerator::train::{CallbackContext, TrainerCallback, TrainerControl};

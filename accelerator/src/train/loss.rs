@@ -9,8 +9,8 @@ use crate::core::tensors::Tensors;
 use crate::data::Batch;
 use crate::data::batch::Weight;
 
-/// A batch as [`compute_loss`](super::Trainer::builder) gets it: the batcher's value, with what is known of the batch. See
-/// [`LossOutput`] for an example.
+/// The batch that [`compute_loss`](super::Trainer::builder) gets: the batcher's value, with its weight and position.
+/// See [`LossOutput`] for an example.
 #[derive(Debug)]
 pub struct Inputs<'a, O> {
     pub(super) accelerator: &'a Accelerator,
@@ -18,12 +18,13 @@ pub struct Inputs<'a, O> {
 }
 
 impl<O> Inputs<'_, O> {
-    /// Converts a tensor to the type in which the model computes: with `bf16` and `fp16`, its inputs must be in it.
+    /// Converts a tensor to the type in which the model computes. With `bf16` and `fp16`, the model's inputs must
+    /// have this type.
     pub fn to_working<const D: usize>(&self, tensor: Tensor<D>) -> Tensor<D> {
         self.accelerator.to_working(tensor)
     }
 
-    /// Converts a tensor to the type of the weights: the outputs of the model, before the loss.
+    /// Converts a tensor to the type of the weights. Use it for the model's outputs before the loss.
     pub fn to_full<const D: usize>(&self, tensor: Tensor<D>) -> Tensor<D> {
         self.accelerator.to_full(tensor)
     }
@@ -37,7 +38,7 @@ impl<O> Deref for Inputs<'_, O> {
     }
 }
 
-/// The loss of a batch, with what a program makes metrics of.
+/// The loss of a batch, with the inputs of the program's metrics.
 ///
 /// ```
 /// use accelerator::train::{Inputs, LossOutput};
@@ -69,7 +70,7 @@ pub struct LossOutput<P = ()> {
 }
 
 impl LossOutput {
-    /// The mean loss of the batch.
+    /// Makes an output of the mean loss of the batch.
     pub fn new(loss: Tensor<1>) -> Self {
         Self {
             loss,
@@ -80,8 +81,9 @@ impl LossOutput {
 }
 
 impl<P> LossOutput<P> {
-    /// Over how many items the loss is the mean, where they are not its samples: tokens with a label. Gradients and
-    /// losses are then averaged over the items of all ranks and batches: Hugging Face's `num_items_in_batch`.
+    /// Sets the number of items over which the loss is the mean, if they are not the batch's samples: for example,
+    /// tokens with a label. Gradients and losses are then averaged over the items of all ranks and batches, as with
+    /// Hugging Face's `num_items_in_batch`.
     #[must_use]
     pub fn with_num_items(self, num_items: usize) -> Self {
         Self {
@@ -90,7 +92,7 @@ impl<P> LossOutput<P> {
         }
     }
 
-    /// Adds the inputs of metrics, with a row for each sample: logits and labels, usually.
+    /// Adds the inputs of metrics, with one row per sample: usually logits and labels.
     pub fn with_outputs<Q>(self, outputs: Q) -> LossOutput<Q> {
         LossOutput {
             loss: self.loss,
@@ -116,7 +118,7 @@ impl<P> LossOutput<P> {
     }
 }
 
-/// A value that a function of losses may return: a loss, a loss with outputs, or a [`LossOutput`].
+/// A value that a loss function may return: a loss, a loss with outputs, or a [`LossOutput`].
 pub trait IntoLossOutput {
     /// The inputs of metrics.
     type Outputs: Tensors + Clone + 'static;

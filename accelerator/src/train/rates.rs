@@ -36,27 +36,27 @@ words! {
     }
 }
 
-/// The settings of a [`LrSchedulerType`] beside the rate and the warm-up. On a command line it is JSON:
+/// The settings of a [`LrSchedulerType`] besides the rate and the warm-up. On a command line, they are JSON:
 /// `--lr-scheduler-kwargs '{"power": 2}'`.
 #[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Serialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct LrSchedulerKwargs {
-    /// The last rate of `polynomial`; 1e-7.
+    /// The last rate of `polynomial`. Default: 1e-7.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub lr_end: Option<f64>,
     /// The last rate of `cosine_with_min_lr`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub min_lr: Option<f64>,
-    /// The same, as a share of the first one.
+    /// The last rate of `cosine_with_min_lr`, as a fraction of the first one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub min_lr_rate: Option<f64>,
-    /// Waves of the cosine: 0.5; of the one with restarts, 1.
+    /// The number of waves of the cosine. Default: 0.5, or 1 with restarts.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub num_cycles: Option<f64>,
-    /// The number of the last updates over which `warmup_stable_decay` decays.
+    /// The number of updates at the end over which `warmup_stable_decay` decays.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub num_decay_steps: Option<u64>,
-    /// The exponent of `polynomial`; 1.
+    /// The exponent of `polynomial`. Default: 1.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub power: Option<f64>,
     /// The number of updates over which `inverse_sqrt` falls.

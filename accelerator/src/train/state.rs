@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-/// Metrics by name, in the order in which they came: `loss`, `eval_accuracy`.
+/// Metrics by name (`loss`, `eval_accuracy`), in the order in which they were added.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
 #[serde(transparent)]
 pub struct Metrics {
@@ -17,13 +17,13 @@ pub struct Metrics {
 }
 
 impl Metrics {
-    /// The metric of that name.
+    /// Returns the metric with this name.
     pub fn value(&self, name: &str) -> Option<f64> {
         let found = self.values.iter().find(|(known, _)| known == name);
         found.map(|(_, value)| *value)
     }
 
-    /// Returns all of them.
+    /// Returns all metrics by name.
     pub fn iter(&self) -> impl Iterator<Item = (&str, f64)> {
         let values = self.values.iter();
         values.map(|(name, value)| (name.as_str(), *value))
@@ -114,18 +114,18 @@ pub struct LogEntry {
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct TrainerState {
-    /// The number of updates so far, with those that were skipped in half precision.
+    /// The number of updates so far, including those that were skipped in half precision.
     pub global_step: u64,
     /// The epochs so far, with their fraction.
     pub epoch: f64,
     /// The entries logged and evaluated so far.
     pub log_history: Vec<LogEntry>,
-    /// The best value of the metric of `metric_for_best_model` so far. Unless `save_strategy` is `no`, an evaluation counts
-    /// once there is a checkpoint of its update.
+    /// The best value so far of the metric that `metric_for_best_model` names. Unless `save_strategy` is `no`, an
+    /// evaluation counts only once there is a checkpoint of its update.
     pub best_metric: Option<f64>,
-    /// The number of updates at which it was found.
+    /// The number of updates at which the best value was found.
     pub best_global_step: Option<u64>,
-    /// The checkpoint of that update; known to rank 0 alone.
+    /// The checkpoint of that update; only rank 0 knows it.
     pub best_model_checkpoint: Option<PathBuf>,
     /// Set if `best_model_checkpoint` is beside the checkpoint that contains this state, even after both are moved.
     #[serde(default)]

@@ -13,7 +13,7 @@ use crate::accelerator::Accelerator;
 use crate::checkpoint::Saved;
 use crate::core::error::{Error, Result};
 
-/// A [`TrainingOperator`] as what a search tunes: Ray's `TorchTrainer.as_trainable`.
+/// Makes a [`TrainingOperator`] tunable by a search, as Ray's `TorchTrainer.as_trainable` does.
 ///
 /// An iteration is an epoch of training and a validation, with the metrics of both: the operator has validation data. The
 /// operator's configuration is read from that of the trial, so its names are those of the search space, and what is not
@@ -77,7 +77,7 @@ impl<T: TrainingOperator> Trainable for OperatorTrainable<T> {
     }
 }
 
-/// Reports the evaluations of a [`Trainer`](super::Trainer) to a search, of which it is a trial.
+/// Reports the evaluations of a [`Trainer`](super::Trainer) to the search of which it is a trial.
 ///
 /// Each evaluation is an iteration, and a checkpoint of the trainer follows it, of which the search takes the files
 /// that it needs; the evaluation of `eval_on_start` is not reported. The training ends when the search stops the trial.

@@ -9,9 +9,9 @@ use crate::data::builder::{Loader, SampleSource};
 use crate::data::epoch::PrefetchedBatches;
 
 impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
-    /// Adds a stream without a length, of which every rank reads all, and keeps its own samples: step
-    /// by step, as it would of a data set in sequence. Ranks need not talk, and each decodes everything
-    /// (`W` ranks do `W` times the work of one), so it is for streams that cost little.
+    /// Builds a loader of a stream without a length. Every rank reads all of it and keeps its own samples, step by
+    /// step, as it would from a data set in sequence. Ranks need not communicate, but each decodes everything (`W`
+    /// ranks do `W` times the work of one), so use it for streams that are cheap to read.
     ///
     /// It must give the same samples in the same order on every rank, which cannot be checked. Tail policies do the same
     /// as for a data set. A resumed epoch continues after the samples that were used, at any world size.
@@ -53,9 +53,9 @@ impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
         self.share(Sharing::Interleaved, stream, rounds::interleaved)
     }
 
-    /// Adds a stream without a length, of which each rank reads a part of its own: that of its
-    /// [`StreamPart`](crate::data::StreamPart), a share of the files for example. Nothing is read twice. In
-    /// every step ranks tell each other whether they have more.
+    /// Builds a loader of a stream without a length, of which each rank reads only its own
+    /// [`StreamPart`](crate::data::StreamPart), such as a share of the files. Nothing is read twice. In every step,
+    /// ranks tell each other whether they have more.
     ///
     /// Parts may have different lengths; a rank whose part has ended idles until all have. Under
     /// [`TailPolicy::Pad`](crate::plan::TailPolicy::Pad) it gets its own first batch again, and under
@@ -92,10 +92,10 @@ impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
         self.share(Sharing::Parts, stream, part_batches::in_parts)
     }
 
-    /// Adds a stream without a length that rank 0 reads alone, ahead of the training, as many steps as
-    /// [`prefetch`](Self::prefetch) says. When all ranks ask for their next batch, it sends each of them
-    /// its samples, through serde; each makes its batch of them itself. What fails on one rank, in reading or
-    /// in making its batch, is an error on every rank.
+    /// Builds a loader of a stream without a length that only rank 0 reads, ahead of the training by as many steps as
+    /// [`prefetch`](Self::prefetch) says. When all ranks ask for their next batch, rank 0 sends each of them its
+    /// samples through serde, and each rank makes its batch of them. An error on one rank, in reading or in making
+    /// its batch, is an error on every rank.
     ///
     /// Ranks must ask for batches in lockstep, as a training loop does, and not on another thread than their
     /// other collectives. [`TailPolicy::Uneven`](crate::plan::TailPolicy::Uneven) is refused by

@@ -162,8 +162,8 @@ pub type StreamError = Box<dyn std::error::Error + Send + Sync>;
 /// The samples of a stream, in order.
 pub type StreamItems<I> = Box<dyn Iterator<Item = Result<I, StreamError>> + Send>;
 
-/// Samples that come one after the other, as many as there are: lines of files, records of a
-/// queue, what a simulator makes. It is read from its start in every epoch.
+/// Samples that come one after the other until they end: lines of files, records of a queue, the output of a
+/// simulator. The stream is read from its start in every epoch.
 ///
 /// A function of the [`StreamPart`] that returns an iterator of results is a stream; see
 /// [`build_stream`](crate::data::LoaderBuilder::build_stream) for an example.
@@ -242,7 +242,7 @@ where
     }
 }
 
-/// The part of a stream that is read, and the epoch for which it is read.
+/// The part of a stream to read, and the epoch for which it is read.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct StreamPart {
     count: usize,
@@ -251,7 +251,7 @@ pub struct StreamPart {
 }
 
 impl StreamPart {
-    /// All of it.
+    /// Makes the part that is the whole stream.
     pub fn whole(epoch: u64) -> Self {
         Self {
             count: 1,
@@ -268,7 +268,7 @@ impl StreamPart {
         }
     }
 
-    /// The number of the part, from 0. It is that of the rank, where each rank reads its own.
+    /// Returns the number of the part, from 0. If each rank reads its own part, this is the rank.
     pub fn index(&self) -> usize {
         self.index
     }
@@ -278,7 +278,7 @@ impl StreamPart {
         self.count
     }
 
-    /// The epoch that is read.
+    /// Returns the epoch for which it is read.
     pub fn epoch(&self) -> u64 {
         self.epoch
     }

@@ -9,7 +9,8 @@ use crate::core::error::{Error, Result};
 use crate::train::words::nearest;
 
 impl TrainingArguments {
-    /// The arguments that a TOML file, or a JSON file (`.json`), gives; the others have their defaults.
+    /// Reads arguments from a TOML file, or from a JSON file (`.json`). Arguments that are not in the file have their
+    /// defaults.
     ///
     /// # Errors
     ///
@@ -34,7 +35,7 @@ impl TrainingArguments {
         Self::from_map(table)
     }
 
-    /// Sets one argument by its name, `learning_rate` or `learning-rate`, from a text. A list gets the value in addition to
+    /// Sets one argument by its name, `learning_rate` or `learning-rate`, from a text. For a list, adds the value to
     /// those that it has.
     ///
     /// # Errors

@@ -22,7 +22,7 @@ use accelerator_plan::TailPolicy;
 pub(super) use self::contradictions::{EvalData, OptimizerOrigin, check};
 
 arguments! {
-    /// The arguments of a training: what Hugging Face's `TrainingArguments` call them, with the same defaults.
+    /// The arguments of a training, with the names and defaults of Hugging Face's `TrainingArguments`.
     ///
     /// They come from code, from a TOML or JSON file ([`from_file`](Self::from_file)), and with the feature `clap` from
     /// the command line: `#[command(flatten)]` gives a program a flag for each, `--learning-rate` or `--learning_rate`.
@@ -177,7 +177,7 @@ words! {
 }
 
 words! {
-    /// An optimizer, by Hugging Face's name. Others are given to a trainer by
+    /// An optimizer, by Hugging Face's name. Give any other optimizer to the trainer with
     /// [`TrainerBuilder::optimizer`](super::TrainerBuilder::optimizer).
     pub enum OptimizerName: "optim" {
         AdamWTorchFused = "adamw_torch_fused",
@@ -195,7 +195,7 @@ words! {
 }
 
 words! {
-    /// The destination to which a training is recorded. Each begins a run in the folder `runs`.
+    /// The destination to which a training is recorded. Each of them begins a run in the folder `runs`.
     pub enum ReportTo: "report_to" {
         None = "none",
         Run = "run",
@@ -205,7 +205,7 @@ words! {
     }
 }
 
-/// The checkpoint that a training continues from, if any: `true`, `false`, `auto` or a path. A job that the launcher
+/// The checkpoint from which a training continues, if any: `true`, `false`, `auto` or a path. A job that the launcher
 /// restarts continues in any case.
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 #[serde(from = "ResumeWord", into = "ResumeWord")]
@@ -251,7 +251,8 @@ impl From<ResumeFrom> for ResumeWord {
 }
 
 impl TrainingArguments {
-    /// A builder of the accelerator that these arguments ask for: its seed, precision, accumulation and so on.
+    /// Returns a builder of an accelerator with the seed, precision, accumulation and other settings of these
+    /// arguments.
     ///
     /// A [`Trainer`](super::Trainer) makes one by itself. This is for a program that sets more, such as the type of the
     /// weights, and gives the trainer what it has built.

@@ -22,7 +22,7 @@ use crate::core::error::Result;
 use crate::data::{Batch, Epoch, Loader, PreparedLoader};
 use crate::optim::{PreparedOptimizer, Scheduled};
 
-/// A type that says what to train, and how: Ray SGD's `TrainingOperator`. An [`OperatorTrainer`] makes one per rank.
+/// Defines what to train, and how: Ray SGD's `TrainingOperator`. An [`OperatorTrainer`] makes one per rank.
 ///
 /// [`setup`](Self::setup) makes and registers models, optimizers, criteria and data; the other methods have defaults. They
 /// train a model by its criterion. Where several models are registered, [`train_batch`](Self::train_batch) and
@@ -242,7 +242,7 @@ pub trait TrainingOperator: Sized + 'static {
     }
 }
 
-/// The batch that the loaders of an operator make of samples.
+/// The type of batch that the loaders of an operator make of samples.
 pub type BatchOf<T> = <<T as TrainingOperator>::Models as RegisteredModels>::Batch;
 
 /// The rank on which an operator trains.
@@ -258,7 +258,7 @@ pub struct OperatorWorker<T: TrainingOperator> {
 }
 
 impl<T: TrainingOperator> OperatorWorker<T> {
-    /// The number of this rank among all, from 0.
+    /// Returns the number of this rank among all, from 0.
     pub fn world_rank(&self) -> usize {
         self.accelerator.rank()
     }
@@ -308,9 +308,9 @@ impl<T: TrainingOperator> Setup<T> {
         &self.accelerator
     }
 
-    /// Registers the model that `model_init` makes on the device of this rank, from the seed, with its optimizer and
-    /// scheduler: `(optimizer, scheduler)` advances with each step, `(optimizer, PerEpoch(scheduler))` with each epoch, as
-    /// [`prepare`](Accelerator::prepare) takes them. Several models are registered one after the other.
+    /// Registers a model with its optimizer and scheduler. `model_init` makes the model on the device of this rank,
+    /// from the seed. As in [`prepare`](Accelerator::prepare), `(optimizer, scheduler)` advances with each step, and
+    /// `(optimizer, PerEpoch(scheduler))` with each epoch. Register several models one after the other.
     ///
     /// # Errors
     ///
@@ -335,7 +335,7 @@ impl<T: TrainingOperator> Setup<T> {
         })
     }
 
-    /// Registers what is trained on, and what is validated on: a loader, or `None`.
+    /// Registers the loaders for training and validation; either may be `None`.
     ///
     /// # Errors
     ///
@@ -365,7 +365,7 @@ pub struct Registered<T: TrainingOperator> {
 }
 
 impl<T: TrainingOperator> Registered<T> {
-    /// The operator, with what it keeps itself, what it trains, and on what.
+    /// Makes the result of the operator, its models and its data.
     pub fn new(operator: T, models: T::Models, data: RegisteredData<BatchOf<T>>) -> Self {
         Self {
             operator,
@@ -375,8 +375,8 @@ impl<T: TrainingOperator> Registered<T> {
     }
 }
 
-/// The batches of a call of [`OperatorTrainer::train`]: the rest of the epoch, or the requested number, from as many
-/// epochs as that needs.
+/// The batches of one call of [`OperatorTrainer::train`]: the rest of the epoch, or the requested number of batches,
+/// from as many epochs as needed.
 pub struct TrainBatches<'a, O> {
     has_ended: bool,
     last_epoch: u64,

@@ -176,7 +176,7 @@ pub struct RegisteredModel<M, O> {
 pub(super) type Criterion<M, O> = dyn Fn(&M, &Inputs<'_, O>) -> LossOutput<Option<Classes>>;
 pub(super) type Classes = (Tensor<2>, Tensor<1, Int>);
 
-/// The outputs of a criterion beside its loss: nothing, or logits `[samples, classes]` with targets `[samples]`, for
+/// The outputs of a criterion besides its loss: nothing, or logits `[samples, classes]` with targets `[samples]`, for
 /// `val_accuracy`.
 pub trait CriterionOutputs {
     #[doc(hidden)]
@@ -196,9 +196,9 @@ impl CriterionOutputs for Classes {
 }
 
 impl<M: Module + fmt::Display + 'static, O> RegisteredModel<M, O> {
-    /// Sets how the loss of a batch is computed: forward, and the mean loss of the batch, alone or as
-    /// `(loss, (logits, targets))`, which gives a `val_accuracy`, or as a [`LossOutput`]. It is called for training and
-    /// for validation.
+    /// Sets the function that runs the forward pass and returns the mean loss of the batch. It may return the loss
+    /// alone, `(loss, (logits, targets))`, which also gives a `val_accuracy`, or a [`LossOutput`]. It is called for
+    /// training and for validation.
     #[must_use]
     pub fn with_criterion<L>(self, criterion: impl Fn(&M, &Inputs<'_, O>) -> L + 'static) -> Self
     where
@@ -222,17 +222,17 @@ impl<M: Module + fmt::Display + 'static, O> RegisteredModel<M, O> {
         }
     }
 
-    /// The model; while it is validated, the one that records no gradients.
+    /// Returns the model. During validation, it is a copy that records no gradients.
     pub fn model(&self) -> &M {
         self.valid.as_ref().unwrap_or_else(|| self.model.get())
     }
 
-    /// The optimizer with its scheduler.
+    /// Returns the optimizer with its scheduler.
     pub fn optimizer(&self) -> &PreparedOptimizer<Scheduled> {
         &self.optimizer
     }
 
-    /// The loss of a batch, by the criterion.
+    /// Computes the loss of a batch with the criterion.
     ///
     /// # Errors
     ///
@@ -241,7 +241,8 @@ impl<M: Module + fmt::Display + 'static, O> RegisteredModel<M, O> {
         Ok(self.output(accelerator, batch)?.loss)
     }
 
-    /// Steps the optimizer with what [`backward`](Accelerator::backward) gave, where the accumulation window has ended.
+    /// Steps the optimizer with the gradients of [`backward`](Accelerator::backward), if the accumulation window has
+    /// ended.
     #[track_caller]
     pub fn step(&mut self, gradients: AveragedGradients) {
         let optimizer = &mut self.optimizer;
@@ -272,7 +273,7 @@ impl<M, O> fmt::Debug for RegisteredModel<M, O> {
     }
 }
 
-/// The metrics of one batch after the other: Ray SGD's `AverageMeterCollection`, with means that are exact over all ranks.
+/// Collects the metrics of batches: Ray SGD's `AverageMeterCollection`, with means that are exact over all ranks.
 ///
 /// ```
 /// use accelerator::train::{Metrics, Meter};
@@ -310,9 +311,9 @@ impl Meter {
         Self::default()
     }
 
-    /// Adds the metrics of a batch of this rank: means over `num_samples` if that is one of the metrics, else over
-    /// `samples`, or over [items of their own](Metrics::with_mean_over). Without samples, as on an idle rank, they have
-    /// no weight.
+    /// Adds the metrics of a batch of this rank. They are means over `num_samples` if that is one of the metrics,
+    /// else over `samples`, or over [other items](Metrics::with_mean_over). Without samples, as on an idle rank, they
+    /// have no weight.
     pub fn update(&mut self, metrics: &Metrics, samples: usize) {
         let samples = metrics.value("num_samples").unwrap_or(samples as f64);
         self.batches += 1;
@@ -331,8 +332,8 @@ impl Meter {
         self.batches
     }
 
-    /// The metrics of all ranks, the same on each: `batch_count`, the most of one rank, `num_samples` of all, and for each
-    /// metric its mean over them, and that of the last batches as `last_…`. Every rank calls it.
+    /// Returns the metrics of all ranks, the same on each: `batch_count`, the most of any rank; `num_samples` of all;
+    /// for each metric its mean over them; and the mean of the last batches as `last_…`. Every rank must call it.
     ///
     /// # Errors
     ///

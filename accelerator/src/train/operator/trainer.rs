@@ -55,7 +55,7 @@ enum FinishedBy {
 }
 
 impl<T: TrainingOperator> OperatorTrainer<T> {
-    /// Starts so many workers, and sets up an operator on each.
+    /// Starts `num_workers` workers, and sets up an operator on each.
     ///
     /// # Errors
     ///
@@ -66,7 +66,7 @@ impl<T: TrainingOperator> OperatorTrainer<T> {
         Self::with_accelerator(Accelerator::builder(), num_workers, config)
     }
 
-    /// The same with settings of the ranks: device, precision, accumulation.
+    /// Does the same as [`new`](Self::new), with settings of the ranks such as device, precision and accumulation.
     ///
     /// # Errors
     ///
@@ -88,8 +88,8 @@ impl<T: TrainingOperator> OperatorTrainer<T> {
         }
     }
 
-    /// Runs on existing ranks: each of them calls this, and then the methods of the trainer. The accelerator stays the
-    /// program's, which finishes it, and may make several trainers with clones of it.
+    /// Makes a trainer on existing ranks: each of them calls this, and then the methods of the trainer. The program
+    /// still owns the accelerator and finishes it; it may make several trainers with clones of it.
     ///
     /// # Errors
     ///
@@ -98,8 +98,8 @@ impl<T: TrainingOperator> OperatorTrainer<T> {
         Self::here(accelerator, config, FinishedBy::Program)
     }
 
-    /// Trains on the rest of the epoch (`None`), or on so many batches of each worker, which continue where the last
-    /// call ended, in the next epoch where one ends.
+    /// Trains on the rest of the epoch (`None`), or on `num_steps` batches of each worker. They continue where the
+    /// last call ended, and go on into the next epoch when one ends.
     ///
     /// The metrics are those of [`train_epoch`](TrainingOperator::train_epoch): by default `batch_count`, `num_samples`,
     /// `train_loss` and `last_train_loss`, over all workers, with `epoch`, that of the last batch, from 1.
@@ -117,8 +117,9 @@ impl<T: TrainingOperator> OperatorTrainer<T> {
         self.metrics(&Command::Train(num_steps))
     }
 
-    /// Validates on all samples of the validation data, each once: by default `batch_count`, `num_samples`, `val_loss`,
-    /// `last_val_loss`, and `val_accuracy`, `last_val_accuracy` where the criterion gives logits and targets.
+    /// Validates on all samples of the validation data, each once. By default, returns `batch_count`, `num_samples`,
+    /// `val_loss` and `last_val_loss`, and if the criterion gives logits and targets, `val_accuracy` and
+    /// `last_val_accuracy`.
     ///
     /// # Errors
     ///
@@ -127,8 +128,8 @@ impl<T: TrainingOperator> OperatorTrainer<T> {
         self.metrics(&Command::Validate)
     }
 
-    /// Saves a checkpoint in the folder `path`, as [`Accelerator::save_state`] does, and returns where: models,
-    /// optimizers with their schedules, the place in the data, and the operator's
+    /// Saves a checkpoint in the folder `path`, as [`Accelerator::save_state`] does, and returns its path. It has the
+    /// models, optimizers with their schedules, the position in the data, and the operator's
     /// [state](TrainingOperator::state_dict).
     ///
     /// # Errors
@@ -141,8 +142,8 @@ impl<T: TrainingOperator> OperatorTrainer<T> {
         }
     }
 
-    /// Continues from the newest checkpoint of a folder, or from one that [`save`](Self::save) has returned, on any number of
-    /// workers.
+    /// Continues from the newest checkpoint in a folder, or from one that [`save`](Self::save) has returned, on any
+    /// number of workers.
     ///
     /// # Errors
     ///
@@ -151,8 +152,8 @@ impl<T: TrainingOperator> OperatorTrainer<T> {
         self.run(&Command::Load(absolute(path.as_ref())?)).map(drop)
     }
 
-    /// Ends the training, as [`Accelerator::finish`] does, and waits for the workers to end. Where a trainer is dropped
-    /// without it, workers are killed. One [on ranks that there are](Self::on) leaves them as they are.
+    /// Ends the training, as [`Accelerator::finish`] does, and waits for the workers to end. If you drop a trainer
+    /// without this call, its workers are killed. A trainer [on existing ranks](Self::on) leaves them as they are.
     ///
     /// # Errors
     ///
@@ -167,7 +168,7 @@ impl<T: TrainingOperator> OperatorTrainer<T> {
         }
     }
 
-    /// The rank that this process, or thread, is: `None` if it has workers.
+    /// Returns the rank that this process or thread is; `None` if the trainer has workers.
     pub fn worker(&self) -> Option<&OperatorWorker<T>> {
         match &self.0 {
             TrainerRanks::Here(runner, _) => Some(&Option::as_ref(runner)?.worker),

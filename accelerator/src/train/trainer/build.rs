@@ -98,7 +98,8 @@ where
     O: Send + 'static,
     P: Tensors + Clone + 'static,
 {
-    /// Builds a trainer of the model that `model_init` makes on the device of its rank, from the arguments' seed.
+    /// Returns a builder of a trainer. `model_init` makes the model on the device of its rank, from the arguments'
+    /// seed.
     ///
     /// `data_collator` makes batches of items. `compute_loss` returns the mean loss of a batch: alone, as `(loss,
     /// outputs)` if metrics need the outputs, or as a [`LossOutput`](crate::train::LossOutput) if it is a mean over
@@ -150,8 +151,8 @@ where
         self
     }
 
-    /// Metrics by name, of the outputs of all samples: on rank 0, of all ranks together, in the order of the data set,
-    /// each sample once.
+    /// Sets the function that computes metrics by name. It is called on rank 0, with the outputs of all samples of
+    /// all ranks, in the order of the data set, each sample once.
     pub fn compute_metrics<N: Into<String>, R: IntoIterator<Item = (N, f64)>>(
         mut self,
         metrics: impl Fn(P) -> R + 'static,
@@ -162,27 +163,27 @@ where
         self
     }
 
-    /// Adds hooks into the loop; each rank gives the same ones in the same order.
+    /// Adds hooks into the loop. Each rank must add the same ones in the same order.
     pub fn callback(mut self, callback: impl TrainerCallback<M> + 'static) -> Self {
         self.callbacks.push(Box::new(callback));
         self
     }
 
-    /// Sets another optimizer than that of the arguments, which then set only its rates.
+    /// Replaces the optimizer of the arguments, which then set only its rates.
     pub fn optimizer(mut self, optimizer: impl Into<ModuleOptimizer>) -> Self {
         self.optimizer = Some(optimizer.into());
         self
     }
 
-    /// An accelerator that the program has built, usually of [`TrainingArguments::accelerator`], in place of one that
-    /// the trainer makes. Its accumulation becomes that of the arguments.
+    /// Uses an accelerator that the program has built, usually by [`TrainingArguments::accelerator`], instead of one
+    /// that the trainer makes. Its accumulation is set to that of the arguments.
     pub fn accelerator(mut self, accelerator: Accelerator) -> Self {
         self.accelerator = Some(accelerator);
         self
     }
 
-    /// Checks the arguments, makes the model, prepares everything, and continues from a checkpoint where the arguments
-    /// say so, or the job was restarted. Every rank calls it.
+    /// Checks the arguments, makes the model and prepares everything. Continues from a checkpoint if the arguments
+    /// say so or the job was restarted. Every rank must call it.
     ///
     /// # Errors
     ///

@@ -31,9 +31,10 @@ where
     O: Send + 'static,
     P: Tensors + Clone + 'static,
 {
-    /// Evaluates the model on the data of [`eval_dataset`](super::TrainerBuilder::eval_dataset): `eval_loss`, the mean over all
-    /// samples of all ranks, each once, the program's own metrics, and `eval_runtime`, `eval_samples_per_second`,
-    /// `eval_steps_per_second`, `epoch`. Every rank calls it, and gets the same.
+    /// Evaluates the model on the data of [`eval_dataset`](super::TrainerBuilder::eval_dataset). Returns `eval_loss`,
+    /// the mean over all samples of all ranks, each once; the program's own metrics; and `eval_runtime`,
+    /// `eval_samples_per_second`, `eval_steps_per_second` and `epoch`. Every rank must call it, and gets the same
+    /// result.
     ///
     /// # Errors
     ///
@@ -43,8 +44,8 @@ where
         Ok(self.evaluate_and_log()?.metrics)
     }
 
-    /// Returns the output of the model for each sample of a data set. Every rank calls it with the same
-    /// data, and gets the same.
+    /// Returns the output of the model for each sample of a data set. Every rank must call it with the same data, and
+    /// gets the same result.
     ///
     /// # Errors
     ///

@@ -28,8 +28,8 @@ where
     O: Send + 'static,
     P: Tensors + Clone + 'static,
 {
-    /// Trains until the last update, or until a callback or a [notice to leave](crate::Accelerator::on_preemption) ends
-    /// it, which saves a checkpoint. Every rank calls it.
+    /// Trains until the last update, or until a callback ends it, or a [notice to
+    /// leave](crate::Accelerator::on_preemption), which also saves a checkpoint. Every rank must call it.
     ///
     /// # Errors
     ///

@@ -159,17 +159,17 @@ impl LocalRounds {
 pub struct TrainOutput {
     /// The number of updates.
     pub global_step: u64,
-    /// The mean of their losses.
+    /// The mean loss of the updates.
     pub training_loss: f64,
     /// `train_runtime` in seconds, `train_samples_per_second`, `train_steps_per_second`, `train_loss`, `epoch`.
     pub metrics: Metrics,
 }
 
-/// The answers of a model to a data set; see [`Trainer::predict`].
+/// The outputs of a model for a data set; see [`Trainer::predict`].
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct PredictionOutput<P> {
-    /// The outputs of all samples of all ranks, in the order of the data set, each once: the same on every rank.
+    /// The outputs for all samples of all ranks, in the order of the data set, each once; the same on every rank.
     /// `None` for a data set without samples.
     pub predictions: Option<P>,
     /// `test_loss` and the program's own metrics, with `test_` before their names.
@@ -193,13 +193,13 @@ where
         &self.arguments
     }
 
-    /// The model, as it is trained. With `ema_decay`, evaluations and [`save_model`](Self::save_model) use the
-    /// [averaged](Self::averaged_model) one.
+    /// Returns the model in training. With `ema_decay`, evaluations and [`save_model`](Self::save_model) use the
+    /// [averaged](Self::averaged_model) model instead.
     pub fn model(&self) -> &M {
         self.model.get()
     }
 
-    /// The average of the weights over the last steps, with `ema_decay`.
+    /// Returns the model with weights averaged over the last steps, if `ema_decay` is set.
     pub fn averaged_model(&self) -> Option<&M> {
         self.ema.as_ref().map(Ema::model)
     }
@@ -209,7 +209,7 @@ where
         &self.state
     }
 
-    /// Saves the model's weights, as [`Accelerator::save_model`] does: the averaged ones with `ema_decay`.
+    /// Saves the model's weights, as [`Accelerator::save_model`] does; with `ema_decay`, the averaged weights.
     ///
     /// # Errors
     ///
@@ -219,8 +219,8 @@ where
         self.accelerator.save_model(model, path)
     }
 
-    /// Writes what the training came to into a folder for others: `model.safetensors`, `training_arguments.json`, which
-    /// [`TrainingArguments::from_file`] reads, and `trainer_state.json`, with what was logged.
+    /// Writes the results of the training to a folder for others: `model.safetensors`, `training_arguments.json`,
+    /// which [`TrainingArguments::from_file`] reads, and `trainer_state.json` with the log.
     ///
     /// # Errors
     ///
@@ -239,8 +239,8 @@ where
         Ok(())
     }
 
-    /// Ends the job, as [`Accelerator::finish`] does, and gives the exit code for `main` to return: success, or 75 where
-    /// the job was told to leave, so that it is started again.
+    /// Ends the job, as [`Accelerator::finish`] does, and returns the exit code for `main`: success, or 75 if the job
+    /// was told to leave and should be started again.
     ///
     /// # Errors
     ///
