@@ -11,7 +11,7 @@ use crate::core::dyn_module::{BoxedModule, DynModule};
 use crate::core::module::ModulePath;
 use crate::model::settle_statistics;
 
-/// The exponential moving average of a model's weights: smoother than the last ones, and often better to
+/// An exponential moving average of a model's weights. It is smoother than the newest weights, and often better to
 /// evaluate and to keep.
 ///
 /// After each step, `average = decay · average + (1 - decay) · weights`, for everything that is trained;
@@ -55,9 +55,9 @@ pub struct Ema<M> {
 }
 
 impl<M: Module + 'static> Ema<M> {
-    /// Begins with the weights of `model`, which was prepared: one that was not may be averaged, but not saved in
-    /// checkpoints. A `decay` near 1 averages over more steps,
-    /// about `1 / (1 - decay)` of them; what is out of 0 to 1 is taken as the nearer of these.
+    /// Begins with the weights of `model`, which should be prepared: the average of a model that is not can be used,
+    /// but not saved in checkpoints. A `decay` near 1 averages over more steps, about `1 / (1 - decay)` of them. A
+    /// `decay` below 0 counts as 0, and above 1 as 1.
     pub fn new(model: &M, decay: f64) -> Self {
         Self {
             average: model.valid(),
@@ -65,9 +65,9 @@ impl<M: Module + 'static> Ema<M> {
         }
     }
 
-    /// Takes the weights of a step in. Call it after each optimizer step that
-    /// [moved](crate::optim::StepOutcome::Stepped) the model, on every rank. Save checkpoints behind it: one that is saved
-    /// between a step and its update holds the weights of that step, and an average that never takes them in.
+    /// Adds the weights of a step to the average. Call it on every rank after each optimizer step that
+    /// [moved](crate::optim::StepOutcome::Stepped) the model. Save checkpoints after this call: one that is saved
+    /// between a step and its update holds the weights of that step, but an average that never includes them.
     pub fn update(&mut self, model: &M) {
         settle_statistics(model);
         let mut reader = ParameterReader::default();
@@ -82,7 +82,7 @@ impl<M: Module + 'static> Ema<M> {
         self.average = average.map(&mut mixer).into_model();
     }
 
-    /// The model with averaged weights, to evaluate or to save: it records no gradients.
+    /// Returns the model with averaged weights, to evaluate or save. It records no gradients.
     pub fn model(&self) -> &M {
         &self.average
     }

@@ -1,4 +1,4 @@
-//! Distributed data-parallel training for [Burn](burn): one training loop runs on one device, in several
+//! Distributed data-parallel training for [Burn](burn): the same training loop runs on one device, in several
 //! processes, and on several hosts.
 //!
 //! ```
@@ -46,7 +46,7 @@
 //! | to | see |
 //! |---|---|
 //! | start, choose device, precision, seed | [`Accelerator::new`], [`Accelerator::builder`] |
-//! | shard and prefetch data sets, samplers and streams | [`data`] |
+//! | shard and prefetch data sets and streams, with samplers | [`data`] |
 //! | average gradients, accumulate, clip | [`Accelerator::backward`], [`Accelerator::average`], [`Weight`], [`AveragedGradients`], [`Clip`] |
 //! | choose a device, and share a GPU between ranks | [`BackendKind`], [`Oversubscription`] |
 //! | compute in half precision | [`precision`] |
@@ -55,37 +55,37 @@
 //! | send gradients as low-rank factors (PowerSGD), or by a hook of your own | [`hook::PowerSgd`], [`hook::CommunicationHook`] |
 //! | send gradients while backward runs | [`Overlap`] |
 //! | step an optimizer with its schedule, freeze, group parameters | [`optim`] |
-//! | average parameters every few steps in place of gradients (LocalSGD, DiLoCo) | [`local`] |
+//! | average parameters every few steps instead of gradients (LocalSGD, DiLoCo) | [`local`] |
 //! | compute the number of optimizer steps | [`Accelerator::plan`] |
 //! | keep an exponential moving average of parameters | [`Ema`] |
 //! | step faster on the CPU, and shard an optimizer's state over the ranks (ZeRO stage 1) | [`optim::fused`], [`optim::Sharded`] |
 //! | profile steps | [`Accelerator::step_summary`], [`AcceleratorBuilder::trace`], [`Accelerator::profile`] |
 //! | evaluate | [`metric`], [`Accelerator::reduce_metric`], [`Accelerator::gather_for_metrics`] |
 //! | exchange tensors and objects | [`Accelerator::gather`], [`Accelerator::pad_across_processes`], [`Accelerator::gather_object`] |
-//! | divide other work than batches among ranks | [`Accelerator::split_between_processes`] |
+//! | divide work other than batches among ranks | [`Accelerator::split_between_processes`] |
 //! | run code on one rank only, or on one rank first | [`Accelerator::on_main_process`], [`Accelerator::main_process_first`] |
-//! | find the batch that memory holds | [`Accelerator::find_executable_batch_size`] |
+//! | find the largest batch that fits in memory | [`Accelerator::find_executable_batch_size`] |
 //! | log and print with the rank | [`logging`], [`Accelerator::print`], [`Accelerator::in_rank_order`] |
 //! | track a run: metrics, histograms, TensorBoard | [`Accelerator::init_trackers`], [`Accelerator::log`], [`AcceleratorBuilder::log_with`] |
 //! | show progress bars on rank 0 | `Accelerator::progress`, with the feature `progress` |
-//! | stop all ranks on a condition of one | [`Accelerator::set_trigger`], [`Accelerator::check_trigger`] |
-//! | save and leave when the scheduler says so | [`Accelerator::on_preemption`], [`Accelerator::preempted`] |
+//! | stop all ranks when one rank decides to | [`Accelerator::set_trigger`], [`Accelerator::check_trigger`] |
+//! | save and exit when the cluster's scheduler asks for it | [`Accelerator::on_preemption`], [`Accelerator::preempted`] |
 //! | normalise over the batches of all ranks | [`nn::SyncBatchNorm`], [`Accelerator::valid`] |
 //! | save and load models | [`Accelerator::save_model`], [`Accelerator::load_model`], [`model`] |
 //! | find a rank whose parameters differ | [`Accelerator::check_replicas`] |
 //! | save the whole state, and resume | [`checkpoint`] |
-//! | resume a schedule on another number of ranks | [`Accelerator::resume_loader`] |
+//! | resume a schedule on a different number of ranks | [`Accelerator::resume_loader`] |
 //! | turn off a warning or a check | [`allow_same_batches`](AcceleratorBuilder::allow_same_batches), [`without_item_check`](data::LoaderBuilder::without_item_check) |
-//! | stop at a loss that is not finite | [`stop_at_non_finite_loss`](AcceleratorBuilder::stop_at_non_finite_loss) |
+//! | fail if a loss is not finite | [`stop_at_non_finite_loss`](AcceleratorBuilder::stop_at_non_finite_loss) |
 //! | run a `Learner` of burn-train on several processes | `learner`, with the feature `burn-train` |
 //! | run several ranks inside one process, in tests | [`launch`] |
 //! | start the processes of the ranks from the program | [`launch_processes`] |
-//! | train by an operator on processes that its trainer starts, as in Ray SGD | [`train::TrainingOperator`], [`train::OperatorTrainer`] |
+//! | train with an operator on processes that its trainer starts, as in Ray SGD | [`train::TrainingOperator`], [`train::OperatorTrainer`] |
 //!
 //! # How a program is started
 //!
-//! A launcher, `accel-launch` or torchrun, sets rank, world size and the address of the store in the variables that
-//! [`Launch`](collective::Launch) lists; a program can pass a `Launch` of its own to
+//! A launcher, such as `accel-launch` or torchrun, sets the rank, the world size and the address of the store in the
+//! variables that [`Launch`](collective::Launch) lists. A program can instead pass its own `Launch` to
 //! [`launched_as`](AcceleratorBuilder::launched_as). Without either, the process is the only rank.
 //!
 //! # Environment variables
@@ -149,8 +149,8 @@ pub use crate::tracking::Tracker;
 
 /// The items that a training program usually imports.
 ///
-/// It leaves out names that a program's own modules or Burn often have, since two glob imports of one name are
-/// ambiguous: import [`Clip`] and the [`metric`]s by name.
+/// It leaves out names that are common in programs or in Burn, since two glob imports of one name are ambiguous:
+/// import [`Clip`] and the [`metric`]s by name.
 ///
 /// ```
 /// mod model {
@@ -187,7 +187,7 @@ pub mod prelude {
     };
 }
 
-/// Groups of ranks: how a process finds its place among them, and what they compute together.
+/// Groups of ranks: how a process joins one, and the operations that its ranks compute together.
 pub mod collective {
     #[doc(hidden)]
     pub use accelerator_collective::internal;
@@ -197,12 +197,12 @@ pub mod collective {
     };
 }
 
-/// The rules by which samples are shared out, and randomness that depends on positions alone.
+/// The rules by which samples are divided among ranks, and randomness that depends only on positions.
 pub mod plan {
     pub use accelerator_plan::{Permutation, TailPolicy, WeightedSampler, mix, sample_rng_seed};
 }
 
-/// Runs: the handle that [`Accelerator::tracker`] lends, the records that a [`Tracker`] gets, and the readers of both.
+/// Runs: the handle that [`Accelerator::tracker`] lends, the records that a [`Tracker`] gets, and the readers of runs.
 pub mod track {
     #[cfg(feature = "kubeflow")]
     pub use accelerator_track::KubeflowSink;

@@ -1,4 +1,4 @@
-//! Logs of several ranks: which rank said it, and which ranks speak at all.
+//! Logs of several ranks: shows the rank of each event, and selects the ranks that log.
 //!
 //! This library logs by [`tracing`], as Burn does; a program chooses what becomes of it. With
 //! `tracing-subscriber`, [`layer`] writes to standard error, with the rank in front of each event:
@@ -36,8 +36,8 @@ use tracing_subscriber::registry::LookupSpan;
 
 use crate::core::error::Result;
 
-/// The ranks whose events are shown, up to `INFO`. Warnings and errors are those of every rank in any
-/// case, since they may concern one rank alone.
+/// The ranks whose events up to `INFO` are shown. Warnings and errors of every rank are always shown, since they may
+/// concern one rank alone.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum LogRanks {
     /// Rank 0.
@@ -50,8 +50,8 @@ pub enum LogRanks {
     Every,
 }
 
-/// Writes events of these ranks to standard error, in `tracing-subscriber`'s usual format with the rank
-/// in front. Colours are for terminals.
+/// Returns a layer that writes the events of these ranks to standard error, in `tracing-subscriber`'s usual format
+/// with the rank in front. Colours are only for terminals.
 ///
 /// # Errors
 ///

@@ -266,7 +266,7 @@ pub(crate) struct TrackerSettings {
 
 const SAMPLE_EVERY: Duration = Duration::from_secs(10);
 
-/// A destination of a run beside its journal; for
+/// A destination of a run in addition to its journal; for
 /// [`AcceleratorBuilder::log_with`](crate::AcceleratorBuilder::log_with).
 #[derive(Clone)]
 #[non_exhaustive]
@@ -287,7 +287,7 @@ pub enum Tracker {
 }
 
 impl Tracker {
-    /// A sink of the program's own, or one with settings: what makes it, on rank 0.
+    /// Makes a tracker of a sink of your own, or of one with settings. `make` makes the sink, on rank 0.
     pub fn sink<S: Sink + 'static>(make: impl Fn() -> S + Send + Sync + 'static) -> Self {
         Self::Sink(Arc::new(move || Box::new(make())))
     }

@@ -54,9 +54,9 @@ impl Accelerator {
         checkpoint::save(&self.shared.checkpoints, &checkpoints.into(), &parts)
     }
 
-    /// Saves as [`save_state`](Self::save_state) does, but writes on a thread beside training, which
-    /// waits only until values are taken: handles of tensors, that later steps leave alone.
-    /// Meanwhile the old values take memory.
+    /// Saves like [`save_state`](Self::save_state), but writes on a separate thread. Training waits only until the
+    /// values are captured as handles of tensors, which later steps do not change. Until the save is done, the old
+    /// values take memory.
     ///
     /// One save runs at a time: the next one first waits for it.
     ///
@@ -183,10 +183,9 @@ impl Accelerator {
         checkpoint::resume(&self.shared.checkpoints, &checkpoints.into(), parts)
     }
 
-    /// Gives a loader alone what [`resume`](Self::resume) will give it, before there is an optimizer: so that a
-    /// [plan](Self::plan), and a schedule over its steps, count the batches with which training continues at
-    /// another number of ranks. Pass all parts to `resume` afterwards. Without any checkpoint, the loader comes
-    /// back as it is.
+    /// Resumes a loader alone, before there is an optimizer. A [plan](Self::plan), and a schedule over its steps,
+    /// then count the batches with which training continues at another number of ranks. Pass all parts to
+    /// [`resume`](Self::resume) afterwards. Without any checkpoint, the loader is returned as it is.
     ///
     /// The loader is found by its number among the loaders that the program has prepared. The checkpoint is
     /// verified each time. As `resume` will, this passes over an [emergency](Self::save_emergency)'s that has other parts
@@ -319,10 +318,9 @@ impl Accelerator {
 
 /// Models on disk, as safetensors.
 impl Accelerator {
-    /// Writes the model to `path`, by parameter path, once for all ranks: rank 0 writes, the
-    /// others learn how it went. The file appears whole or not at all, also where several jobs save to one
-    /// path: that of the last one stays. Running statistics are those
-    /// of all ranks; see [`sync_buffers`](Self::sync_buffers).
+    /// Writes the model to `path`, by parameter path, once for all ranks: rank 0 writes, and the others learn whether
+    /// it succeeded. The file appears whole or not at all. If several jobs save to one path, the file of the last one
+    /// stays. Running statistics are those of all ranks; see [`sync_buffers`](Self::sync_buffers).
     ///
     /// Parameters have the shapes that Burn gives them (a `Linear` weight is `[in, out]`). For
     /// PyTorch's, and for several files, see [`save_model_with`](Self::save_model_with).
@@ -401,9 +399,8 @@ impl Accelerator {
         model::save(&self.shared.context, model, path.as_ref(), options)
     }
 
-    /// Gives the model the values of a safetensors file, or of a set of them with an index. Rank
-    /// 0 reads, and the others get its values and parameter ids. A model that was prepared stays
-    /// prepared.
+    /// Loads the values of a safetensors file, or of a set of files with an index, into the model. Rank 0 reads, and
+    /// the others get its values and parameter ids. A prepared model stays prepared.
     ///
     /// `path` is the file, the index, or a folder with `model.safetensors` or
     /// `model.safetensors.index.json`. The file must fit the model: see
@@ -469,9 +466,9 @@ impl Accelerator {
         Ok((model.into_model(), report))
     }
 
-    /// Writes a value to `path` as JSON, once for all ranks: rank 0 writes, the others learn how it went. The file
-    /// appears whole or not at all. A number that is not finite is `null` in JSON; tensors go into
-    /// [models](Self::save_model) and [checkpoints](Self::save_state).
+    /// Writes a value to `path` as JSON, once for all ranks: rank 0 writes, and the others learn whether it
+    /// succeeded. The file appears whole or not at all. JSON has `null` for a number that is not finite. For tensors,
+    /// use [models](Self::save_model) and [checkpoints](Self::save_state).
     ///
     /// ```
     /// # fn main() -> accelerator::Result<()> {

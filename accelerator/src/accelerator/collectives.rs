@@ -15,7 +15,7 @@ use crate::metric::{self, Metric};
 
 /// Tensors, metrics and objects of all ranks. Every rank must call the same operation.
 impl Accelerator {
-    /// The metric over every rank, in one reduction; tuples of metrics are reduced together.
+    /// Returns the metric over all ranks, by one reduction. The metrics of a tuple are reduced together.
     ///
     /// The batches of the metrics are not compared: where a rank has left its loop early, or evaluated another epoch,
     /// the result covers the samples that were counted, without a warning.
@@ -31,7 +31,7 @@ impl Accelerator {
         metric::reduce(&self.shared.context.group, metric)
     }
 
-    /// The sum, mean, minimum or maximum of a tensor over the ranks, element by element.
+    /// Returns the sum, mean, minimum or maximum of a tensor over the ranks, element by element.
     ///
     /// ```
     /// use accelerator::prelude::*;
@@ -66,8 +66,8 @@ impl Accelerator {
         Ok(Tensor::from_data(data, (&device, dtype)))
     }
 
-    /// The tensors of all ranks, joined along the first dimension in rank order. The other
-    /// dimensions must be equal, the first one may differ.
+    /// Returns the tensors of all ranks, joined along the first dimension in rank order. The first dimension may
+    /// differ between ranks; the others must be equal.
     ///
     /// ```
     /// use burn::tensor::Tensor;
@@ -95,8 +95,8 @@ impl Accelerator {
         })
     }
 
-    /// Gathers, like [`gather`](Self::gather), the rows of `tensors` that belong to samples: padding and
-    /// idle batches are left out, so that over an epoch each sample comes exactly once.
+    /// Gathers the rows of `tensors` that belong to samples, like [`gather`](Self::gather) but without padding and
+    /// idle batches. Over an epoch, each sample comes exactly once.
     ///
     /// ```
     /// # use burn::data::dataset::InMemDataset;
@@ -164,7 +164,7 @@ impl Accelerator {
         self.gather_of(tensors, batch, RowsOf::SamplesOrBatch)
     }
 
-    /// The tensor of rank `root`, on every rank; the others' own gives the shape.
+    /// Returns the tensor of rank `root` on every rank. The other ranks' tensors give only the shape.
     ///
     /// ```
     /// use burn::tensor::Tensor;
@@ -246,7 +246,7 @@ impl Accelerator {
         Ok(Tensor::from_data(data, (&device, dtype)))
     }
 
-    /// A value of each rank, in rank order, on every rank.
+    /// Returns the values of all ranks, in rank order, on every rank.
     ///
     /// ```
     /// let names = accelerator::launch(2, |accelerator| {
@@ -349,8 +349,8 @@ pub enum PadSide {
 
 /// Tensors of the same size on every rank.
 impl Accelerator {
-    /// The tensor, as long in dimension `dim` as the longest of all ranks: what is missing is filled
-    /// with `value`. Sequences of different lengths can be [gathered](Self::gather) then.
+    /// Pads the tensor with `value` in dimension `dim` to the longest length of any rank. Sequences of different
+    /// lengths can then be [gathered](Self::gather).
     ///
     /// ```
     /// use accelerator::prelude::*;
@@ -415,8 +415,8 @@ impl Accelerator {
 
 /// Shares out work without a loader: prompts, files, folds.
 impl Accelerator {
-    /// Returns this rank's contiguous share of `items`; the first ranks get one more if they do not divide evenly,
-    /// and the last ones none if there are fewer items than ranks. Nothing is communicated.
+    /// Returns this rank's contiguous share of `items`. If they do not divide evenly, the first ranks get one more;
+    /// if there are fewer items than ranks, the last ranks get none. Nothing is communicated.
     ///
     /// Lists of one length are cut alike. [`Partition`](crate::collective::Partition) gives the range for anything else,
     /// such as the rows of a tensor.

@@ -10,11 +10,11 @@ use crate::tracking::RunEnding;
 
 /// The end of a job.
 impl Accelerator {
-    /// Ends the job: waits for all ranks, and closes the group. Call it at the end of the program: ranks that still
-    /// communicate when another has left without it get an error that says so. With several ranks, it warns of
-    /// prepared models for which [`backward`](Self::backward) was never called, and of gradients that no optimizer
-    /// stepped with. Micro-steps of an open window are lost, with a warning of rank 0. The [run](Self::init_trackers), if
-    /// there is one, ends, too.
+    /// Ends the job: waits for all ranks, and closes the group. Call it at the end of the program. Ranks that still
+    /// communicate after another has left without it get an error that says so. With several ranks, it warns of
+    /// prepared models for which [`backward`](Self::backward) was never called, and of gradients with which no
+    /// optimizer stepped. Micro-steps of an open window are lost, and rank 0 warns of that. The
+    /// [run](Self::init_trackers), if there is one, also ends.
     ///
     /// The number of updates of each model, and their learning rates and clips, are compared: some 60 bytes per
     /// model travel. The values of parameters are not compared, so another kind of optimizer on some rank is not
@@ -120,9 +120,9 @@ impl Accelerator {
 
 /// A job whose number of ranks changes while it runs.
 impl Accelerator {
-    /// Returns true if the launcher has another number of ranks for the job, so that all ranks leave their group by
-    /// [`regroup`](Self::regroup): the same answer on every rank, which stays. Every rank must call it, in the same
-    /// places.
+    /// Returns `true` if the launcher has a new number of ranks for the job, so all ranks should call
+    /// [`regroup`](Self::regroup): the same answer on every rank, and from then on always. Every rank must call it at
+    /// the same point of the loop.
     ///
     /// It is false when [`preempted`](Self::preempted) is, within an accumulation window for example, and costs the same:
     /// nothing after a window of gradients, else an all-reduce of one number, which brings both answers. A program that
@@ -139,9 +139,9 @@ impl Accelerator {
         }
     }
 
-    /// Ends this group as [`finish`](Self::finish) does, and takes this rank's place in the next one, of another size, in
-    /// the same process: after [`regroup_pending`](Self::regroup_pending) has said so, on every rank. `None` if this
-    /// process has no place there: the program ends then, with success.
+    /// Ends this group as [`finish`](Self::finish) does, and joins the next one, of another size, in the same
+    /// process. Call it on every rank after [`regroup_pending`](Self::regroup_pending) has returned `true`. Returns
+    /// `None` if this process has no rank in the next group: the program should then end with success.
     ///
     /// `parts` are those of [`save_state`](Self::save_state). They go into the memory of rank 0, which stays rank 0, and
     /// nothing is written. The new accelerator has the settings of the builder of this one, and what it

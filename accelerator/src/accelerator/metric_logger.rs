@@ -9,8 +9,8 @@ use burn_train::metric::{MetricDefinition, MetricId, NumericEntry};
 
 use super::Accelerator;
 
-/// A metric logger for burn-train's `Learner`, which logs to the run that [`Accelerator::init_trackers`] has begun, and
-/// hands everything on to another logger.
+/// A metric logger for burn-train's `Learner`. It logs to the run that [`Accelerator::init_trackers`] has begun, and
+/// passes everything on to another logger.
 ///
 /// The value of each training batch is `train/Loss` by iteration, that of the epoch is `train-epoch/Loss`. Of a
 /// validation or a test, the figures of the whole split count: `valid/Loss`, at the iteration of the training at which it
@@ -46,7 +46,7 @@ pub struct RunLogger<L> {
 }
 
 impl<L: MetricLogger> RunLogger<L> {
-    /// A logger to the run of an accelerator, which hands everything on to `inner`.
+    /// Makes a logger to the run of an accelerator that passes everything on to `inner`.
     pub fn new(accelerator: &Accelerator, inner: L) -> Self {
         Self {
             accelerator: accelerator.clone(),
@@ -57,7 +57,7 @@ impl<L: MetricLogger> RunLogger<L> {
         }
     }
 
-    /// Counts on from so many iterations, for a training that was resumed.
+    /// Starts counting after `iterations` iterations, for a training that was resumed.
     #[must_use]
     pub fn starting_behind(mut self, iterations: u64) -> Self {
         self.iterations = iterations;

@@ -44,8 +44,8 @@ use crate::precision::Precision;
 use crate::reduce::ReduceContext;
 use crate::tracking::{RunEnding, TrackerSettings, Tracking};
 
-/// The place of this process (or, under [`launch`](crate::launch), of this thread) among the ranks of
-/// a job, with everything that a training loop needs.
+/// The rank of this process (or, under [`launch`](crate::launch), of this thread) in a job, with everything that a
+/// training loop needs.
 ///
 /// It is a handle: clones are the same accelerator. There is no global state, so one process
 /// may hold several.
@@ -114,8 +114,8 @@ impl Drop for Shared {
 }
 
 impl Accelerator {
-    /// Takes its place from the environment that `accel-launch`, torchrun or a cluster made; a
-    /// process that was started by hand is alone. Everything else has its default: see
+    /// Connects this process as the rank that the environment names, as `accel-launch`, torchrun or a cluster sets
+    /// it. A process that was started by hand is the only rank. Everything else has its default: see
     /// [`Accelerator::builder`].
     ///
     /// # Errors
@@ -126,28 +126,28 @@ impl Accelerator {
         Self::builder().build()
     }
 
-    /// Starts from the defaults, to be changed before [`AcceleratorBuilder::build`].
+    /// Returns a builder with the defaults; change them before [`AcceleratorBuilder::build`].
     pub fn builder() -> AcceleratorBuilder {
         AcceleratorBuilder::new()
     }
 
-    /// The device to build models on. It records gradients; batches arrive on its plain form, so
-    /// that evaluation on `model.valid()` does not.
+    /// Returns the device to build models on. It records gradients. Batches arrive on its plain form, so evaluation
+    /// on `model.valid()` records none.
     pub fn device(&self) -> Device {
         self.shared.context.autodiff_device()
     }
 
-    /// The kind of [`device`](Self::device).
+    /// Returns the kind of [`device`](Self::device).
     pub fn backend_kind(&self) -> BackendKind {
         self.shared.context.backend_kind
     }
 
-    /// The rank, world size, local rank and local world size.
+    /// Returns the rank, world size, local rank and local world size.
     pub fn topology(&self) -> &Topology {
         self.group().topology()
     }
 
-    /// The number of this process among all, from 0.
+    /// Returns the number of this rank among all, from 0.
     pub fn rank(&self) -> usize {
         self.shared.context.rank()
     }
@@ -162,8 +162,8 @@ impl Accelerator {
         self.shared.context.accumulation.steps()
     }
 
-    /// Sets the number of micro-steps of an accumulation window, beginning with the open one. All ranks call it in the
-    /// same places.
+    /// Sets the number of micro-steps of an accumulation window, beginning with the one that is open. All ranks must
+    /// call it at the same point.
     ///
     /// ```
     /// use accelerator::prelude::*;
@@ -185,7 +185,7 @@ impl Accelerator {
         Ok(())
     }
 
-    /// The type in which forward and backward compute; see [`precision`](crate::precision).
+    /// Returns the type in which forward and backward compute; see [`precision`](crate::precision).
     pub fn precision(&self) -> Precision {
         self.shared.reduction.settings.precision
     }
@@ -195,7 +195,7 @@ impl Accelerator {
         self.shared.restarts
     }
 
-    /// The process group underneath, for communication that this type has no method for.
+    /// Returns the underlying process group, for communication that has no method here.
     ///
     /// ```
     /// use accelerator::prelude::*;

@@ -57,9 +57,10 @@ impl Accelerator {
         )
     }
 
-    /// The model with parameters in the [precision](Self::precision) to compute in, cast from those of
-    /// `model`, which get the gradients. `BatchNorm` stays as it is, and so do parameters with paths (`layers.0.weight`)
-    /// that `keep` chooses. With [`Precision::No`](crate::precision::Precision::No) it is the same model.
+    /// Returns the model with parameters in the [precision](Self::precision) to compute in. They are cast from the
+    /// parameters of `model`, which still get the gradients. `BatchNorm` stays as it is, and so do the parameters
+    /// whose paths (`layers.0.weight`) `keep` chooses. With [`Precision::No`](crate::precision::Precision::No), this
+    /// is the same model.
     ///
     /// It serves one backward pass, and is gone with it: [`forward`](Self::forward) makes one each time.
     /// Two models that share parameters, or two forward passes whose losses are added, may each have a
@@ -84,8 +85,8 @@ impl Accelerator {
         working_copy(&self.shared.reduction, model, &keep).into_model()
     }
 
-    /// A tensor in the [precision](Self::precision) to compute in: for what goes into the model in
-    /// [`forward`](Self::forward). Tensors of integers, such as tokens, need nothing. Without `forward`, Burn panics
+    /// Casts a tensor to the [precision](Self::precision) to compute in. Use it for inputs of the model in
+    /// [`forward`](Self::forward). Tensors of integers, such as tokens, need no cast. Without `forward`, Burn panics
     /// where the two types meet; when the accelerator is dropped in a panic and no working copy was ever made, rank 0
     /// says what is missing.
     pub fn to_working<const D: usize>(&self, tensor: Tensor<D>) -> Tensor<D> {
@@ -98,8 +99,7 @@ impl Accelerator {
         }
     }
 
-    /// A tensor in the type of the parameters, if it is in half precision: for what goes into a loss or a
-    /// metric.
+    /// Casts a half-precision tensor to the type of the parameters. Use it for inputs of a loss or a metric.
     pub fn to_full<const D: usize>(&self, tensor: Tensor<D>) -> Tensor<D> {
         let full = self.shared.context.device.settings().float_dtype;
         match (self.precision().dtype(), tensor.dtype()) {

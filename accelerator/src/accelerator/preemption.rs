@@ -10,8 +10,8 @@ use crate::tracking::RunEnding;
 
 /// A program that leaves its place when it is told to, and loses nothing.
 impl Accelerator {
-    /// Watches what announces that this rank is about to be ended: SIGTERM, SIGUSR1 and SIGUSR2, a deadline, a file.
-    /// All ranks learn of it by [`preempted`](Self::preempted), save in the same step, and
+    /// Watches for notices that this rank will be ended soon: SIGTERM, SIGUSR1 and SIGUSR2, a deadline, or a file.
+    /// With [`preempted`](Self::preempted), all ranks learn of a notice, save at the same step, and
     /// [end](Self::finish_preempted) with an exit code that asks for another start.
     ///
     /// Call it on each rank, before the loop; nothing is communicated. What a second call names is watched, too.
@@ -78,9 +78,10 @@ impl Accelerator {
         self.shared.reduction.trigger.watch_preemption(preemption)
     }
 
-    /// Returns true if some rank has been told to leave: the same answer on every rank, which stays. Every rank must
-    /// call it, in the same places. It is true, too, if the launcher changes the number of ranks: a program that
-    /// does not continue [live](Self::regroup) saves and ends, and is started again with that number.
+    /// Returns `true` if any rank has been told to leave: the same answer on every rank, and from then on always.
+    /// Every rank must call it at the same point of the loop. It also returns `true` if the launcher changes the
+    /// number of ranks: a program that does not continue [live](Self::regroup) then saves and ends, and is started
+    /// again with the new number.
     ///
     /// It is false when no checkpoint can be saved: while an accumulation window is open, and while
     /// [local training](crate::local) has replicas that differ. Elsewhere it costs what
@@ -108,9 +109,9 @@ impl Accelerator {
         is_between.then_some(&**reduction)
     }
 
-    /// Ends the job as [`finish`](Self::finish) does, and gives the exit code for `main` to return:
-    /// [`PREEMPTED_EXIT_CODE`](crate::PREEMPTED_EXIT_CODE), 75, by which `accel-launch`, Slurm and Kubernetes know
-    /// that the program wants to be started again.
+    /// Ends the job as [`finish`](Self::finish) does, and returns the exit code for `main`,
+    /// [`PREEMPTED_EXIT_CODE`](crate::PREEMPTED_EXIT_CODE) (75), which tells `accel-launch`, Slurm and Kubernetes to
+    /// start the program again.
     ///
     /// # Errors
     ///
@@ -124,15 +125,14 @@ impl Accelerator {
 
 /// A flag that any rank raises for all.
 impl Accelerator {
-    /// Raises a flag that [`check_trigger`](Self::check_trigger) shows to every rank: to stop early,
-    /// or to save, for a reason that only this rank knows. Nothing is communicated here, so that it may
-    /// be called on one rank only.
+    /// Raises a flag that [`check_trigger`](Self::check_trigger) shows to every rank: to stop early, or to save, for
+    /// a reason that only this rank knows. It does not communicate, so a single rank may call it.
     pub fn set_trigger(&self) {
         self.shared.reduction.trigger.set();
     }
 
-    /// Checks if some rank has [raised the flag](Self::set_trigger): the same answer on every rank, which also resets
-    /// the flag. Every rank must call it, in the same places.
+    /// Returns `true` if any rank has [raised the flag](Self::set_trigger), and resets the flag: the same answer on
+    /// every rank. Every rank must call it at the same point of the loop.
     ///
     /// It costs nothing where gradients are reduced anyway:
     ///

@@ -316,7 +316,7 @@ impl Accelerator {
         }
     }
 
-    /// A learning rate that was found on one process, for this many.
+    /// Scales a learning rate that was found on one process to the number of ranks.
     ///
     /// With batches of the same size on each rank, a step sees as many times the samples. If the global
     /// batch stays as it was, so does the rate.

@@ -32,7 +32,7 @@ impl Accelerator {
         self.topology().is_main()
     }
 
-    /// Prints a line on rank 0, and nothing elsewhere. A closed standard output is not an error.
+    /// Prints a line on rank 0 only. A closed standard output is not an error.
     pub fn print(&self, line: impl fmt::Display) {
         if self.is_main_process() {
             // One call, so that lines of several processes do not mix.
@@ -40,8 +40,8 @@ impl Accelerator {
         }
     }
 
-    /// Runs `work` on one rank after the other, in their order: each begins when the one before has
-    /// ended, and the first when all have come. Every rank must call it; it returns when all are done.
+    /// Runs `work` on one rank after the other, in rank order. The first begins when all ranks have called this
+    /// method, each other when the one before has ended, and it returns when all are done. Every rank must call it.
     ///
     /// Lines that ranks log come in the order of ranks if all write to one terminal or file. A launcher that
     /// collects the output of each rank, as `accel-launch` does, may still mix lines that come at almost the
@@ -123,7 +123,7 @@ impl Accelerator {
         self.on_process(0, work)
     }
 
-    /// Runs `work` only on the rank with this local number, on each host: 0 is the first rank of a host. See
+    /// Runs `work` only on the rank with this local number, on each host; number 0 is the first rank of a host. See
     /// [`on_main_process`](Self::on_main_process).
     pub fn on_local_process<T>(&self, local_rank: usize, work: impl FnOnce() -> T) -> Option<T> {
         (self.topology().local_rank() == local_rank).then(|| self.busy_alone(work))
@@ -134,9 +134,9 @@ impl Accelerator {
         (self.rank() == rank).then(|| self.busy_alone(work))
     }
 
-    /// Runs `work` on rank 0, and on the others after it succeeded there: the first one
-    /// downloads or unpacks, the others find it done. They wait while the process of rank 0 lives, for at
-    /// most the [busy timeout](crate::AcceleratorBuilder::busy_timeout), which begins anew with each
+    /// Runs `work` on rank 0, and after it has succeeded there, on the other ranks: the first rank downloads or
+    /// unpacks, and the others find the result. They wait as long as the process of rank 0 lives, for at most the
+    /// [busy timeout](crate::AcceleratorBuilder::busy_timeout), which restarts with each
     /// [`keep_alive`](Self::keep_alive) of `work`.
     ///
     /// ```
@@ -162,8 +162,8 @@ impl Accelerator {
         self.busy(work)
     }
 
-    /// Runs `work` on the first rank of each host, and on the others after it succeeded on all of
-    /// those: an archive is unpacked to each host's disk once.
+    /// Runs `work` on the first rank of each host, and after it has succeeded on all of those, on the other ranks. An
+    /// archive, for example, is unpacked to each host's disk once.
     ///
     /// # Errors
     ///
@@ -182,10 +182,9 @@ impl Accelerator {
         self.busy(work)
     }
 
-    /// Shows the other ranks that this one works, during long work that they do not share: they wait
-    /// for it in their next collective, for at most the
-    /// [progress timeout](crate::AcceleratorBuilder::progress_timeout) after the last such call. It sends
-    /// nothing by itself, costs next to nothing, and may be called by any thread.
+    /// Tells the other ranks that this one is still working, during long work that they do not share. They wait for
+    /// it in their next collective for at most the [progress timeout](crate::AcceleratorBuilder::progress_timeout)
+    /// after the last such call. It sends nothing by itself, costs next to nothing, and may be called by any thread.
     ///
     /// The library calls it for each piece that it writes, reads or hashes itself. A closure that runs on some
     /// ranks only, as that of [`on_main_process`](Self::on_main_process) or
@@ -271,8 +270,8 @@ const IN_TURN: &str = "do what it does in its turn here";
 
 /// Logs of this rank.
 impl Accelerator {
-    /// A span with `rank` and `world_size`, to be entered at the beginning of what this rank does: any
-    /// subscriber shows it with every event of this thread.
+    /// Returns a span with `rank` and `world_size`. Enter it at the beginning of this rank's work, and any subscriber
+    /// shows it with every event of this thread.
     ///
     /// ```
     /// accelerator::launch(2, |accelerator| {

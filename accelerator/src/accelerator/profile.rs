@@ -66,9 +66,9 @@ impl Accelerator {
         Ok(Some(mean))
     }
 
-    /// Records the steps that the schedule keeps, and calls `on_cycle` at the end of each of its cycles with this
-    /// rank's part: a summary, and a trace to [write](Cycle::write_trace). Every rank must call it, with the same
-    /// schedule. `ACCEL_TRACE` and `ACCEL_TRACE_SCHEDULE` do the same without a change of the program.
+    /// Records the steps that the schedule keeps. At the end of each cycle, calls `on_cycle` with this rank's part: a
+    /// summary, and a trace to [write](Cycle::write_trace). Every rank must call it with the same schedule.
+    /// `ACCEL_TRACE` and `ACCEL_TRACE_SCHEDULE` do the same without a change of the program.
     ///
     /// Steps are optimizer steps, and counted by the library: the loop needs no calls, and the micro-steps of a window
     /// are one step. A loop that steps two optimizers counts two steps in each pass.

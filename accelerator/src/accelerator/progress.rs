@@ -7,8 +7,8 @@ use crate::accelerator::Accelerator;
 
 /// A bar that shows how far a loop is (feature `progress`).
 impl Accelerator {
-    /// A progress bar on rank 0's standard error; hidden on every other rank, and where standard error
-    /// is no terminal, a file or the launcher for example. Without a length it only counts.
+    /// Returns a progress bar on rank 0's standard error. It is hidden on every other rank, and if standard error is
+    /// not a terminal, for example a file or the launcher. Without a length it only counts.
     ///
     /// ```
     /// # use accelerator::prelude::*;

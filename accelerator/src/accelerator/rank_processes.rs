@@ -21,8 +21,8 @@ pub(crate) const GRACE: Duration = Duration::from_secs(10);
 /// The job of ranks that [`launch_processes`] has started, by which they know it.
 const JOB: &str = "launch_processes";
 
-/// Runs `body` on `world_size` ranks, each a process, and waits until they have ended: this program is started
-/// again for each rank, with the same arguments, and comes to this call again, where it runs `body` and exits.
+/// Runs `body` on `world_size` ranks, each a process, and waits until they have ended. For each rank, this program is
+/// started again with the same arguments; when it reaches this call, it runs `body` and exits.
 ///
 /// This is how a program trains on several processes without [`accel-launch`](crate#how-a-program-is-started), as
 /// Accelerate's `notebook_launcher` does. What stands before the call runs on each rank, too; what stands behind it runs

@@ -12,9 +12,9 @@ use crate::tracking::{RunEnding, untracked};
 
 /// The run that a training is recorded as. Rank 0 writes it; every rank makes the same calls.
 impl Accelerator {
-    /// Begins a run in `runs/<name>`, with its hyperparameters: a struct or a map, which may be nested. Every rank must
-    /// call it, beside [`prepare`](Self::prepare): in a job whose [number of ranks changes](Self::regroup), in what each
-    /// group runs from its beginning.
+    /// Begins a run in `runs/<name>`, with its hyperparameters: a struct or a map, which may be nested. Every rank
+    /// must call it, next to [`prepare`](Self::prepare). In a job whose [number of ranks changes](Self::regroup),
+    /// each group calls it again at its beginning.
     ///
     /// The run is a folder with a journal, where rank 0 sees it, and whatever
     /// [`log_with`](crate::AcceleratorBuilder::log_with) says; each rank whose host sees the folder adds what it uses of
@@ -76,8 +76,8 @@ impl Accelerator {
         Ok(())
     }
 
-    /// Logs metrics of one kind (`train`, `test`) at a step: the series `train/loss` of `[("loss", 0.5)]`. The epoch may be
-    /// a fraction, or `None`.
+    /// Logs metrics of one kind (`train`, `test`) at a step: `[("loss", 0.5)]` of kind `train` goes to the series
+    /// `train/loss`. The epoch may be a fraction, or `None`.
     ///
     /// Rank 0's values count; call it on every rank all the same, so that each knows the steps for an
     /// [emergency](Self::save_emergency). Nothing is communicated: what is to be said of all ranks is
@@ -94,7 +94,7 @@ impl Accelerator {
         self.tracker(|run| run.log(kind, metrics, step, epoch));
     }
 
-    /// Logs means, each with the number of samples that it is of: of a [metric](crate::metric::Mean) over all ranks.
+    /// Logs means, each with the number of samples behind it, such as a [metric](crate::metric::Mean) over all ranks.
     ///
     /// ```
     /// use accelerator::metric::Mean;
@@ -181,8 +181,8 @@ impl Accelerator {
         });
     }
 
-    /// Does something with the run that is being written: tags, texts, images, artifacts. `None` without calling it on
-    /// the ranks that do not write, and where no run was begun.
+    /// Calls `work` with the run that is being written, to add tags, texts, images or artifacts. Returns `None`
+    /// without calling it on ranks that do not write, and if no run was begun.
     ///
     /// ```
     /// # let runs = tempfile::tempdir().unwrap();
@@ -202,9 +202,9 @@ impl Accelerator {
         self.shared.tracking.with(work)
     }
 
-    /// Ends the run as finished: what is left is written and delivered, for at most half a minute a
-    /// [tracker](crate::Tracker). [`finish`](Self::finish) does so, too, and a job that fails or is preempted ends its
-    /// run as such. This is for a program that has several runs, one after the other. Nothing is communicated.
+    /// Ends the run as finished. What is left is written and delivered, for at most half a minute per
+    /// [tracker](crate::Tracker). [`finish`](Self::finish) does this, too, and a job that fails or is preempted ends
+    /// its run as such. Call this in a program that has several runs, one after the other. Nothing is communicated.
     ///
     /// ```
     /// # let runs = tempfile::tempdir().unwrap();

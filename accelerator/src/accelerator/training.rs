@@ -195,9 +195,9 @@ impl Accelerator {
         self.backward_of(loss, model, weight.into(), ReduceScope::Global)
     }
 
-    /// Averages gradients of `model` over every sample of every rank, where the program has run the backward pass
-    /// itself: [`backward`](Self::backward) for what computes gradients by other means, as the `TrainStep` of
-    /// burn-train does.
+    /// Averages gradients of `model` over every sample of every rank, if the program has run the backward pass
+    /// itself. It replaces [`backward`](Self::backward) for code that computes gradients by other means, as the
+    /// `TrainStep` of burn-train does.
     ///
     /// `gradients` are those of the mean loss over this rank's batch, and `weight` says over how many samples, as in
     /// `backward`, with which everything else is the same: windows, buckets, bits. Since gradients are there only when
@@ -273,8 +273,8 @@ impl Accelerator {
         gradients
     }
 
-    /// Reports how the gradients of a model were sent in its last step. It does not block: while `backward` runs, as in
-    /// a [communication hook](crate::hook::CommunicationHook), it is about the step before.
+    /// Reports how the gradients of a model were sent in its last step. It does not block: while `backward` runs, as
+    /// in a [communication hook](crate::hook::CommunicationHook), it describes the step before.
     ///
     /// # Errors
     ///
@@ -283,8 +283,8 @@ impl Accelerator {
         Ok(self.shared.reduction.models.find(model)?.overlap_report())
     }
 
-    /// The bytes of the flat buffers in which this rank keeps gradients for communication, of all
-    /// models together. One process that does not accumulate needs none.
+    /// Returns the number of bytes of the flat buffers in which this rank keeps gradients for communication, for all
+    /// models together. A single process that does not accumulate needs none.
     ///
     /// They hold the gradients once, half-precision ones as `f32`, with a few numbers for each
     /// parameter, in whole pages. [Compression](crate::Compression) adds what travels. Where gradients are
@@ -294,9 +294,9 @@ impl Accelerator {
         self.shared.context.group.buffer_bytes()
     }
 
-    /// Returns true if the last [`backward`](Self::backward) ended its accumulation window, so that its gradients are
-    /// those of all ranks: the opposite of [`is_accumulating`](AveragedGradients::is_accumulating). True before the
-    /// first.
+    /// Returns `true` if the last [`backward`](Self::backward) ended its accumulation window, so that its gradients
+    /// are those of all ranks: the opposite of [`is_accumulating`](AveragedGradients::is_accumulating). Also `true`
+    /// before the first call.
     ///
     /// ```
     /// use accelerator::prelude::*;
@@ -323,8 +323,8 @@ impl Accelerator {
         self.shared.optimizers.skipped()
     }
 
-    /// Gives back the memory that is kept between steps: that in which gradients travel, of all models. The next step
-    /// takes it anew. Burn frees tensors when they are dropped, and its devices keep memory for later ones.
+    /// Frees the memory that is kept between steps: the buffers in which gradients of all models travel. The next
+    /// step allocates it again. Burn frees tensors when they are dropped, and its devices keep memory for later ones.
     pub fn free_memory(&self) {
         self.shared.reduction.models.release_spares();
     }
@@ -417,9 +417,9 @@ impl Accelerator {
         sync_buffers(&self.shared.context, model)
     }
 
-    /// The model for evaluation, as Burn's `model.valid()`, with the running statistics of all ranks; see
-    /// [`sync_buffers`](Self::sync_buffers). The parameters of a prepared model are
-    /// [compared](Self::check_replicas) before. Every rank calls it.
+    /// Returns the model for evaluation, as Burn's `model.valid()` does, with the running statistics of all ranks;
+    /// see [`sync_buffers`](Self::sync_buffers). Before that, the parameters of a prepared model are
+    /// [compared](Self::check_replicas). Every rank must call it.
     ///
     /// # Errors
     ///

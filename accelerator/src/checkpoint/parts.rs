@@ -84,16 +84,16 @@ pub trait Resume<K>: Sized {
     fn restore(self, restorer: &mut Restorer<'_>) -> Result<Self>;
 }
 
-/// A value of the program's own in a checkpoint, the same for all ranks: rank 0's is saved, and
-/// every rank gets it.
+/// A value of the program's own in a checkpoint that is the same for all ranks. Rank 0's value is saved, and every
+/// rank gets it.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct Object<T>(
     /// The value; a reference to it to save.
     pub T,
 );
 
-/// A value of the program's own in a checkpoint, another one on each rank. They travel to rank 0,
-/// which writes them.
+/// A value of the program's own in a checkpoint that differs between ranks. The values are sent to rank 0, which
+/// writes them.
 ///
 /// With another number of ranks, rank `r` gets what rank `r` saved, and a rank for which nothing
 /// was saved keeps what it passes; so it is after an emergency save, which holds the writer's own

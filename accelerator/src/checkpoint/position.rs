@@ -1,4 +1,4 @@
-//! The position from which a training continues, and the rule for a change of the number of ranks.
+//! The position from which training continues, and the rule for a change of the number of ranks.
 
 use core::fmt;
 
@@ -55,16 +55,16 @@ impl Position {
         }
     }
 
-    /// The epoch to continue with: the one in which the checkpoint was saved, or the next one if the
-    /// loop had seen its end. It is that of the loader whose batches went to `backward` (the first
-    /// of them in the tuple; the first that was read, where none did), and 0 without a loader.
-    /// Rank 0 warns once where that loader's first batch in `backward` is of an earlier epoch.
+    /// Returns the epoch to continue with: the one in which the checkpoint was saved, or the next one if the loop had
+    /// finished it. If there are several loaders, it is the epoch of the first one in the tuple whose batches went to
+    /// `backward`, or if none did, of the first that was read. It is 0 without a loader. Rank 0 warns once if that
+    /// loader's first batch in `backward` is of an earlier epoch.
     pub fn epoch(&self) -> u64 {
         self.epoch
     }
 
-    /// Returns the number of optimizer steps done: those of the first optimizer in the tuple. Where there are several,
-    /// each knows [its own](crate::optim::PreparedOptimizer::steps).
+    /// Returns the number of optimizer steps done by the first optimizer in the tuple. With several optimizers, each
+    /// knows [its own](crate::optim::PreparedOptimizer::steps).
     pub fn step(&self) -> u64 {
         self.step
     }
@@ -74,8 +74,8 @@ impl Position {
         self.origin == Origin::Start
     }
 
-    /// The number of the checkpoint; `None` at the start, and where training continues from the
-    /// [group before](crate::Accelerator::regroup).
+    /// Returns the number of the checkpoint; `None` at the start, and if training continues from the [group
+    /// before](crate::Accelerator::regroup).
     pub fn checkpoint(&self) -> Option<u64> {
         match self.origin {
             Origin::Checkpoint(number) => Some(number),
@@ -83,10 +83,10 @@ impl Position {
         }
     }
 
-    /// Returns the reasons why newer checkpoints were not used: each has the path, and the file that is missing,
-    /// truncated or changed, or the part that an emergency save left out. Those checkpoints are left in place. Empty if
-    /// the newest one was used. They are logged as a warning as well or, if the program collects no logs, printed to
-    /// standard error by rank 0.
+    /// Returns the reasons why newer checkpoints were not used. Each has the path, and the file that is missing,
+    /// truncated or changed, or the part that an emergency save left out. Those checkpoints are left in place. Empty
+    /// if the newest one was used. The reasons are also logged as a warning or, if the program collects no logs,
+    /// printed to standard error by rank 0.
     pub fn passed_over(&self) -> &[String] {
         &self.passed_over
     }
@@ -139,7 +139,7 @@ pub struct WorldChange {
     pub now: usize,
 }
 
-/// The rule for batch size and learning rate at another number of ranks.
+/// The rule for batch size and learning rate after a change of the number of ranks.
 ///
 /// | rule | samples a step, over all ranks | learning rate |
 /// |---|---|---|
@@ -165,8 +165,8 @@ enum BatchChange {
 }
 
 impl Rescale {
-    /// A step uses as many samples as before, whatever the number of ranks: where that does not
-    /// divide evenly, the first ranks get one sample more.
+    /// Keeps the number of samples per step, whatever the number of ranks. If it does not divide evenly, the first
+    /// ranks get one sample more.
     pub fn keep_global_batch() -> Self {
         Self {
             batch: BatchChange::Global,
@@ -174,7 +174,7 @@ impl Rescale {
         }
     }
 
-    /// A rank uses as many samples in a step as before.
+    /// Keeps the number of samples per step of each rank.
     pub fn keep_batch_per_rank() -> Self {
         Self {
             batch: BatchChange::PerRank,

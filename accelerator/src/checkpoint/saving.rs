@@ -17,7 +17,7 @@ use crate::core::error::{self, Error, Kind, Result, panic_text};
 use crate::reduce::{ReduceContext, SaveProgress, WatchedSave};
 use crate::tracking::Tracking;
 
-/// A checkpoint that is being written beside training; from
+/// A checkpoint that is being written while training continues; from
 /// [`Accelerator::save_state_async`](crate::Accelerator::save_state_async).
 ///
 /// Dropping it changes nothing: the checkpoint is completed all the same. How it went is told by
@@ -64,8 +64,8 @@ impl Saving {
         outcome
     }
 
-    /// Checks if rank 0 has written the checkpoint, or failed to, so that [`wait`](Self::wait) does not take
-    /// long: the same answer on every rank. Every rank must call it, in the same places, so that all leave a
+    /// Returns `true` if rank 0 has written the checkpoint or failed to, so [`wait`](Self::wait) will not take long:
+    /// the same answer on every rank. Every rank must call it at the same point of the loop, so that all leave the
     /// loop at the same step.
     ///
     /// It costs nothing where gradients travel anyhow:

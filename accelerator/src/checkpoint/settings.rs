@@ -10,8 +10,7 @@ use super::position::{Rescale, WorldChange};
 use super::saving::Saved;
 use crate::core::error::{self, Error, Result};
 
-/// A folder of checkpoints, and how they are kept. A bare path will do where a `Checkpoints` is
-/// asked for.
+/// A folder of checkpoints, and the rules by which they are kept. Methods that take a `Checkpoints` also take a path.
 #[derive(Clone)]
 #[must_use]
 pub struct Checkpoints {
@@ -31,8 +30,7 @@ type Callback = dyn Fn(&Saved) -> Result<(), CallbackError> + Send + Sync;
 type CallbackError = Box<dyn std::error::Error + Send + Sync>;
 
 impl Checkpoints {
-    /// Checkpoints in the folder `path`, which is made when the first one is saved. Only rank 0
-    /// sees it.
+    /// Names the folder `path`, which is created when the first checkpoint is saved. Only rank 0 needs access to it.
     pub fn new(path: impl Into<PathBuf>) -> Self {
         Self {
             path: path.into(),
@@ -45,11 +43,11 @@ impl Checkpoints {
         }
     }
 
-    /// Sets how many checkpoints are kept, at least 1: when a new one is complete, the oldest are
-    /// removed. Those that lack a file, or have one of another size, neither count nor are removed.
-    /// No contents are read: one whose bytes changed in place counts, and is removed when it is the
-    /// oldest. Those of an [emergency](crate::Accelerator::save_emergency) do not count, and are removed once so many
-    /// others are newer. Default: all.
+    /// Sets how many checkpoints are kept, at least 1: when a new one is complete, the oldest are removed.
+    /// Checkpoints that lack a file, or have a file of another size, neither count nor are removed. Contents are not
+    /// read, so a checkpoint whose bytes changed in place counts, and is removed when it is the oldest. Checkpoints
+    /// of an [emergency](crate::Accelerator::save_emergency) do not count, and are removed once this many others are
+    /// newer. Default: all.
     pub fn with_total_limit(mut self, checkpoints: usize) -> Self {
         self.total_limit = Some(checkpoints);
         self

@@ -1,4 +1,4 @@
-//! Layers that look beyond their own rank, and blocks that are recomputed.
+//! Layers that compute across ranks, and blocks that are recomputed in backward.
 
 mod sync_batch_norm;
 

@@ -14,9 +14,9 @@ use crate::core::error::{Error, Kind};
 use crate::data::batch::Weight;
 use crate::unit;
 
-/// Batch normalisation over the batches of all ranks together: in training, mean and variance are
-/// those of the global batch, and gradients flow through them to every rank. So the ranks train
-/// what one process would with the whole batch.
+/// Batch normalisation over the batches of all ranks together. In training, mean and variance are those of the global
+/// batch, and gradients flow through them to every rank, so the ranks train as one process would with the whole
+/// batch.
 ///
 /// Its parameters and running statistics have the names and shapes of Burn's [`BatchNorm`]: files of one
 /// load into the other. For evaluation (`model.valid()`), and in a world of one, it computes what that
@@ -69,7 +69,7 @@ pub struct SyncBatchNorm {
 }
 
 impl SyncBatchNorm {
-    /// A layer that Burn made, over all ranks. It continues with the running statistics that it has.
+    /// Makes a layer over all ranks from one of Burn's. It keeps its running statistics.
     ///
     /// ```
     /// use accelerator::nn::SyncBatchNorm;

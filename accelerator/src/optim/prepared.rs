@@ -56,7 +56,7 @@ pub enum StepOutcome {
     },
 }
 
-/// An optimizer that steps once a window, and advances its schedule exactly then.
+/// An optimizer that steps once per accumulation window, and advances its schedule exactly then.
 ///
 /// Made by [`Accelerator::prepare`](crate::Accelerator::prepare). With a scheduler `S` is
 /// [`Scheduled`], without one it is [`Manual`] and `step` takes the rate, as Burn's own does.
@@ -274,9 +274,9 @@ impl<S> PreparedOptimizer<S> {
         self.steps
     }
 
-    /// The bytes of state that this rank keeps, such as Adam's moments: 0 before the first step. A
-    /// [`Sharded`](super::Sharded) optimizer keeps its part alone; what it resumed and has not stepped since is whole,
-    /// and counted too.
+    /// Returns the number of bytes of state that this rank keeps, such as Adam's moments; 0 before the first step. A
+    /// [`Sharded`](super::Sharded) optimizer keeps only its part. State that it has resumed and not yet stepped is
+    /// whole, and counted whole.
     ///
     /// Burn does not tell, so the state is copied to be counted: ask now and then.
     ///
@@ -288,15 +288,16 @@ impl<S> PreparedOptimizer<S> {
         Ok(size_of(&self.optimizer)? + waiting)
     }
 
-    /// Returns Burn's optimizer, for its records: of a [`Sharded`](super::Sharded) one, this rank's part of the state.
+    /// Returns Burn's optimizer, for its records. Of a [`Sharded`](super::Sharded) optimizer, it has this rank's part
+    /// of the state.
     pub fn inner(&self) -> &ModuleOptimizer {
         &self.optimizer
     }
 }
 
 impl PreparedOptimizer<Manual> {
-    /// Updates the model with that learning rate, if the accumulation window is full; gives it
-    /// back as it was otherwise.
+    /// Updates the model with this learning rate, if the accumulation window is full. Otherwise, returns the model
+    /// unchanged.
     ///
     /// # Panics
     ///
@@ -336,8 +337,8 @@ impl PreparedOptimizer<Manual> {
 }
 
 impl PreparedOptimizer<Scheduled> {
-    /// Updates the model with the schedule's next learning rate, if the accumulation window is
-    /// full; gives it back as it was, and leaves the schedule where it is, otherwise.
+    /// Updates the model with the schedule's next learning rate, if the accumulation window is full. Otherwise,
+    /// returns the model unchanged and does not advance the schedule.
     ///
     /// # Panics
     ///
@@ -367,8 +368,8 @@ impl PreparedOptimizer<Scheduled> {
         self.schedule.0.advances(steps, epochs)
     }
 
-    /// The learning rate of the last step for each trainable parameter of the model, by path; empty before the
-    /// first.
+    /// Returns the learning rate of the last step for each trainable parameter of the model, by path; empty before
+    /// the first step.
     ///
     /// ```
     /// use accelerator::prelude::*;
@@ -396,7 +397,7 @@ impl PreparedOptimizer<Scheduled> {
         current.map_or_else(Vec::new, |rate| schedule::by_path(rate, self.factor, model))
     }
 
-    /// The base learning rate of the last step; `None` before the first.
+    /// Returns the base learning rate of the last step; `None` before the first.
     pub fn learning_rate(&self) -> Option<f64> {
         self.schedule.0.last().map(|rate| rate * self.factor)
     }

@@ -8,8 +8,8 @@ use crate::core::dyn_module::DynModule;
 use crate::core::error;
 use crate::core::module::visit_floats;
 
-/// A scheduler that is to advance once an epoch, not with each optimizer step: prepare
-/// `(optimizer, PerEpoch(scheduler))`.
+/// A scheduler that advances once per epoch instead of with each optimizer step: prepare `(optimizer,
+/// PerEpoch(scheduler))`.
 ///
 /// The epoch is that of the batches passed to `backward`; the rate holds from the epoch's first
 /// step. A bare count passed instead of a batch does not tell the epoch, and then the rate stays
@@ -44,8 +44,8 @@ use crate::core::module::visit_floats;
 #[derive(Clone, Copy, Debug)]
 pub struct PerEpoch<S>(pub S);
 
-/// A scheduler that is to advance once for each rank with every optimizer step, as those that Accelerate
-/// prepares do: prepare `(optimizer, PerProcess(scheduler))`.
+/// A scheduler that advances once per rank with every optimizer step, as those that Accelerate prepares do: prepare
+/// `(optimizer, PerProcess(scheduler))`.
 ///
 /// It is for schedules that count the batches of one process which has all the data: on two ranks they
 /// come to their end after half the steps. A schedule that counts optimizer steps needs nothing around it.
@@ -78,7 +78,7 @@ pub struct PerEpoch<S>(pub S);
 #[derive(Clone, Copy, Debug)]
 pub struct PerProcess<S>(pub S);
 
-/// The optimizer has no schedule: each `step` is told its learning rate.
+/// Marks an optimizer without a schedule: each `step` gets the learning rate.
 ///
 /// Rank 0 warns once where a rate that changes with each call is dropped in micro-steps that make no step, and where
 /// the first rate after a resume shows that a schedule by hand begins anew.
@@ -96,7 +96,7 @@ impl Manual {
     }
 }
 
-/// The optimizer has a schedule, which advances with it.
+/// Marks an optimizer with a schedule, which advances with it.
 #[derive(Clone, Debug)]
 pub struct Scheduled(pub(crate) Scheduler);
 

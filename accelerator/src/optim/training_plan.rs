@@ -3,7 +3,7 @@ use core::fmt;
 use super::{PreparedOptimizer, Scheduled};
 use crate::core::error::counted;
 
-/// The rule by which a learning rate that was found on one process follows the world size.
+/// The rule by which a learning rate that was found on one process scales with the world size.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum RateScaling {
     /// Multiplies the rate by the number of ranks, as is usual for SGD ([Goyal et al.,
@@ -13,8 +13,8 @@ pub enum RateScaling {
     Sqrt,
 }
 
-/// The size of a training: how many samples make a step, how many steps there are. Made by
-/// [`Accelerator::plan`](crate::Accelerator::plan), and printed once at the start.
+/// The size of a training: the samples per step and the number of steps. Made by
+/// [`Accelerator::plan`](crate::Accelerator::plan), to be printed once at the start.
 ///
 /// Figures are `None` if a loader does not tell its length or the size of its batches, or if they do
 /// not fit into 64 bits.

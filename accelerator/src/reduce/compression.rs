@@ -9,8 +9,7 @@ use half::{bf16, f16};
 use super::bucket_storage::{slice, slice_mut};
 use crate::core::error::{Error, Result, named};
 
-/// The type in which gradients travel between ranks: a half-precision one needs half the bytes,
-/// and rounds.
+/// The type in which gradients travel between ranks. A half-precision type halves the bytes, and rounds the values.
 ///
 /// Gradients are added up over the micro-steps of a window in `f32`, rounded once when they are
 /// sent, summed over the ranks in `f32` and rounded once more. All ranks get the same bits. Gradients

@@ -113,9 +113,9 @@ impl AveragedGradients {
         }
     }
 
-    /// Scales the gradient down to the norm `max`, if it is longer: one norm over all
-    /// parameters, as `clip_grad_norm_` does in PyTorch, not one for each as Burn's
-    /// `GradientClippingConfig::Norm`. Nothing happens while the window is open.
+    /// Scales the gradient down to the norm `max` if its norm is larger. The norm is over all parameters, as for
+    /// PyTorch's `clip_grad_norm_`, not one per parameter, as for Burn's `GradientClippingConfig::Norm`. Does nothing
+    /// while the window is open.
     ///
     /// The factor is `max / (norm + 1e-6)`. Of two calls the stricter one holds; a negative `max`
     /// is taken as 0. See [`clip`](Self::clip) for other norms, values, and groups of parameters.
@@ -124,16 +124,16 @@ impl AveragedGradients {
         self.clip(Clip::norm(max))
     }
 
-    /// Holds every element within `-max..=max`, as `clip_grad_value_` does in PyTorch. Nothing
-    /// happens while the window is open.
+    /// Clamps every element to `-max..=max`, as `clip_grad_value_` does in PyTorch. Does nothing while the window is
+    /// open.
     #[track_caller]
     pub fn clip_value(self, max: f64) -> Self {
         self.clip(Clip::value(max))
     }
 
-    /// Clips as `clip` says. Several are applied one after the other. What is clipped is the average
-    /// over all samples, without the scale of the loss, so that limits are the same at any world size,
-    /// accumulation and precision. Nothing happens while the window is open.
+    /// Clips by the rule `clip`. Several rules are applied one after the other. They apply to the average over all
+    /// samples, without the scale of the loss, so the same limits hold at any world size, accumulation and precision.
+    /// Does nothing while the window is open.
     ///
     /// All ranks must clip alike. With a [`Sharded`](crate::optim::Sharded) optimizer, whose ranks have a part of the
     /// gradient each, it is a collective.
@@ -167,9 +167,8 @@ impl AveragedGradients {
         self
     }
 
-    /// The L2 norm of the averaged gradient over all parameters, before any clipping; `None` while
-    /// the window is open. Squares are added up in f64, parameter by parameter in path order, so
-    /// every rank has the same bits.
+    /// Returns the L2 norm of the averaged gradient over all parameters, before any clipping; `None` while the window
+    /// is open. Squares are added up in f64, parameter by parameter in path order, so every rank has the same bits.
     ///
     /// On a device they are added up in its own order and type, so that ranks may differ in the last bits: a
     /// [clip](Self::clip), for which all ranks use that of rank 0, makes them the same.
@@ -181,9 +180,8 @@ impl AveragedGradients {
         self.reduced_mut()?.norm()
     }
 
-    /// The norm of another order, `(Σ |x|ᵖ)^(1/p)`, over all parameters, as they are now: after what
-    /// was clipped. With an infinite order it is the largest magnitude. `None` while the window is
-    /// open.
+    /// Returns the norm of another order, `(Σ |x|ᵖ)^(1/p)`, over all parameters in their current state, after any
+    /// clipping. With an infinite order, it is the largest magnitude. `None` while the window is open.
     ///
     /// With a [`Sharded`](crate::optim::Sharded) optimizer, whose ranks have a part of the gradient each, it is a
     /// collective. If it fails it is `None`, and the next call that communicates fails too.
@@ -200,9 +198,10 @@ impl AveragedGradients {
         }
     }
 
-    /// The mean loss over every sample of every rank and micro-step; `None` while the window is
-    /// open, and of gradients that were [averaged](crate::Accelerator::average) without a loss. It was reduced with the gradients and costs no communication: it is the same on all ranks,
-    /// and must not be reduced again. On a GPU, asking for it waits until it is computed.
+    /// Returns the mean loss over every sample of every rank and micro-step. `None` while the window is open, and for
+    /// gradients that were [averaged](crate::Accelerator::average) without a loss. The loss was reduced with the
+    /// gradients: it is the same on all ranks, costs no communication, and must not be reduced again. On a GPU, this
+    /// call waits until it is computed.
     ///
     /// The mean loss of an epoch, over all ranks, each window counting with its samples:
     ///
@@ -248,8 +247,8 @@ impl AveragedGradients {
         Some(loss)
     }
 
-    /// Returns the number of samples (or tokens) of all ranks that this is the average over; `None` while the window is
-    /// open. As the [`loss`](Self::loss), it must not be reduced again.
+    /// Returns the number of samples (or tokens) of all ranks in the average; `None` while the window is open. Like
+    /// the [`loss`](Self::loss), it must not be reduced again.
     pub fn samples(&self) -> Option<f64> {
         match &self.reduced()?.values {
             GradientStorage::Sums(sums) => Some(sums.total),
@@ -257,14 +256,14 @@ impl AveragedGradients {
         }
     }
 
-    /// Returns true while the window is open, so that an optimizer will not step.
+    /// Returns `true` while the window is open, so an optimizer will not step.
     pub fn is_accumulating(&self) -> bool {
         matches!(self.0, WindowResult::Accumulating)
     }
 
-    /// The scale of the loss with which the gradient left the range of
-    /// [`Precision::F16`](crate::precision::Precision::F16): it is dropped, on all ranks, and the optimizer skips
-    /// this step. `None` if it did not.
+    /// Returns the scale of the loss with which the gradient exceeded the range of
+    /// [`Precision::F16`](crate::precision::Precision::F16); `None` if it did not. If it did, all ranks drop the
+    /// gradient, and the optimizer skips this step.
     pub fn overflow(&self) -> Option<f64> {
         match self.0 {
             WindowResult::Overflowed { scale, .. } => Some(scale),
@@ -272,7 +271,7 @@ impl AveragedGradients {
         }
     }
 
-    /// Returns Burn's own type, clipped if that was asked for; `None` while the window is open, and if
+    /// Returns the gradients as Burn's own type, with any clipping applied. `None` while the window is open, and if
     /// the step is skipped.
     ///
     /// The window counts as stepped from here on: [save](crate::Accelerator::save_state) behind the step of your

@@ -51,8 +51,7 @@ pub(super) enum Limit {
 }
 
 impl<'a> Clip<'a> {
-    /// Scales down by `max / (norm + 1e-6)` where the L2 norm is larger than `max`. A negative `max` is
-    /// taken as 0.
+    /// Scales gradients by `max / (norm + 1e-6)` if their L2 norm is larger than `max`. A negative `max` counts as 0.
     pub fn norm(max: f64) -> Self {
         Self {
             limit: Limit::Norm { max, order: 2.0 },
@@ -60,7 +59,7 @@ impl<'a> Clip<'a> {
         }
     }
 
-    /// Holds elements within `-max..=max`. A negative `max` is taken as 0; what is no number stays so.
+    /// Clamps elements to `-max..=max`. A negative `max` counts as 0; NaN stays NaN.
     pub fn value(max: f64) -> Self {
         Self {
             limit: Limit::Value(max),
@@ -68,8 +67,8 @@ impl<'a> Clip<'a> {
         }
     }
 
-    /// Clips by the norm `(Σ |x|ᵖ)^(1/p)` of that order instead, which is positive; with an infinite one, by the
-    /// largest magnitude. Means nothing for [`value`](Self::value).
+    /// Clips by the norm `(Σ |x|ᵖ)^(1/p)` of a positive order instead; with an infinite one, by the largest
+    /// magnitude. Has no effect on [`value`](Self::value).
     ///
     /// # Panics
     ///
@@ -85,8 +84,8 @@ impl<'a> Clip<'a> {
         self
     }
 
-    /// Clips only parameters with such paths (`layers.0.weight`): the norm is theirs, and only they are
-    /// scaled. It must choose the same ones on every rank. If it chooses none, nothing is clipped, and a
+    /// Clips only the parameters whose paths (`layers.0.weight`) `chosen` accepts: the norm is over them, and only
+    /// they are scaled. It must choose the same ones on every rank. If it chooses none, nothing is clipped, and a
     /// warning says so.
     pub fn only(mut self, chosen: impl Fn(&str) -> bool + 'a) -> Self {
         self.chosen = Some(Box::new(chosen));

@@ -23,7 +23,7 @@ use crate::timeline::{Cycle, Timeline, TraceFile, check_cycles, clear_traces};
 use crate::tracking::Tracking;
 
 impl AcceleratorBuilder {
-    /// Finds this process's place, connects it with the others, and opens the device.
+    /// Determines this process's rank, connects it with the other ranks, and opens the device.
     ///
     /// # Errors
     ///

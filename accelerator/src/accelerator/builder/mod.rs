@@ -131,8 +131,8 @@ impl AcceleratorBuilder {
         self
     }
 
-    /// Allows ranks to train on the same samples: in a benchmark, for example, or a test. Otherwise rank 0 warns once
-    /// of a model whose loss has the same bits on all ranks in eight steps in a row: its data is not sharded.
+    /// Allows ranks to train on the same samples, for example in a benchmark or a test. Otherwise, rank 0 warns once
+    /// per model whose loss has the same bits on all ranks in eight steps in a row, because its data is not sharded.
     ///
     /// A hash of the losses is sent with the gradients, so the check costs nothing. Losses that are 0 or not finite do
     /// not count, nor do losses on GPUs that NCCL joins, which are not read. Batches of prepared loaders that are
@@ -144,28 +144,29 @@ impl AcceleratorBuilder {
         self
     }
 
-    /// The size, in bytes, of the flat buffers in which gradients are reduced. The first one is
-    /// at most 1 MiB. With [`Overlap`], one that holds 1 MiB is also closed where the next gradient
-    /// is ready later. Default: 25 MiB.
+    /// Sets the size, in bytes, of the flat buffers in which gradients are reduced. The first one is at most 1 MiB.
+    /// With [`Overlap`], a buffer that holds 1 MiB is also closed if the next gradient is ready later. Default: 25
+    /// MiB.
     pub fn bucket_size(mut self, bytes: usize) -> Self {
         self.bucket_size = bytes;
         self
     }
 
-    /// Sets how long a rank may be in a closure that only some ranks run, as that of
-    /// [`main_process_first`](crate::Accelerator::main_process_first), while others wait for it: each
-    /// [`keep_alive`](crate::Accelerator::keep_alive) in the closure gives it so long again. When this is
-    /// over, the [progress timeout](Self::progress_timeout) runs. Default: an hour.
+    /// Sets how long a rank may spend in a closure that only some ranks run, such as that of
+    /// [`main_process_first`](crate::Accelerator::main_process_first), while others wait for it. Each
+    /// [`keep_alive`](crate::Accelerator::keep_alive) in the closure restarts this time. When it is over, the
+    /// [progress timeout](Self::progress_timeout) begins. Default: an hour.
     pub fn busy_timeout(mut self, timeout: Duration) -> Self {
         self.options = self.options.with_busy_timeout(timeout);
         self
     }
 
-    /// Compares the parameters of each model between the ranks after every so many optimizer steps, in the
-    /// [`backward`](crate::Accelerator::backward) that ends the next accumulation window: see
-    /// [`check_replicas`](crate::Accelerator::check_replicas) for what is compared, and what it costs. It
-    /// fails with [`Error::is_drift`](crate::Error::is_drift) on every rank before the model is moved. The
-    /// last steps of a program are checked where it asks for it. Default, and 0: never.
+    /// Compares the parameters of each model between the ranks after every `steps` optimizer steps, in the
+    /// [`backward`](crate::Accelerator::backward) that ends the next accumulation window.
+    /// [`check_replicas`](crate::Accelerator::check_replicas) describes what is compared, and what it costs. If they
+    /// differ, `backward` fails with [`Error::is_drift`](crate::Error::is_drift) on every rank before the model is
+    /// changed. The last steps of a program are checked only if it calls `check_replicas` itself. Default, and 0:
+    /// never.
     pub fn check_replicas_every(mut self, steps: u64) -> Self {
         self.check_replicas = NonZeroU64::new(steps);
         self
@@ -177,16 +178,14 @@ impl AcceleratorBuilder {
         self
     }
 
-    /// The device; `None` is the default: `ACCEL_DEVICE`, else the fastest kind that is
-    /// compiled in.
+    /// Sets the device. `None` is the default: `ACCEL_DEVICE`, else the fastest kind that is compiled in.
     pub fn device(mut self, kind: impl Into<Option<BackendKind>>) -> Self {
         self.device = kind.into();
         self
     }
 
-    /// The floating-point type of parameters and batches. It must be set before the process
-    /// makes its first tensor, since Burn fixes it then. Default: the device's own, which is
-    /// `F32`.
+    /// Sets the floating-point type of parameters and batches. Set it before the process makes its first tensor,
+    /// since Burn fixes the type then. Default: the device's own, which is `F32`.
     ///
     /// ```
     /// use accelerator::Accelerator;
@@ -203,9 +202,9 @@ impl AcceleratorBuilder {
         self
     }
 
-    /// Accumulates as many micro-steps as make an optimizer step of `samples` over all ranks, where each
-    /// rank's batches have `batch_size`: `samples / (world size · batch_size)`, so that a program does the
-    /// same steps on any number of ranks.
+    /// Accumulates as many micro-steps as an optimizer step of `samples` over all ranks needs, if each rank's batches
+    /// have `batch_size`: `samples / (world size · batch_size)`. A program then does the same steps on any number of
+    /// ranks.
     ///
     /// [`build`](Self::build) fails with [`Error::is_config`](crate::Error::is_config) if that is no whole
     /// number, and names the nearest sizes that are reached; another batch would be another training.
@@ -223,7 +222,7 @@ impl AcceleratorBuilder {
         self
     }
 
-    /// The rank, world size and rendezvous of this process, in place of those from the environment.
+    /// Sets the rank, world size and rendezvous of this process, instead of reading them from the environment.
     ///
     /// ```
     /// use accelerator::Accelerator;
@@ -253,24 +252,25 @@ impl AcceleratorBuilder {
         self
     }
 
-    /// The type in which [`Accelerator::forward`](crate::Accelerator::forward) and backward compute;
-    /// parameters stay in full precision: see [`precision`](crate::precision). Default: `ACCEL_PRECISION`,
-    /// else [`Precision::No`].
+    /// Sets the type in which [`Accelerator::forward`](crate::Accelerator::forward) and backward compute; parameters
+    /// stay in full precision: see [`precision`](crate::precision). Default: `ACCEL_PRECISION`, else
+    /// [`Precision::No`].
     pub fn precision(mut self, precision: Precision) -> Self {
         self.precision = Some(precision);
         self
     }
 
-    /// Sets how long a collective waits for a rank that is alive but does not call it. Progress of that rank restarts
-    /// the timeout: it saves or loads for all, or calls [`keep_alive`](crate::Accelerator::keep_alive). In a closure
-    /// that only some ranks run, it has its [busy timeout](Self::busy_timeout). Default: 10 minutes.
+    /// Sets how long a collective waits for a rank that is alive but does not call it. The timeout restarts when that
+    /// rank makes progress: when it saves or loads for all, or calls [`keep_alive`](crate::Accelerator::keep_alive).
+    /// In a closure that only some ranks run, the [busy timeout](Self::busy_timeout) applies first. Default: 10
+    /// minutes.
     pub fn progress_timeout(mut self, timeout: Duration) -> Self {
         self.options = self.options.with_progress_timeout(timeout);
         self
     }
 
-    /// The seed of initial weights, dropout and everything else that draws from the device. The
-    /// order of samples has a seed of its own, that of the loader. Default: 0.
+    /// Sets the seed of initial weights, dropout and everything else that draws from the device. The order of samples
+    /// has its own seed, that of the loader. Default: 0.
     pub fn seed(mut self, seed: u64) -> Self {
         self.seed = seed;
         self
@@ -290,7 +290,7 @@ impl AcceleratorBuilder {
         self
     }
 
-    /// The type in which gradients travel between ranks. Default: `ACCEL_COMPRESSION`, else
+    /// Sets the type in which gradients travel between ranks. Default: `ACCEL_COMPRESSION`, else
     /// [`Compression::None`].
     pub fn compression(mut self, compression: Compression) -> Self {
         self.compression = Some(compression);
@@ -317,9 +317,9 @@ impl AcceleratorBuilder {
         self
     }
 
-    /// Reduces gradients by a hook of the program's own. `make` is called once for each prepared model of each rank,
-    /// and once more for the hook's name. See [`CommunicationHook`], and [`PowerSgd`](crate::hook::PowerSgd) for a
-    /// ready one. Every rank uses a hook of the same name, or none. Default: an exact all-reduce.
+    /// Reduces gradients with a hook of your own. `make` is called once for each prepared model of each rank, and
+    /// once more for the hook's name. See [`CommunicationHook`], and [`PowerSgd`](crate::hook::PowerSgd) for a ready
+    /// one. Every rank must use a hook of the same name, or none. Default: an exact all-reduce.
     ///
     /// Nothing is sent while backward runs, and there is no [`Compression`] beside it: [`build`](Self::build)
     /// fails with [`Error::is_config`](crate::Error::is_config) if both are asked for.
@@ -331,18 +331,18 @@ impl AcceleratorBuilder {
         self
     }
 
-    /// Notes how long each step takes, and what it is made of: for
-    /// [`Accelerator::step_summary`](crate::Accelerator::step_summary), and for logs at the level `debug`. It
-    /// costs a few readings of the clock a step. Default: no clock is read.
+    /// Records how long each step and its parts take, for
+    /// [`Accelerator::step_summary`](crate::Accelerator::step_summary) and for logs at the level `debug`. It costs a
+    /// few readings of the clock per step. Default: no clock is read.
     pub fn step_summary(mut self) -> Self {
         self.recording = Recording::Steps;
         self
     }
 
-    /// Lets [`backward`](crate::Accelerator::backward) fail on every rank, with
-    /// [`Error::is_not_finite`](crate::Error::is_not_finite), where the loss of a window is NaN or infinite on some
-    /// rank. The model is as it was before that step. Default: the rank whose loss it is says so once a model, with
-    /// the step, and training continues.
+    /// Makes [`backward`](crate::Accelerator::backward) fail on every rank with
+    /// [`Error::is_not_finite`](crate::Error::is_not_finite) if the loss of a window is NaN or infinite on any rank.
+    /// The model is as it was before that step. Default: the rank with that loss warns once per model, with the step,
+    /// and training continues.
     ///
     /// In [local training](crate::local), ranks do not communicate between averages, and this rank alone gets the
     /// error: end the program with it.
@@ -424,8 +424,8 @@ impl AcceleratorBuilder {
         self
     }
 
-    /// Adds trackers that rank 0 feeds beside the journals of runs; see [`Accelerator::init_trackers`]. A second call
-    /// adds to the first.
+    /// Adds trackers to which rank 0 writes in addition to the journals of runs; see [`Accelerator::init_trackers`].
+    /// A second call adds to the first.
     ///
     /// A tracker that is slow or gone never stops the training: threads feed it from the journal.
     ///
@@ -451,15 +451,15 @@ impl AcceleratorBuilder {
         self
     }
 
-    /// The folder of all runs, on the host of rank 0. Default: `runs`.
+    /// Sets the folder of all runs, on the host of rank 0. Default: `runs`.
     pub fn runs_folder(mut self, folder: impl Into<PathBuf>) -> Self {
         self.trackers.runs_folder = Some(folder.into());
         self
     }
 
-    /// Folders of data, or single files, whose digests a [run](crate::Accelerator::init_trackers) records: `accel-launch runs diff`
-    /// says whether two runs had the same data, and `runs reproduce` whether it is still there as it was. What a second
-    /// call names is added. A folder that cannot be read is a warning.
+    /// Adds folders of data, or single files, whose digests a [run](crate::Accelerator::init_trackers) records.
+    /// `accel-launch runs diff` then shows whether two runs had the same data, and `runs reproduce` whether the data
+    /// has changed since. A second call adds to the first. A folder that cannot be read is a warning.
     ///
     /// Rank 0 reads every byte when the run begins, where the others wait: some seconds for ten gigabytes that the
     /// system has in memory.
@@ -484,8 +484,8 @@ impl AcceleratorBuilder {
         self
     }
 
-    /// Sets if gradients are sent while backward still runs. Results do not depend on it.
-    /// Default: `ACCEL_OVERLAP`, else [`Overlap::Auto`].
+    /// Sets whether gradients are sent while backward still runs. Results do not depend on it. Default:
+    /// `ACCEL_OVERLAP`, else [`Overlap::Auto`].
     pub fn overlap(mut self, overlap: Overlap) -> Self {
         self.overlap = Some(overlap);
         self

@@ -25,8 +25,8 @@ use crate::model::Trainable;
 use crate::optim::record_io::{bytes_of, check_types, load, reader, unwritable};
 use crate::reduce::{GradientSums, ShardMap};
 
-/// An optimizer whose state is sharded over the ranks: prepare `Sharded(optimizer)` in its place,
-/// with or without a scheduler.
+/// An optimizer whose state is sharded over the ranks: prepare `Sharded(optimizer)` instead of `optimizer`, with or
+/// without a scheduler.
 ///
 /// Each rank keeps its part of the state, steps its part of the parameters, and gets the rest from the
 /// others (ZeRO stage 1): time and memory of the optimizer are divided by the number of ranks, and a step

@@ -19,7 +19,7 @@ use crate::core::error::{self, Error, Kind, Result, named, panic_text};
 
 pub(super) use self::nccl::{Nccl, PendingReduce};
 
-/// The way in which gradients that are computed on a GPU get to the other ranks.
+/// The path by which gradients computed on a GPU reach the other ranks.
 ///
 /// They are gathered in buckets on the device either way, and what comes of them stays there. As text, the settings
 /// have the names of `ACCEL_REDUCTION`.

@@ -5,7 +5,7 @@ use accelerator_collective::{Buffer, Element, ProcessGroup, ReduceOp};
 use crate::core::error::Result;
 use crate::model::Trainable;
 
-/// Gradients that are reduced together, as a [`CommunicationHook`](super::CommunicationHook) gets them.
+/// A bucket of gradients that are reduced together; a [`CommunicationHook`](super::CommunicationHook) gets it.
 ///
 /// A hook that halves what embeddings learn:
 ///
@@ -62,15 +62,14 @@ pub struct GradientBucket<'a> {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct BucketParameter<'a> {
-    /// The path of the parameter in its model: it names it for good, also where buckets are laid out
-    /// otherwise.
+    /// The path of the parameter in its model. It identifies the parameter even if buckets are laid out differently.
     pub path: &'a str,
     /// Its shape; elements lie in row-major order.
     pub shape: &'a [usize],
-    /// Its elements' places among the values of the bucket.
+    /// The positions of its elements among the values of the bucket.
     pub range: Range<usize>,
-    /// Set if some rank has a gradient for it in this step. If none has, its values are zeros on all
-    /// ranks, and what becomes of them is not looked at.
+    /// Set if any rank has a gradient for it in this step. Otherwise, its values are zeros on all ranks, and the
+    /// result is ignored.
     pub is_present: bool,
 }
 
@@ -116,7 +115,7 @@ impl<'a> GradientBucket<'a> {
         }
     }
 
-    /// Its number among the buckets of the model, from 0.
+    /// Returns its number among the buckets of the model, from 0.
     pub fn number(&self) -> usize {
         self.number
     }
@@ -126,18 +125,18 @@ impl<'a> GradientBucket<'a> {
         self.count
     }
 
-    /// Returns the number of steps of the model that were reduced before this one, over the whole job: it continues
+    /// Returns the number of steps of the model that were reduced before this one, over the whole job; it continues
     /// after a resume.
     pub fn step(&self) -> u64 {
         self.step
     }
 
-    /// The parameters in it, one after the other: their ranges fill the bucket.
+    /// Returns its parameters in order; their ranges fill the bucket.
     pub fn parameters(&self) -> &[BucketParameter<'a>] {
         &self.parameters
     }
 
-    /// The values, to be read and replaced.
+    /// Returns the values, to read and replace.
     pub fn values_mut(&mut self) -> BucketValues<'_> {
         self.parts_mut().1
     }
@@ -157,8 +156,7 @@ impl<'a> GradientBucket<'a> {
         (&self.parameters, values)
     }
 
-    /// Puts the exact sum of all ranks in place of the values: what is done without a hook, as fast as
-    /// there.
+    /// Replaces the values by the exact sum over all ranks, as happens without a hook, and as fast.
     ///
     /// # Errors
     ///
@@ -171,7 +169,7 @@ impl<'a> GradientBucket<'a> {
     }
 }
 
-/// All ranks, as a [`CommunicationHook`](super::CommunicationHook) talks to them.
+/// The connection of a [`CommunicationHook`](super::CommunicationHook) to all ranks.
 ///
 /// Every rank calls the same methods with as many values, in one order; if they do not, all of them get
 /// an error that says so.
@@ -224,7 +222,7 @@ impl<'a> Ranks<'a> {
         Self { group }
     }
 
-    /// The number of this rank, from 0.
+    /// Returns the number of this rank, from 0.
     pub fn rank(&self) -> usize {
         self.group.rank()
     }
@@ -234,8 +232,7 @@ impl<'a> Ranks<'a> {
         self.group.world_size()
     }
 
-    /// Puts what the values of all ranks come to, element by element, in their place: the same bits on
-    /// every rank.
+    /// Replaces the values by their reduction over all ranks, element by element: the same bits on every rank.
     ///
     /// # Errors
     ///
@@ -246,7 +243,7 @@ impl<'a> Ranks<'a> {
         Ok(self.group.all_reduce(values, op)?)
     }
 
-    /// The values of all ranks, equally many of each, in rank order.
+    /// Returns the values of all ranks, in rank order. Every rank must pass equally many.
     ///
     /// # Errors
     ///
@@ -256,7 +253,7 @@ impl<'a> Ranks<'a> {
         Ok(self.group.all_gather(values)?)
     }
 
-    /// Returns the group underneath, for operations that this type has no method for.
+    /// Returns the underlying group, for operations that have no method here.
     pub fn group(&self) -> &'a ProcessGroup {
         self.group
     }

@@ -1,5 +1,5 @@
-//! Hooks that reduce gradients in the program's own way, in place of the all-reduce: see
-//! [`CommunicationHook`], and [`PowerSgd`] for one that is ready.
+//! Hooks that reduce gradients in the program's own way instead of by an all-reduce: see [`CommunicationHook`], and
+//! [`PowerSgd`] for a ready one.
 //!
 //! ```
 //! use accelerator::hook::PowerSgd;
@@ -41,7 +41,7 @@ pub use self::power_sgd::PowerSgd;
 /// The error of a hook.
 pub type HookError = Box<dyn StdError + Send + Sync>;
 
-/// Reduces the gradients of a model over the ranks, bucket by bucket, in place of the all-reduce.
+/// Reduces the gradients of a model over the ranks, bucket by bucket, instead of an all-reduce.
 ///
 /// It is given to [`communication_hook`](crate::AcceleratorBuilder::communication_hook), and
 /// built once for each prepared model of each rank, so that what it keeps belongs to one model. [`GradientBucket`] and

@@ -84,7 +84,7 @@ impl OverlapScheduler {
     }
 }
 
-/// The choice whether gradients are sent while backward still computes others.
+/// Decides whether gradients are sent while backward still computes others.
 ///
 /// It changes when bytes travel, and nothing else: results have the same bits. As text, the settings have the
 /// names of `ACCEL_OVERLAP`.
@@ -159,14 +159,13 @@ pub struct OverlapReport {
     pub state: OverlapState,
     /// The number of buckets of the last window; 0 before the first one.
     pub buckets: usize,
-    /// The number of them that this rank began to send before its backward ended.
+    /// The number of those buckets that this rank began to send before its backward ended.
     pub early: usize,
     /// The sum of `early` over all `windows`.
     pub early_total: u64,
-    /// The number of windows sent since buckets may go early.
+    /// The number of windows sent since sending buckets early was allowed.
     pub windows: u64,
-    /// The number of steps in which some rank had sent a bucket before it was complete, so that it was reduced
-    /// once more.
+    /// The number of steps in which a rank had sent a bucket before it was complete, so it was reduced once more.
     pub repairs: u32,
 }
 

@@ -67,8 +67,8 @@ struct PowerSgdSettings {
 }
 
 impl PowerSgd {
-    /// Creates the hook with factors of that many columns: 0 is taken as 1, and more than a gradient's rows or columns
-    /// as these. 1 to 4 are usual.
+    /// Creates the hook with factors of `rank` columns; 1 to 4 are usual. 0 counts as 1, and more than a gradient has
+    /// rows or columns counts as that number.
     pub fn new(rank: usize) -> Self {
         Self {
             settings: PowerSgdSettings {
@@ -84,15 +84,15 @@ impl PowerSgd {
         }
     }
 
-    /// Sets the number of the job's steps that are reduced exactly, before any is compressed: gradients of the first
-    /// steps are large and change fast. Default: 1000, as in PyTorch.
+    /// Sets the number of the job's first steps that are reduced exactly, before any is compressed: early gradients
+    /// are large and change fast. Default: 1000, as in PyTorch.
     pub fn start_after(mut self, steps: u64) -> Self {
         self.start_after = steps;
         self
     }
 
-    /// Sets how many times fewer values must travel for a parameter to be compressed; with 0, every parameter of
-    /// two or more dimensions is. Default: 2.
+    /// Compresses only parameters for which at most 1/`times` as many values travel; with 0, every parameter of two
+    /// or more dimensions. Default: 2.
     pub fn min_compression(mut self, times: f64) -> Self {
         self.settings.min_compression = times;
         self
@@ -104,14 +104,14 @@ impl PowerSgd {
         self
     }
 
-    /// Forgets what was not sent. It saves memory, and training may not converge.
+    /// Forgets the part of the gradients that was not sent. It saves memory, but training may not converge.
     pub fn without_error_feedback(mut self) -> Self {
         self.settings.feeds_errors_back = false;
         self
     }
 
-    /// Begins each step at random directions. Nothing but the errors is kept from step to step, and the
-    /// approximation is worse.
+    /// Begins each step with random directions. Only the errors are kept from step to step, and the approximation is
+    /// worse.
     pub fn without_warm_start(mut self) -> Self {
         self.settings.starts_warm = false;
         self
