@@ -74,7 +74,7 @@ pub(crate) struct Options {
     pub(crate) rdzv_endpoint: Option<Endpoint>,
 
     /// The network interface on which this host's ranks listen [default: the one that routes to host 0]
-    /// (ACCEL_NETWORK_INTERFACE). Of a comma-separated list, the first that this host has.
+    /// (ACCEL_NETWORK_INTERFACE). From a comma-separated list, the first that this host has is used.
     #[arg(long, value_name = "NAME", help_heading = "Several hosts")]
     pub(crate) network_interface: Option<String>,
 

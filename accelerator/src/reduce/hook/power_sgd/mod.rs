@@ -91,7 +91,7 @@ impl PowerSgd {
         self
     }
 
-    /// Compresses only parameters for which at most 1/`times` as many values travel; with 0, every parameter of two
+    /// Compresses only parameters for which fewer than 1/`times` of the values travel; with 0, every parameter of two
     /// or more dimensions. Default: 2.
     pub fn min_compression(mut self, times: f64) -> Self {
         self.settings.min_compression = times;
