@@ -301,7 +301,7 @@ fn underscored(command: clap::Command) -> clap::Command {
 
 const AFTER_HELP: &str = "\
 Options before the script are the launcher's; everything after the script is the script's.
-If `--` directly follows a cargo target, it is dropped, as by `cargo run`. To run a program
+If `--` directly follows a cargo target, it is dropped, as with `cargo run`. To run a program
 that has the name of a command, such as `env`, write `./env`.
 
 Rank 0 reads the launcher's standard input, unless that is a terminal.
