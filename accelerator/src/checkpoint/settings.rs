@@ -99,8 +99,8 @@ impl Checkpoints {
         }
     }
 
-    /// Cuts models into files of at most so many bytes, and an index that Hugging Face's tools
-    /// read. A single parameter is never cut. Default, and 0: one file.
+    /// Splits models into files of at most `bytes` bytes, with an index that Hugging Face's tools read. A single
+    /// parameter is never split. Default, and 0: one file.
     pub fn with_max_shard_size(mut self, bytes: u64) -> Self {
         self.max_shard_size = bytes;
         self
@@ -123,8 +123,8 @@ impl Checkpoints {
         self
     }
 
-    /// Runs `hook` on rank 0 when everything is loaded from a checkpoint; to read files that
-    /// [`before_save`](Self::before_save) added. A failure fails the resume, on every rank.
+    /// Runs `hook` on rank 0 when everything is loaded from a checkpoint, for example to read files that
+    /// [`before_save`](Self::before_save) added. If it fails, the resume fails on every rank.
     ///
     /// ```
     /// # use accelerator::prelude::*;
@@ -155,8 +155,8 @@ impl Checkpoints {
         self
     }
 
-    /// Sets the rule for a resume on another number of ranks. Default: [`Rescale::keep_global_batch`]. Rank 0 calls the
-    /// rule, and only if the number has changed.
+    /// Sets the rule for a resume on another number of ranks. Rank 0 calls it, and only if the number has changed.
+    /// Default: [`Rescale::keep_global_batch`].
     ///
     /// A batch size that was changed in the program takes precedence over the rule.
     ///
@@ -196,7 +196,7 @@ impl Checkpoints {
             .map_or_else(Rescale::default, |rule| rule(change))
     }
 
-    /// The folder.
+    /// Returns the path of the folder.
     pub fn path(&self) -> &Path {
         &self.path
     }

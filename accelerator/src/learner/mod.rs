@@ -124,8 +124,8 @@ use crate::data::PreparedLoader;
 pub use self::strategy::ValidationOutput;
 
 impl Accelerator {
-    /// A training of burn-train over the ranks of this job, in the place of `SupervisedTraining::new`; see
-    /// [`learner`](crate::learner). Every rank makes the same calls of the builder, and launches it.
+    /// Returns a builder of a burn-train training over the ranks of this job, instead of `SupervisedTraining::new`;
+    /// see [`learner`](crate::learner). Every rank must make the same calls of the builder, and launch it.
     ///
     /// `directory` is that of burn-train's files, which rank 0 writes.
     pub fn supervised_training<M>(
@@ -151,7 +151,7 @@ impl Accelerator {
     }
 }
 
-/// The result of a training that did not fail.
+/// Returns the result of a training, or its error if it failed.
 ///
 /// # Errors
 ///

@@ -284,7 +284,7 @@ fn progress(consumed: u64, total: usize) -> Progress {
     Progress::new(consumed as usize, total, Some("items".to_owned()))
 }
 
-/// The output of a model in validation, joined with the rows of the other ranks for metrics that see all
+/// A model's output in validation, which can be joined with the rows of the other ranks for metrics that see all
 /// samples. The outputs of burn-train implement it; a custom one names its tensors:
 ///
 /// ```

@@ -1,4 +1,4 @@
-//! Local training: ranks step by themselves, and average parameters every few steps.
+//! Local training: each rank steps on its own, and every few steps the parameters are averaged.
 //!
 //! Where communication is slow beside computing, gradients need not be averaged in every step. Under
 //! [`LocalSgd`] each rank steps its optimizer with its own gradients, and every so many steps the

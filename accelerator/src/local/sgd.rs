@@ -20,7 +20,7 @@ pub struct LocalSgdConfig {
 }
 
 impl LocalSgdConfig {
-    /// Parameters are averaged after every `period` optimizer steps.
+    /// Averages parameters after every `period` optimizer steps.
     pub fn new(period: u64) -> Self {
         Self {
             period,
@@ -69,8 +69,8 @@ impl LocalSgdConfig {
     }
 }
 
-/// Local SGD ([Stich 2018](https://arxiv.org/abs/1805.09767)): every rank steps with its own gradients, and
-/// every so many steps the parameters of all ranks are averaged. See [`local`](crate::local).
+/// Local SGD ([Stich 2018](https://arxiv.org/abs/1805.09767)): every rank steps with its own gradients, and the
+/// parameters of all ranks are averaged every few steps. See [`local`](crate::local).
 ///
 /// It keeps no copy of the model. An average takes an exchange of 24 bytes a rank, the all-reduces of the
 /// buckets that gradients travel in, and where the model has running statistics,
@@ -121,8 +121,8 @@ pub struct DiLoCoConfig {
 }
 
 impl DiLoCoConfig {
-    /// The outer optimizer steps after every `period` optimizer steps: with a rate of 0.7 and a Nesterov
-    /// momentum of 0.9, as in the paper. There, a period is about 500.
+    /// Makes settings in which the outer optimizer steps after every `period` optimizer steps, with a rate of 0.7 and
+    /// a Nesterov momentum of 0.9, as in the paper. There, a period is about 500 steps.
     pub fn new(period: u64) -> Self {
         Self {
             momentum: 0.9,
@@ -132,8 +132,8 @@ impl DiLoCoConfig {
         }
     }
 
-    /// The learning rate of the outer optimizer. With a rate of 1 and a momentum of 0 this is [`LocalSgd`]
-    /// (up to rounding).
+    /// Sets the learning rate of the outer optimizer. With a rate of 1 and a momentum of 0, this is [`LocalSgd`] (up
+    /// to rounding).
     ///
     /// [`LocalSgd`]: super::LocalSgd
     #[must_use]
@@ -141,7 +141,7 @@ impl DiLoCoConfig {
         Self { rate, ..self }
     }
 
-    /// The Nesterov momentum of the outer optimizer, from 0 to below 1.
+    /// Sets the Nesterov momentum of the outer optimizer, from 0 to below 1.
     #[must_use]
     pub fn with_outer_momentum(self, momentum: f64) -> Self {
         Self { momentum, ..self }
@@ -153,8 +153,8 @@ impl DiLoCoConfig {
         Self { weighting, ..self }
     }
 
-    /// Starts DiLoCo on a prepared model, whose parameters are the first outer ones: after any warm-up with
-    /// [`Accelerator::backward`]. Every rank calls it with the same settings.
+    /// Starts DiLoCo on a prepared model, whose parameters become the first outer ones. Warm up with
+    /// [`Accelerator::backward`], if at all, before this call. Every rank must call it with the same settings.
     ///
     /// # Errors
     ///
@@ -199,7 +199,7 @@ impl DiLoCoConfig {
 }
 
 /// DiLoCo ([Douillard et al. 2023](https://arxiv.org/abs/2311.08105)): every rank takes many steps with its own
-/// optimizer, and what these changed, averaged over the ranks, is the gradient of an outer SGD with Nesterov
+/// optimizer. The change of its parameters, averaged over the ranks, is the gradient of an outer SGD with Nesterov
 /// momentum. See [`local`](crate::local).
 ///
 /// With outer parameters `θ`, the mean `g` of `θ` − a rank's parameters, momentum `μ` and rate `η`, a round ends

@@ -5,8 +5,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{Mean, Metric, Sums};
 
-/// The share of samples whose highest logit is that of their target. Its value over no samples
-/// is NaN.
+/// The share of samples whose highest logit is the one of their target. Without samples, its value is NaN.
 ///
 /// ```
 /// use accelerator::metric::Accuracy;
@@ -25,7 +24,7 @@ use super::{Mean, Metric, Sums};
 pub struct Accuracy(Mean);
 
 impl Accuracy {
-    /// An accuracy over nothing yet.
+    /// Makes an accuracy without samples.
     pub fn new() -> Self {
         Self::default()
     }
@@ -46,7 +45,7 @@ impl Accuracy {
         self.0.samples += samples as f64;
     }
 
-    /// The accuracy so far, from 0 to 1.
+    /// Returns the accuracy so far, from 0 to 1.
     pub fn value(&self) -> f64 {
         self.0.value()
     }
@@ -69,8 +68,7 @@ impl Metric for Accuracy {
     }
 }
 
-/// The share of samples whose target is among the `k` highest logits. Its value over no samples is
-/// NaN.
+/// The share of samples whose target is among the `k` highest logits. Without samples, its value is NaN.
 ///
 /// Among equal logits, that of the lower class counts as higher, as in [`Accuracy`](super::Accuracy),
 /// which is the case of `k` = 1: a model that says the same of every class is not right by that.
@@ -92,7 +90,7 @@ pub struct TopK {
 }
 
 impl TopK {
-    /// Makes an empty count. With a `k` of 0 nothing is ever right.
+    /// Makes an empty count. With a `k` of 0, no sample counts as right.
     pub fn new(k: usize) -> Self {
         Self {
             hits: Mean::new(),
@@ -134,7 +132,7 @@ impl TopK {
         self.hits.samples += samples as f64;
     }
 
-    /// The share so far, from 0 to 1.
+    /// Returns the share so far, from 0 to 1.
     pub fn value(&self) -> f64 {
         self.hits.value()
     }

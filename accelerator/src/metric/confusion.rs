@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use super::{Metric, Sums};
 use crate::core::error::{Error, Result};
 
-/// A confusion matrix: the count of each pair of a sample's class and the model's answer. It gives accuracy,
+/// A confusion matrix: the number of samples for each pair of class and answer of the model. It gives accuracy,
 /// precision, recall and F1.
 ///
 /// A figure of a class of which there is nothing to tell (a recall of a class without samples, a
@@ -34,7 +34,7 @@ pub struct Confusion {
 }
 
 impl Confusion {
-    /// Makes an empty matrix of that many classes.
+    /// Makes an empty matrix of `classes` classes.
     pub fn new(classes: usize) -> Self {
         Self {
             classes,
@@ -101,7 +101,7 @@ impl Confusion {
         self.counts.iter().sum::<f64>() as u64
     }
 
-    /// The share of right answers, from 0 to 1; NaN over no samples.
+    /// Returns the share of right answers, from 0 to 1; NaN without samples.
     pub fn accuracy(&self) -> f64 {
         self.each(|class| self.entry(class, class)) / self.counts.iter().sum::<f64>()
     }
@@ -116,13 +116,13 @@ impl Confusion {
         share(self.entry(class, class), self.actual(class))
     }
 
-    /// The harmonic mean of precision and recall of a class.
+    /// Returns the harmonic mean of precision and recall of a class.
     pub fn f1(&self, class: usize) -> f64 {
         let right = self.entry(class, class);
         share(2.0 * right, self.actual(class) + self.predicted(class))
     }
 
-    /// The mean F1 of the classes, each of which counts the same.
+    /// Returns the mean F1 of the classes, with equal weights.
     ///
     /// ```
     /// use accelerator::metric::Confusion;

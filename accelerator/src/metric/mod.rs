@@ -1,4 +1,4 @@
-//! Figures that are summed on each rank and reduced once.
+//! Metrics that are summed on each rank and reduced over all ranks once.
 //!
 //! | to | see |
 //! |---|---|

@@ -7,8 +7,8 @@ use serde::{Deserialize, Serialize};
 use crate::core::agreement::sides;
 use crate::core::error::{Error, Result};
 
-/// A figure that can be put together from sums over samples, so that the sums of all ranks give
-/// it over all samples. Tuples of metrics are metrics.
+/// A metric that is computed from sums over samples, so the sums of all ranks give its value over all samples. Tuples
+/// of metrics are metrics.
 ///
 /// One method shows every sum, always in the same order. How many there are may be known at run
 /// time only; [`Accelerator::reduce_metric`](crate::Accelerator::reduce_metric) makes sure that all ranks have
@@ -89,7 +89,7 @@ impl Sums<'_> {
         self.all(core::slice::from_mut(sum));
     }
 
-    /// Shows several.
+    /// Shows several sums.
     pub fn all(&mut self, sums: &mut [f64]) {
         self.lengths.push(sums.len());
         match &mut self.pass {
@@ -212,7 +212,7 @@ fn short(name: &str) -> String {
     short
 }
 
-/// A weighted mean, of a loss for example. Its value over no samples is NaN.
+/// A weighted mean, for example of a loss. Without samples, its value is NaN.
 ///
 /// The means of all ranks, each over its own values, as in an evaluation, are combined by
 /// [`Accelerator::reduce_metric`](crate::Accelerator::reduce_metric). The training loss of
@@ -224,12 +224,12 @@ pub struct Mean {
 }
 
 impl Mean {
-    /// A mean of nothing yet.
+    /// Makes a mean without samples.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// The mean `value` of `samples` samples.
+    /// Makes a mean with the value `value` over `samples` samples.
     pub fn of(value: f64, samples: usize) -> Self {
         Self::weighted(value, samples as f64)
     }
@@ -245,12 +245,13 @@ impl Mean {
         self.samples += other.samples;
     }
 
-    /// Adds the mean `value` of `samples` samples; none of them, none added.
+    /// Adds the mean `value` of `samples` samples. If `samples` is 0, adds nothing.
     pub fn update(&mut self, value: f64, samples: usize) {
         self.merge(Self::of(value, samples));
     }
 
-    /// Adds a value of that weight, such as the number of tokens that it is the mean of; a weight of 0 adds nothing.
+    /// Adds a value with a weight, such as the number of tokens over which it is the mean. A weight of 0 adds
+    /// nothing.
     ///
     /// ```
     /// use accelerator::metric::Mean;
@@ -271,7 +272,7 @@ impl Mean {
         }
     }
 
-    /// The mean so far.
+    /// Returns the mean so far.
     pub fn value(&self) -> f64 {
         self.sum / self.samples
     }
@@ -295,7 +296,7 @@ impl Metric for Mean {
     }
 }
 
-/// A total, over all samples of all ranks: of tokens, of seconds, or of how often something came.
+/// A total over all samples of all ranks, for example of tokens, seconds or events.
 ///
 /// ```
 /// use accelerator::metric::Sum;
@@ -314,7 +315,7 @@ impl Metric for Mean {
 pub struct Sum(f64);
 
 impl Sum {
-    /// A sum of nothing yet: 0.
+    /// Makes a sum of 0.
     pub fn new() -> Self {
         Self::default()
     }
@@ -329,7 +330,7 @@ impl Sum {
         self.0 += things as f64;
     }
 
-    /// The sum so far.
+    /// Returns the sum so far.
     pub fn value(&self) -> f64 {
         self.0
     }

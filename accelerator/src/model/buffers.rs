@@ -1,5 +1,5 @@
-//! Buffers, such as the running statistics of a batch norm: combined across ranks, and distinguished
-//! from parameters that would never be trained.
+//! Buffers, such as the running statistics of a batch norm. Combines them across ranks, and tells them apart from
+//! parameters that would never be trained.
 
 use std::collections::{HashMap, HashSet};
 

@@ -1,5 +1,5 @@
-//! The format of model files, and the options of saving and loading. The format says how files are called, and which
-//! names, shapes and element types they hold.
+//! The format of model files, and the options of saving and loading. The format fixes the names of files, and the
+//! names, shapes and element types in them.
 
 use core::num::NonZeroU64;
 
@@ -229,10 +229,9 @@ impl SaveOptions {
         self
     }
 
-    /// Writes several files and an index where the tensors come to more than `bytes`, in the form
-    /// that Hugging Face's tools read: `model-00001-of-00003.safetensors`, …, and
-    /// `model.safetensors.index.json`. A tensor is never split: one that is larger has a file of
-    /// its own. Default, and 0: one file, whatever its size.
+    /// If the tensors are larger than `bytes` in total, writes several files and an index, in the form that Hugging
+    /// Face's tools read: `model-00001-of-00003.safetensors`, …, and `model.safetensors.index.json`. A tensor is
+    /// never split: one that is larger has a file of its own. Default, and 0: one file, whatever its size.
     pub fn with_max_shard_size(mut self, bytes: u64) -> Self {
         self.max_shard_size = NonZeroU64::new(bytes);
         self
@@ -274,14 +273,13 @@ enum Rename {
 }
 
 impl LoadOptions {
-    /// The file must fit the model: every parameter by its own path, shape and type, and nothing
-    /// else.
+    /// Requires a file that fits the model: it has every parameter by its path, shape and type, and nothing else.
     pub fn new() -> Self {
         Self::default()
     }
 
     /// Sets how the file names and shapes parameters. Default: the layout that the file names, else
-    /// [`FileLayout::Burn`]. One that contradicts the file is an error.
+    /// [`FileLayout::Burn`]. A layout that contradicts the file is an error.
     ///
     /// With [`FileLayout::PyTorch`], `num_batches_tracked` of batch norms, which Burn does not have, is
     /// left out without a word.
@@ -290,20 +288,20 @@ impl LoadOptions {
         self
     }
 
-    /// Takes `prefix` off the names that begin with it.
+    /// Removes `prefix` from the names that begin with it.
     pub fn strip_prefix(mut self, prefix: impl Into<String>) -> Self {
         self.renames.push(Rename::Prefix(prefix.into()));
         self
     }
 
-    /// Calls the file's tensor `from` by the name `to`.
+    /// Renames the file's tensor `from` to `to`.
     pub fn rename(mut self, from: impl Into<String>, to: impl Into<String>) -> Self {
         self.renames.push(Rename::Exact(from.into(), to.into()));
         self
     }
 
-    /// Replaces every match of the regular expression `pattern` in a name; `$1` in `replacement`
-    /// is its first group, `${name}` one with a name.
+    /// Replaces every match of the regular expression `pattern` in a name. In `replacement`, `$1` is the first group,
+    /// and `${name}` a named one.
     ///
     /// # Errors
     ///
@@ -317,16 +315,15 @@ impl LoadOptions {
         Ok(self)
     }
 
-    /// Loads what fits; the rest of the model stays as it is, and the
-    /// [`LoadReport`](super::LoadReport) says what that was. A file of which nothing fits is an
-    /// error all the same.
+    /// Loads the parts of the file that fit. The rest of the model stays as it is, and the
+    /// [`LoadReport`](super::LoadReport) lists the differences. A file of which nothing fits is still an error.
     pub fn allow_partial(mut self) -> Self {
         self.allows_partial = true;
         self
     }
 
-    /// Casts values in another float type (f64, f32, f16, bf16) to the model's. Default: that is
-    /// an error, since it changes the values.
+    /// Casts values in another float type (f64, f32, f16, bf16) to the model's. Default: a different type is an
+    /// error, since a cast changes the values.
     pub fn cast_floats(mut self) -> Self {
         self.casts_floats = true;
         self

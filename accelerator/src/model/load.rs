@@ -313,8 +313,7 @@ impl<I: Iterator<Item = u64>> ModuleMapper for FileWriter<'_, I> {
 
 const SHOWN: usize = 10;
 
-/// The parts of a model that were in a file, and those that were not. Its `Display` form lists the first ten of
-/// each kind.
+/// A report of which parts of a model were in a file. Its `Display` form lists the first ten of each kind.
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct LoadReport {

@@ -1,5 +1,5 @@
-//! The leaves of a model in the graph: one for all places of a tied parameter, such as the token embedding and the
-//! output layer of a language model, and new ones when a model is prepared.
+//! The leaves of a model in the graph. All places of a tied parameter, such as the token embedding and the output
+//! layer of a language model, share one leaf. A model gets new leaves when it is prepared.
 
 use std::collections::HashMap;
 
@@ -13,7 +13,7 @@ use crate::core::error::{Error, Result};
 use crate::core::module::{FloatParam, visit_floats};
 use crate::core::tensor::any_rank;
 
-/// Makes all places of a tied parameter one tensor again: that of the first place.
+/// Makes all places of a tied parameter share one tensor again, the one of the first place.
 ///
 /// A parameter is tied where a model has it in several places under one `ParamId`, as a clone of a `Param` or of
 /// a layer does. In Burn those places are one tensor until something replaces it. Burn's own optimizers do: they
