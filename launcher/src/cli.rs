@@ -69,7 +69,8 @@ pub(crate) struct Cli {
 enum Subcommands {
     /// Show this machine and its environment, and where each setting comes from.
     Env(Box<EnvArgs>),
-    /// Write the file of settings that every launch reads. On a terminal, without options, ask for the settings.
+    /// Write the file of settings that every launch reads, from the options or, without options, from answers on a
+    /// terminal.
     Config(Box<ConfigArgs>),
     /// Show which rank gets which sample.
     Plan(PlanArgs),

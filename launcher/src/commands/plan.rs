@@ -28,7 +28,7 @@ pub(crate) struct PlanArgs {
     #[arg(long, value_name = "W")]
     world_size: usize,
 
-    /// The tail policy, for the last samples if they do not fill a batch on every rank
+    /// The policy for the last samples, if they do not fill a batch on every rank
     /// [default: exact; with --iterable: pad].
     #[arg(long, value_name = "POLICY", value_parser = tail_parser())]
     tail: Option<TailPolicy>,

@@ -47,7 +47,7 @@ enum TuneCommand {
     Show(ShowSearchArgs),
     /// Print the best result of a search, with its trial, configuration and checkpoint.
     Best(BestArgs),
-    /// Continue with a search that was interrupted, by the command that began it.
+    /// Resume an interrupted search, with the specification and program that it began with.
     Resume(ResumeArgs),
     /// Pause a running search: its trials save at their next report.
     Stop {

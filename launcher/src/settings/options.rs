@@ -272,8 +272,8 @@ pub(crate) struct Options {
     #[arg(short, long)]
     pub(crate) quiet: bool,
 
-    /// The file of settings to read instead of the default one, which `accel-launch config` writes. Flags and variables
-    /// override the file.
+    /// The file of settings to use instead of the default one, which `accel-launch config` writes. Flags and
+    /// variables override the file.
     #[arg(long, value_name = "FILE")]
     pub(crate) config_file: Option<PathBuf>,
 

@@ -37,7 +37,7 @@ pub(crate) struct AllReduceArgs {
     #[arg(short = 'n', long, value_name = "N", default_value = "2", value_parser = processes)]
     pub(super) num_processes: NonZeroUsize,
 
-    /// The memory to reduce: the CPU's, or by NCCL, that of the ranks' NVIDIA GPUs.
+    /// The memory to reduce: that of the CPU, or (with NCCL) that of the ranks' NVIDIA GPUs.
     #[arg(long, value_name = "DEVICE", value_enum, default_value_t = BenchDevice::Cpu)]
     pub(super) device: BenchDevice,
 

@@ -74,7 +74,7 @@ enum Stage {
     Shm,
     /// Every collective, between processes over connections.
     Tcp,
-    /// Every other rank names a rank that is killed.
+    /// A rank is killed, and every other rank must name it.
     Death,
 }
 
