@@ -82,7 +82,8 @@ pub(super) struct SubmitArgs {
     #[arg(long, value_name = "DIR", default_value = "/training_logs")]
     logdir: PathBuf,
 
-    /// Print exactly what would be sent to the engine, and send nothing.
+    /// Print what would be sent to the engine, without secrets and values that are generated at submission, and send
+    /// nothing.
     #[arg(long)]
     dry_run: bool,
 
