@@ -14,10 +14,13 @@ pub(crate) fn store_interval(timeout: Duration) -> Duration {
     (timeout / 4).min(Duration::from_millis(250))
 }
 
-/// The pause between two rounds of the mesh: an eighth of the liveness timeout, within 25 to 500 ms. A connection that
-/// carried nothing since the last round gets a heartbeat.
+/// The pause between two rounds of the mesh: a sixteenth of the liveness timeout, within 25 to 250 ms. A connection that
+/// carried nothing since the last round gets a heartbeat, so that its last byte is at most two rounds old.
+///
+/// With the default of 5 s, a link that is down for 3 s must not be silent for 5: the last byte before it may be 500 ms
+/// old, and TCP may try again up to 1 s after it.
 pub(crate) fn mesh_interval(timeout: Duration) -> Duration {
-    (timeout / 4).clamp(Duration::from_millis(50), Duration::from_secs(1)) / 2
+    (timeout / 16).clamp(Duration::from_millis(25), Duration::from_millis(250))
 }
 
 /// The silence after which a peer is suspected when the group fails: half the liveness timeout.
