@@ -7,7 +7,7 @@
 //!     --length 512 --parts 16
 //! ```
 //!
-//! Each way is a process of its own. `benches/compare/memory.py` does the same with PyTorch's checkpoints.
+//! Each way is a process of its own, with the allocator set as `accel-launch` sets it. `benches/compare/memory.py` does the same with PyTorch's checkpoints.
 
 use std::error::Error;
 use std::fmt;
@@ -24,6 +24,13 @@ use burn::tensor::{Device, Int, Tensor, TensorData};
 use clap::Parser;
 use peak_alloc::PeakAlloc;
 use serde::{Deserialize, Serialize};
+
+/// Memory that is freed is kept, since taking it from the system again takes longer than to compute with it.
+const ALLOCATOR: [(&str, &str); 3] = [
+    ("MALLOC_MMAP_THRESHOLD_", "4294967296"),
+    ("MALLOC_TOP_PAD_", "67108864"),
+    ("MALLOC_TRIM_THRESHOLD_", "4294967296"),
+];
 
 #[global_allocator]
 static ALLOCATED: PeakAlloc = PeakAlloc;
@@ -126,6 +133,7 @@ fn process(units: &str) -> Result<Trained, Box<dyn Error>> {
     let output = Command::new(std::env::current_exe()?)
         .args(std::env::args_os().skip(1))
         .args(["--units", units])
+        .envs(ALLOCATOR)
         .output()?;
     if !output.status.success() {
         return Err(String::from_utf8_lossy(&output.stderr).into());

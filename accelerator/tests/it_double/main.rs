@@ -10,6 +10,7 @@ mod local_sgd;
 mod regroup;
 mod sync_batch_norm;
 mod trainer;
+mod units;
 
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::tensor::Tensor;
