@@ -59,6 +59,7 @@
 //! | compute the number of optimizer steps | [`Accelerator::plan`] |
 //! | keep an exponential moving average of parameters | [`Ema`] |
 //! | step faster on the CPU, and shard an optimizer's state over the ranks (ZeRO stage 1) | [`optim::fused`], [`optim::Sharded`] |
+//! | compute activations again in backward, in place of keeping them | [`nn::Unit`], [`nn::recompute`] |
 //! | profile steps | [`Accelerator::step_summary`], [`AcceleratorBuilder::trace`], [`Accelerator::profile`] |
 //! | evaluate | [`metric`], [`Accelerator::reduce_metric`], [`Accelerator::gather_for_metrics`] |
 //! | exchange tensors and objects | [`Accelerator::gather`], [`Accelerator::pad_across_processes`], [`Accelerator::gather_object`] |

@@ -21,6 +21,7 @@ use crate::data::batch::Weight;
 use crate::model::Trainable;
 use crate::precision::{Finiteness, Precision, SkipNotice};
 use crate::timeline::{EventSubject, Phase, Timeline};
+use crate::unit;
 
 pub(crate) enum MicroStep {
     /// The backward pass of this loss, which is the mean over the batch.
@@ -94,6 +95,7 @@ fn run_backward(
     before_reduction: impl FnOnce(&ModelState) -> Result<()>,
     call: Option<&BackwardCall>,
 ) -> Result<AveragedGradients> {
+    let _timed = unit::timed(&context.timeline);
     let model_state = context.models.find_to_train(model)?;
     model_state.note_trained();
     model_state.tied().check(model)?;

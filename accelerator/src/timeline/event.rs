@@ -6,6 +6,8 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Phase {
     Backward,
+    /// A block of the model, whose activations were not kept.
+    Recompute,
     /// Gradients into buckets, or out of them.
     Copy(EventSubject),
     Optimizer,
@@ -36,19 +38,21 @@ pub(super) enum EventKind {
     Load,
     Operation(OpKind),
     Optimizer,
+    Recompute,
     Reduce,
     Step,
 }
 
 impl EventKind {
     /// The kinds that share out the time of the main thread.
-    pub(super) const PHASES: [Self; 6] = [
+    pub(super) const PHASES: [Self; 7] = [
         Self::Data,
         Self::Forward,
         Self::Backward,
         Self::Copy,
         Self::Reduce,
         Self::Optimizer,
+        Self::Recompute,
     ];
 
     pub(super) fn name(self) -> &'static str {
@@ -60,6 +64,7 @@ impl EventKind {
             Self::Load => "load batch",
             Self::Operation(operation) => operation.name(),
             Self::Optimizer => "optimizer",
+            Self::Recompute => "recompute",
             Self::Reduce => "wait for all_reduce",
             Self::Step => "step",
         }
@@ -139,7 +144,7 @@ impl fmt::Display for EventSubject {
 impl Phase {
     pub(super) fn detail(self) -> Detail {
         let (part, bytes) = match self {
-            Self::Backward | Self::Optimizer => (EventSubject::Whole, 0),
+            Self::Backward | Self::Optimizer | Self::Recompute => (EventSubject::Whole, 0),
             Self::Copy(part) => (part, 0),
             Self::Reduce { part, bytes } => (part, bytes as u64),
         };
@@ -151,6 +156,7 @@ impl Phase {
             Self::Backward => EventKind::Backward,
             Self::Copy(_) => EventKind::Copy,
             Self::Optimizer => EventKind::Optimizer,
+            Self::Recompute => EventKind::Recompute,
             Self::Reduce { .. } => EventKind::Reduce,
         }
     }

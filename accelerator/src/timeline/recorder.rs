@@ -294,6 +294,7 @@ impl<'a> Span<'a> {
             Phase::Backward => tracing::debug_span!("backward", rank, step),
             Phase::Copy(part) => tracing::debug_span!("copy_gradients", rank, step, %part),
             Phase::Optimizer => tracing::debug_span!("optimizer_step", rank, step),
+            Phase::Recompute => tracing::debug_span!("recompute", rank, step),
             Phase::Reduce { part, bytes } => {
                 tracing::debug_span!("all_reduce", rank, step, %part, bytes)
             }

@@ -13,7 +13,7 @@ use super::event::EventKind;
 /// [`Epoch`](crate::data::Epoch)'s, where the step before ended), and ends when the optimizer has moved
 /// the model. What lies between steps, such as an evaluation, belongs to none.
 ///
-/// `data`, `forward`, `backward`, `copying`, `waiting` and `optimizer` share out the time of the thread
+/// `data`, `forward`, `backward`, `recomputing`, `copying`, `waiting` and `optimizer` share out the time of the thread
 /// that trains, without overlap; the rest of the `step` is `other`. `communicating` runs beside them, or
 /// within `waiting`. Times are in seconds. They are those of the program: a device that works beside it
 /// (a GPU) shows its time where the program waits for it.
@@ -30,6 +30,9 @@ pub struct StepSummary {
     pub forward: Figure,
     /// Burn's backward pass.
     pub backward: Figure,
+    /// The second run of the model's [blocks](crate::nn::Unit) that are recomputed, within backward.
+    #[serde(default)]
+    pub recomputing: Figure,
     /// Moving gradients into buckets and out of them.
     pub copying: Figure,
     /// The wait until the gradients of all ranks are there. That is more than `exposed` by what it
@@ -83,14 +86,22 @@ impl StepSummary {
         let second = 1e9;
         let mut phase = |number: usize| figure(second, &move |times| times.phases[number]);
         // In the order of `Kind::PHASES`.
-        let [data, forward, backward, copying, waiting, optimizer] =
-            [0, 1, 2, 3, 4, 5].map(&mut phase);
+        let [
+            data,
+            forward,
+            backward,
+            copying,
+            waiting,
+            optimizer,
+            recomputing,
+        ] = [0, 1, 2, 3, 4, 5, 6].map(&mut phase);
         Some(Self {
             steps,
             step: figure(second, &|times| times.total),
             data,
             forward,
             backward,
+            recomputing,
             copying,
             waiting,
             optimizer,
@@ -103,12 +114,13 @@ impl StepSummary {
         })
     }
 
-    pub(crate) fn figures_mut(&mut self) -> [&mut Figure; 11] {
+    pub(crate) fn figures_mut(&mut self) -> [&mut Figure; 12] {
         [
             &mut self.step,
             &mut self.data,
             &mut self.forward,
             &mut self.backward,
+            &mut self.recomputing,
             &mut self.copying,
             &mut self.waiting,
             &mut self.optimizer,
@@ -133,12 +145,16 @@ impl fmt::Display for StepSummary {
             ("  data", self.data),
             ("  forward", self.forward),
             ("  backward", self.backward),
+            ("  recomputing", self.recomputing),
             ("  copying", self.copying),
             ("  waiting", self.waiting),
             ("  optimizer", self.optimizer),
             ("  other", self.other),
         ];
         for (name, Figure { mean, median }) in rows {
+            if name == "  recomputing" && mean == 0.0 {
+                continue;
+            }
             let (mean, median, share) = (1e3 * mean, 1e3 * median, 100.0 * mean / whole);
             writeln!(f, "{name:<16}{mean:>12.3}{median:>12.3}{share:>7.1}%")?;
         }
@@ -304,7 +320,7 @@ mod tests {
     fn figures_are_means_and_medians_in_seconds() {
         let times = |total| StepTimes {
             total,
-            phases: [0, 0, 0, 0, total / 4, 0],
+            phases: [0, 0, 0, 0, total / 4, 0, 0],
             communicating: total / 2,
             exposed: total / 5,
             bytes: 100,

@@ -13,8 +13,8 @@ use burn::module::{
 };
 use burn::tensor::Device;
 
-pub(crate) use self::recompute::is_recomputed;
 pub use self::recompute::recompute;
+pub(crate) use self::recompute::{is_recomputed, timed};
 use crate::core::draws;
 use crate::core::dyn_module::BoxedModule;
 use crate::core::error::{Error, Result, named};

@@ -1,6 +1,6 @@
 //! A block as one operation of the graph, whose backward runs it again.
 
-use core::cell::Cell;
+use core::cell::{Cell, RefCell};
 use core::fmt;
 use core::mem::take;
 use std::sync::Arc;
@@ -17,6 +17,7 @@ use crate::core::dyn_module::BoxedModule;
 use crate::core::tensor::any_rank;
 use crate::core::tensors::{Tensors, map_floats};
 use crate::model::running_states;
+use crate::timeline::{Phase, Timeline};
 
 /// Runs `forward` on a block of a model and keeps nothing of it but its inputs: backward runs it again. It is PyTorch's
 /// `torch.utils.checkpoint`; a [`Unit`](super::Unit) does the same if a setting says so.
@@ -95,7 +96,19 @@ pub(crate) fn is_recomputed() -> bool {
     RECOMPUTED.get()
 }
 
+/// Notes the time of blocks that this thread runs again, as long as the guard lives.
+pub(crate) fn timed(timeline: &Timeline) -> impl Drop + use<> {
+    struct Restore(Option<Timeline>);
+    impl Drop for Restore {
+        fn drop(&mut self) {
+            TIMELINE.set(self.0.take());
+        }
+    }
+    Restore(TIMELINE.replace(Some(timeline.clone())))
+}
+
 thread_local! {
+    static TIMELINE: RefCell<Option<Timeline>> = const { RefCell::new(None) };
     static RECOMPUTED: Cell<bool> = const { Cell::new(false) };
 }
 
@@ -316,8 +329,13 @@ impl Node for BlockNode {
         let Some(again) = self.again.lock().take() else {
             return;
         };
+        let timeline = TIMELINE.with_borrow(Clone::clone);
+        let recomputing = timeline
+            .as_ref()
+            .map(|timeline| timeline.span(Phase::Recompute));
         let mut leaves = BlockLeaves::new(&self.targets);
         let outputs = self.run.run(|| again(&mut leaves));
+        drop(recomputing);
         let BlockLeaves {
             inputs, parameters, ..
         } = leaves;

@@ -5,6 +5,7 @@ use std::path::Path;
 use crate::common::{
     Column, ColumnBatcher, assert_error, columns, connected, devices, flat, folder_in_memory, known,
 };
+use accelerator::collective::Launch;
 use accelerator::nn::{SyncBatchNorm, Unit, Units};
 use accelerator::optim::Sharded;
 use accelerator::{AcceleratorBuilder, Overlap, prelude::*};
@@ -239,4 +240,20 @@ fn a_layer_that_communicates_is_refused_in_a_block_that_is_recomputed() {
         Error::is_misuse,
         &["`SyncBatchNorm` is in a block that is recomputed"],
     );
+}
+
+#[test]
+fn a_summary_of_steps_tells_the_time_of_recomputed_blocks() {
+    let recomputing = |units| {
+        let builder = Accelerator::builder().units(units).step_summary();
+        let accelerator = builder.launched_as(Launch::single()).build()?;
+        train(&accelerator, folder_in_memory().path(), Course::Plain)?;
+        let summary = accelerator.step_summary().unwrap();
+        assert!(summary.steps > 5 && summary.backward.mean > 0.0);
+        let is_shown = summary.to_string().contains("recomputing");
+        assert_eq!(is_shown, summary.recomputing.mean > 0.0);
+        Ok::<_, Error>(summary.recomputing.mean)
+    };
+    assert_eq!(recomputing(Units::Keep).unwrap(), 0.0);
+    assert!(recomputing(Units::Recompute).unwrap() > 0.0);
 }
