@@ -1,13 +1,14 @@
-//! Measures the peak of memory and the time of a step of a transformer whose layers are kept, or recomputed in backward.
+//! Measures the peak memory and the step time of a transformer whose activations are kept, or recomputed in backward.
 //!
 //! ```text
 //! cargo bench -p accelerator-benches --bench memory
 //! cargo bench -p accelerator-benches --bench memory -- --length 512
-//! cargo bench -p accelerator-benches --bench memory -- --tokens 50257 --width 384 --heads 12 --layers 6 --batch 6 \\
+//! cargo bench -p accelerator-benches --bench memory -- --tokens 50257 --width 384 --heads 12 --layers 6 --batch 6 \
 //!     --length 512 --parts 16
 //! ```
 //!
-//! Each way is a process of its own, with the allocator set as `accel-launch` sets it. `benches/compare/memory.py` does the same with PyTorch's checkpoints.
+//! Each mode runs in its own process, with the allocator configured as `accel-launch` does it.
+//! `benches/compare/memory.py` measures the same with PyTorch's `checkpoint`.
 
 use std::error::Error;
 use std::fmt;
@@ -16,7 +17,7 @@ use std::time::Instant;
 
 use accelerator::nn::Units;
 use accelerator::prelude::*;
-use accelerator_benches::{Interval, Output, peak_memory};
+use accelerator_benches::{ALLOCATOR, Interval, Output, peak_memory};
 use accelerator_examples::TransformerConfig;
 use burn::module::Module;
 use burn::optim::AdamWConfig;
@@ -25,17 +26,10 @@ use clap::Parser;
 use peak_alloc::PeakAlloc;
 use serde::{Deserialize, Serialize};
 
-/// Memory that is freed is kept, since taking it from the system again takes longer than to compute with it.
-const ALLOCATOR: [(&str, &str); 3] = [
-    ("MALLOC_MMAP_THRESHOLD_", "4294967296"),
-    ("MALLOC_TOP_PAD_", "67108864"),
-    ("MALLOC_TRIM_THRESHOLD_", "4294967296"),
-];
-
 #[global_allocator]
 static ALLOCATED: PeakAlloc = PeakAlloc;
 
-/// Measure the memory of a training with its layers kept, and recomputed
+/// Measure the memory and step time of training with activations kept, and recomputed
 #[derive(Clone, Debug, Parser, Serialize)]
 struct Args {
     #[arg(long, default_value_t = 64)]
@@ -57,7 +51,7 @@ struct Args {
     steps: usize,
     #[arg(long, default_value_t = 5)]
     rounds: usize,
-    /// Train in this process, in this way
+    /// Train in this process, in this mode
     #[arg(long, hide = true)]
     units: Option<String>,
     #[command(flatten)]
@@ -65,19 +59,19 @@ struct Args {
     output: Output,
 }
 
-/// The result of a process.
+/// The result of one process.
 #[derive(Debug, Deserialize, Serialize)]
 struct Trained {
-    /// The most that was allocated, in MiB.
+    /// The peak of allocated memory, in MiB.
     allocated: f64,
-    /// The most that was resident, less what was before the model was built, in MiB.
+    /// The peak of resident memory, minus the memory before the model was built, in MiB.
     resident: f64,
-    /// The median duration of a step but the first, in seconds.
+    /// The median duration of a step, without the first, in seconds.
     step: f64,
     loss: f64,
 }
 
-/// The result of a way, over all rounds.
+/// The results of one mode, over all rounds.
 #[derive(Debug, Serialize)]
 struct Line {
     units: String,
@@ -128,7 +122,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// Runs this program again, which trains in that way.
+/// Runs this program again as a new process, which trains in that mode.
 fn process(units: &str) -> Result<Trained, Box<dyn Error>> {
     let output = Command::new(std::env::current_exe()?)
         .args(std::env::args_os().skip(1))

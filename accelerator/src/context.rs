@@ -9,7 +9,7 @@ use accelerator_host::sync::Mutex;
 use burn::tensor::Device;
 
 use crate::core::agreement;
-use crate::core::device::BackendKind;
+use crate::core::device::{BackendKind, Operations};
 use crate::core::error::{Error, Result};
 use crate::timeline::Timeline;
 
@@ -25,6 +25,7 @@ pub(crate) struct Context {
     pub(crate) group: ProcessGroup,
     /// The number of loaders prepared so far, and so the number of the next one.
     pub(crate) loaders: AtomicU64,
+    pub(crate) operations: Operations,
     pub(crate) seed: u64,
     pub(crate) timeline: Timeline,
 }
@@ -45,7 +46,7 @@ pub(crate) enum WindowSize {
 
 impl Context {
     pub(crate) fn autodiff_device(&self) -> Device {
-        self.device.clone().autodiff()
+        self.operations.on(self.device.clone())
     }
 
     pub(crate) fn group(&self) -> &ProcessGroup {

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Measures the peak of memory and the time of a step of a transformer in PyTorch, plain and with its layers recomputed.
+"""Measures the peak memory and the step time of a transformer in PyTorch, plain and with its layers recomputed.
 
     tests/trainer/install
     target/trainer-venv/bin/python benches/compare/memory.py [--length 512] …
 
-The options are those of `benches/memory.rs`, whose model this is: embeddings of tokens and places, encoder layers with
-a causal mask that are normalised first, with GELU and no dropout, and a linear layer. Prints one JSON object for each
-way. Each is a process of its own; layers are recomputed by `torch.utils.checkpoint`, not re-entrant.
+Takes the options of `benches/memory.rs` and trains the same model: token and position embeddings, pre-norm encoder
+layers with a causal mask, GELU and no dropout, and a linear layer. Prints one JSON object for each mode, which runs in
+its own process. Layers are recomputed by `torch.utils.checkpoint` with `use_reentrant=False`.
 """
 
 import argparse

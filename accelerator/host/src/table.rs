@@ -52,6 +52,8 @@ variables! {
         "how often the launcher restarts the job at most";
     NETWORK_INTERFACE, Ranks, Text("the name of an interface, or several with commas, of which the first that the host has counts"), default "where the way to the store begins", code "":
         "the network interface at whose address a rank listens for the others";
+    OPERATIONS, Ranks, OneOf(&["keep", "recompute"]), default "keep", code "operations":
+        "how single operations handle values that they need in backward; recompute: those of cheap ones are recomputed";
     OVERLAP, Ranks, OneOf(&["auto", "on", "off"]), default "auto", code "overlap":
         "whether gradients are sent during backward; auto: between hosts, and on CUDA devices";
     OVERSUBSCRIBE_GPUS, LauncherAndRanks, Switch, default "0", code "oversubscription":
@@ -83,5 +85,5 @@ variables! {
     TUNE_WORKER, SetByLauncher, Number, default "none", code "":
         "the descriptor by which a trial of a hyperparameter search finds the search that has started it";
     UNITS, Ranks, OneOf(&["plain", "keep", "recompute"]), default "plain", code "units":
-        "the way in which units of a model run; recompute: their activations are not kept, and computed again in backward";
+        "how units of a model run; recompute: their activations are recomputed in backward instead of being kept";
 }

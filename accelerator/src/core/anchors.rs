@@ -8,13 +8,11 @@ use burn::tensor::{Device, Tensor};
 
 use super::autodiff::{HandOn, above};
 
-/// Tensors of chosen depths, of which no gradient is asked: what is placed above one of them runs
-/// at its depth in backward.
+/// Tensors of chosen depths that need no gradient: in backward, a node placed above one of them runs at its depth.
 ///
-/// A node of Burn's graph is one deeper than its deepest parent, tracked or not, and backward
-/// runs from the deepest to the shallowest. Untracked nodes are no part of any backward pass, so
-/// a chain of them is made once and survives. There is one chain for each device and checkpointing
-/// strategy, since Burn does not mix these.
+/// A node of Burn's graph is one deeper than its deepest parent, tracked or not, and backward runs from the deepest
+/// to the shallowest. Untracked nodes take no part in backward, so a chain of them is made once and can be reused.
+/// There is one chain for each device and checkpointing strategy, because Burn does not mix these.
 #[derive(Debug, Default)]
 pub(crate) struct Anchors {
     chains: Vec<Chain>,
@@ -24,14 +22,14 @@ pub(crate) struct Anchors {
 #[derive(Debug)]
 pub(crate) struct Chain {
     device: Device,
-    /// Makes tracked what has it as a parent.
+    /// A parent that makes its children tracked.
     pub(crate) leaf: DispatchTensor,
     /// The tensors by depth. The one of depth 0 is always there.
     made: BTreeMap<usize, DispatchTensor>,
 }
 
 impl Anchors {
-    /// The chain for losses on `device`.
+    /// Returns the chain for tensors on `device`.
     pub(crate) fn on(&mut self, device: &Device) -> &mut Chain {
         let strategy = device.gradient_checkpointing_strategy();
         let known = self.chains.iter().position(|chain| {
@@ -55,7 +53,7 @@ impl Chain {
         }
     }
 
-    /// Anchors of these depths; those of others are forgotten.
+    /// Returns anchors of these depths, and forgets those of other depths.
     pub(crate) fn at(&mut self, depths: &[usize]) -> Vec<DispatchTensor> {
         let anchors = depths.iter().map(|&depth| self.make(depth)).collect();
         self.made
@@ -63,11 +61,11 @@ impl Chain {
         anchors
     }
 
-    /// The anchor of this depth.
+    /// Returns the anchor of this depth.
     pub(crate) fn make(&mut self, depth: usize) -> DispatchTensor {
         let nearest = self.made.range(..=depth).next_back();
         let Some((&from, anchor)) = nearest else {
-            // Not reached: depth 0 is there.
+            // Unreachable: the anchor of depth 0 always exists.
             return self.leaf.clone();
         };
         let mut anchor = anchor.clone();

@@ -279,6 +279,49 @@ fn remark(ranks: usize, kind: BackendKind, devices: usize) -> Option<String> {
     })
 }
 
+/// The handling of values that single operations need in backward, set by
+/// [`AcceleratorBuilder::operations`](crate::AcceleratorBuilder::operations). As text, the settings have the names
+/// that `ACCEL_OPERATIONS` takes.
+#[derive(Clone, Copy, Debug, Default, Eq, Hash, PartialEq)]
+#[non_exhaustive]
+pub enum Operations {
+    /// Keeps them.
+    #[default]
+    Keep,
+    /// Recomputes those of cheap operations, such as activation functions, in backward: Burn's
+    /// [`gradient_checkpointing`](Device::gradient_checkpointing).
+    Recompute,
+}
+
+impl Operations {
+    const ALL: [Self; 2] = [Self::Keep, Self::Recompute];
+
+    /// The device with gradients.
+    pub(crate) fn on(self, device: Device) -> Device {
+        match self {
+            Self::Keep => device.autodiff(),
+            Self::Recompute => device.autodiff().gradient_checkpointing(),
+        }
+    }
+}
+
+impl fmt::Display for Operations {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Keep => "keep",
+            Self::Recompute => "recompute",
+        })
+    }
+}
+
+impl FromStr for Operations {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self> {
+        named("mode of operations", name, &Self::ALL)
+    }
+}
+
 fn noun(kind: BackendKind) -> &'static str {
     match kind {
         BackendKind::Cuda => "`cuda` device",

@@ -1,4 +1,4 @@
-//! The generator of random numbers of a device, which is one for all threads of the process.
+//! The random number generator of a device, which all threads of the process share.
 
 use core::cell::Cell;
 
@@ -6,8 +6,8 @@ use accelerator_host::sync::{Mutex, MutexGuard};
 use accelerator_plan::mix;
 use burn::tensor::Device;
 
-/// Waits for this thread's turn to set the device's generator and draw from it: one thread of the process at a time. A
-/// thread that has the turn already continues.
+/// Waits for this thread's turn to set the device's generator and draw from it. Only one thread of the process has
+/// the turn at a time; a thread that already has it continues at once.
 pub(crate) fn drawing() -> Drawing {
     static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
     let turn = (!is_drawing()).then(|| ONE_AT_A_TIME.lock());
@@ -23,9 +23,9 @@ thread_local! {
     static DRAWING: Cell<bool> = const { Cell::new(false) };
 }
 
-/// A turn to draw, or a part of one.
+/// A turn to draw, or a nested part of one.
 pub(crate) struct Drawing {
-    /// `None` for a part.
+    /// `None` for a nested part, whose end does not end the turn.
     turn: Option<MutexGuard<'static, ()>>,
 }
 
@@ -37,15 +37,15 @@ impl Drop for Drawing {
     }
 }
 
-/// Sets the generator of a device, and with it the seeds of the units that this thread runs next.
+/// Seeds the generator of a device, and so determines the seeds of the units that this thread runs next.
 pub(crate) fn seed(device: &Device, seed: u64) {
     device.seed(seed);
     UNITS.set(UnitSeeds { seed, drawn: 0 });
 }
 
-/// The seed of the next unit of a model that this thread runs. Generators can be set and not read, so that what is to draw
-/// the same numbers twice is given a seed of its own: it follows from the last [`seed`], or from that of the unit around
-/// this one, and from the number of units since.
+/// Returns the seed of the next unit of a model that this thread runs. A generator's state can be set but not read,
+/// so a unit that must draw the same numbers twice gets its own seed. It is derived from the last [`seed`], or from
+/// the seed of the enclosing unit, and from the number of units since then.
 pub(crate) fn next_unit_seed() -> u64 {
     let UnitSeeds { seed, drawn } = UNITS.get();
     let drawn = drawn + 1;
@@ -53,7 +53,7 @@ pub(crate) fn next_unit_seed() -> u64 {
     mix(&[seed, drawn])
 }
 
-/// Runs the body of a unit, which draws from that seed. The seeds of units within it follow from its own.
+/// Runs the body of a unit with the generator set to `seed`. The seeds of nested units are derived from it.
 pub(crate) fn in_unit<T>(seed: u64, device: &Device, body: impl FnOnce() -> T) -> T {
     struct Restore(UnitSeeds);
     impl Drop for Restore {
@@ -74,6 +74,6 @@ thread_local! {
 #[derive(Clone, Copy)]
 struct UnitSeeds {
     seed: u64,
-    /// The number of seeds so far.
+    /// The number of seeds given out so far.
     drawn: u64,
 }

@@ -1,4 +1,4 @@
-//! Structures of tensors: what goes into a collective, or into a unit of a model.
+//! Structures of tensors: the inputs of collectives, and of the units of a model.
 
 use core::any::Any;
 use std::collections::BTreeMap;
@@ -9,8 +9,8 @@ use burn::tensor::kind::Basic;
 
 use crate::core::error::Result;
 
-/// Tensors, alone or in tuples, arrays, vectors, options and maps, as collectives and units take them. In a collective,
-/// every rank passes the same structure.
+/// Tensors, alone or in tuples, arrays, vectors, options and maps, for collectives and units. In a collective, every
+/// rank must pass the same structure.
 ///
 /// ```
 /// use accelerator::prelude::*;
@@ -26,7 +26,7 @@ use crate::core::error::Result;
 /// # Ok::<(), Error>(())
 /// ```
 pub trait Tensors: Sized {
-    /// The same structure, of what `map` makes of each tensor in order.
+    /// Applies `map` to each tensor in order, and returns the results in the same structure.
     #[doc(hidden)]
     fn map_tensors(self, map: &mut impl TensorMap) -> Result<Self>;
 }
@@ -61,7 +61,7 @@ impl<T: Tensors, const N: usize> Tensors for [T; N] {
             mapped.push(tensors.map_tensors(map)?);
         }
         let mut mapped = mapped.into_iter();
-        #[expect(clippy::expect_used, reason = "there is one for each of the array's")]
+        #[expect(clippy::expect_used, reason = "there is one for each element")]
         Ok(core::array::from_fn(|_| {
             mapped.next().expect("a mapped element")
         }))
@@ -118,12 +118,12 @@ tuples!(A, B);
 tuples!(A, B, C);
 tuples!(A, B, C, D);
 
-/// Replaces each tensor of floats, in order; the others stay as they are.
+/// Applies `map` to each float tensor, in order; other tensors stay as they are.
 pub(crate) fn map_floats<T: Tensors>(
     tensors: T,
     map: &mut dyn FnMut(DispatchTensor) -> DispatchTensor,
 ) -> T {
-    #[expect(clippy::expect_used, reason = "`FloatMap` fails for no tensor")]
+    #[expect(clippy::expect_used, reason = "`FloatMap` never fails")]
     tensors
         .map_tensors(&mut FloatMap(map))
         .expect("a mapped tensor")

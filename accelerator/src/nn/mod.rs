@@ -3,4 +3,5 @@
 mod sync_batch_norm;
 
 pub use self::sync_batch_norm::SyncBatchNorm;
+pub use crate::core::device::Operations;
 pub use crate::unit::{Unit, Units, recompute};

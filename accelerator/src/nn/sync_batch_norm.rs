@@ -69,7 +69,7 @@ pub struct SyncBatchNorm {
 }
 
 impl SyncBatchNorm {
-    /// Makes a layer over all ranks from one of Burn's. It keeps its running statistics.
+    /// Converts one of Burn's layers into a layer over all ranks, with the same running statistics.
     ///
     /// ```
     /// use accelerator::nn::SyncBatchNorm;
@@ -106,9 +106,8 @@ impl SyncBatchNorm {
     /// [`on_main_process`](Accelerator::on_main_process), there is nothing to normalise with: every value of
     /// the output is NaN, the running statistics stay as they are, and the error is returned by what comes
     /// next on this rank, be it `backward`, a save, [`Accelerator::valid`], [`reduce`](Accelerator::reduce_metric),
-    /// [`gather`](Accelerator::gather) or [`finish`](Accelerator::finish). So it is in a block that is
-    /// [recomputed](super::recompute), on more than one rank. On one rank, evaluate with
-    /// `model.valid()`.
+    /// [`gather`](Accelerator::gather) or [`finish`](Accelerator::finish). The same happens in a block that is
+    /// [recomputed](super::recompute), on more than one rank. On one rank, evaluate with `model.valid()`.
     ///
     /// # Panics
     ///
@@ -151,8 +150,8 @@ impl SyncBatchNorm {
             return normed.output;
         };
         if unit::is_recomputed() {
-            let message = "a `SyncBatchNorm` is in a block that is recomputed, and ranks would normalise together a second \
-                           time: put it outside of the `Unit`, or set `units` to keep";
+            let message = "a `SyncBatchNorm` is in a block that is recomputed, so ranks would normalise together a second \
+                           time: move it out of the `Unit`, or set `units` to `keep`";
             shared.forward_collectives.failed(Error::misuse(message));
             return useless(input);
         }

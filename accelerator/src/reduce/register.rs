@@ -8,6 +8,7 @@ use super::hook::HookInstance;
 use super::model_state::{ModelSettings, ModelState};
 use super::reduce_context::ReduceContext;
 use crate::core::agreement::Failure;
+use crate::core::device::Operations;
 use crate::core::dyn_module::BoxedModule;
 use crate::core::error::{self, Error, Result};
 use crate::model::{self, Layout, ModelFile, TiedParameters, restore_values};
@@ -25,7 +26,8 @@ pub(crate) fn prepare(context: &ReduceContext, model: BoxedModule) -> Result<Box
         ));
     }
     let device = context.autodiff_device();
-    let on_autodiff = model::check_autodiff(&model);
+    let on_autodiff =
+        model::check_autodiff(&model).and_then(|()| check_operations(context, &model));
     let model = if model.devices().iter().all(|found| *found == device) {
         model
     } else {
@@ -78,6 +80,22 @@ pub(crate) fn prepare(context: &ReduceContext, model: BoxedModule) -> Result<Box
     let layout = Layout::of(&model);
     // Of rank 0's values, so all ranks come to the same answer.
     make_known(context, model, &layout, known.as_deref())
+}
+
+/// Refuses a model whose operations would not be recomputed, though the program asks for it.
+fn check_operations(context: &ReduceContext, model: &BoxedModule) -> Result<()> {
+    let strategy = context.autodiff_device().gradient_checkpointing_strategy();
+    let devices = model.devices();
+    let mut trained = devices.iter().filter(|device| device.is_autodiff());
+    if context.operations == Operations::Keep
+        || trained.all(|device| device.gradient_checkpointing_strategy() == strategy)
+    {
+        return Ok(());
+    }
+    Err(Error::misuse(
+        "operations are to be recomputed, and a model that is prepared was built on another device: build it on \
+         `accelerator.device()`",
+    ))
 }
 
 #[derive(Deserialize, Serialize)]

@@ -11,12 +11,12 @@ use crate::core::anchors::Anchors;
 use crate::core::autodiff::{self, HandOn};
 use crate::core::dyn_module::BoxedModule;
 
-/// More than the depth of a usual block, in operations. One that is deeper is ready later, and as right.
+/// More operations than a usual block is deep. The gradients of a deeper block are ready later, but equally correct.
 const DEPTH: usize = 256;
 
-/// The same block, whose parameters enter the graph at the depth of the unit with that number. Backward gives a
-/// parameter its gradient when it leaves the unit; by itself it would do so in the end, if an operation looks at a view
-/// of the parameter.
+/// Returns the same block, with parameters that enter the graph at the depth of unit `number`. A parameter's gradient
+/// is then complete when backward leaves the unit. Without this, it would be complete only at the end of backward if
+/// an operation takes a view of the parameter.
 pub(super) fn lifted(block: BoxedModule, number: usize) -> BoxedModule {
     block.map(&mut Lift {
         depth: (number + 1) * DEPTH,

@@ -1,4 +1,4 @@
-//! Units: blocks of a model that are operations of the graph, each as a whole. See this folder's README.
+//! Units: blocks of a model, each of which is a single operation of the graph. See this folder's README.
 
 mod keep;
 mod recompute;
@@ -21,18 +21,19 @@ use crate::core::error::{Error, Result, named};
 use crate::core::tensor::any_rank;
 use crate::core::tensors::{Tensors, map_floats};
 
-/// The way in which the [`Unit`]s of a model run, chosen by [`AcceleratorBuilder::units`](crate::AcceleratorBuilder::units).
-/// As text, the settings have the names of `ACCEL_UNITS`.
+/// The mode in which the [`Unit`]s of a model run, set by
+/// [`AcceleratorBuilder::units`](crate::AcceleratorBuilder::units). As text, the modes have the names that
+/// `ACCEL_UNITS` takes.
 #[derive(Clone, Copy, Debug, Default, Eq, Hash, PartialEq)]
 #[non_exhaustive]
 pub enum Units {
-    /// As the blocks that they hold.
+    /// Runs each unit as the block that it holds.
     #[default]
     Plain,
-    /// As the blocks, but each unit's gradients are complete when backward leaves it, so that they can be
+    /// Runs each unit as its block, but completes the unit's gradients when backward leaves it, so that they can be
     /// [sent](crate::Overlap) while backward continues.
     Keep,
-    /// Without keeping activations: a unit keeps its inputs, and runs again in backward ([`recompute`]).
+    /// Keeps only the inputs of each unit, not its activations, and runs the unit again in backward ([`recompute`]).
     Recompute,
 }
 
@@ -58,12 +59,12 @@ impl FromStr for Units {
     }
 }
 
-/// A block of a model that can be recomputed in backward in place of keeping its activations.
+/// A block of a model that can be recomputed in backward instead of keeping its activations.
 ///
-/// A model holds `Vec<Unit<TransformerEncoderLayer>>` in place of `Vec<TransformerEncoderLayer>`, and calls
-/// [`run`](Self::run) in place of the block's `forward`. [`prepare`](crate::Accelerator::prepare) tells the units of a
-/// model what [`Units`] are to do; the unit of a model that was not prepared is its block. Paths and ids of parameters,
-/// records and files are those of the block.
+/// A model holds `Vec<Unit<TransformerEncoderLayer>>` instead of `Vec<TransformerEncoderLayer>`, and calls
+/// [`run`](Self::run) instead of the block's `forward`. [`prepare`](crate::Accelerator::prepare) sets the mode
+/// ([`Units`]) of a model's units; in a model that is not prepared, a unit simply runs its block. Parameter paths and
+/// ids, records and files are those of the block.
 ///
 /// ```
 /// use accelerator::nn::{Unit, Units};
@@ -107,7 +108,7 @@ pub struct Unit<M> {
     prepared: Option<Prepared>,
 }
 
-/// The place of a unit in a prepared model.
+/// The mode and the place of a unit in a prepared model.
 #[derive(Clone, Copy, Debug)]
 struct Prepared {
     units: Units,
@@ -116,7 +117,7 @@ struct Prepared {
 }
 
 impl<M: Module + 'static> Unit<M> {
-    /// Makes a unit of a block.
+    /// Wraps a block in a unit.
     pub fn new(block: M) -> Self {
         Self {
             block,
@@ -124,13 +125,14 @@ impl<M: Module + 'static> Unit<M> {
         }
     }
 
-    /// Runs the block on tensors, alone or in tuples, arrays, vectors and options.
+    /// Runs the block on its input: tensors, alone or in tuples, arrays, vectors and options.
     ///
-    /// `forward` computes with the block and the input that it is given. With [`Units::Recompute`] it runs twice, and
-    /// draws the same random numbers both times; running statistics, such as those of a batch norm, move once.
+    /// `forward` may compute only with the block and the input that it is given. With [`Units::Recompute`], it runs
+    /// twice and draws the same random numbers both times; running statistics, such as those of a batch norm, are
+    /// updated once.
     ///
-    /// In a prepared model, a unit sets the generator of its device before it runs, whatever [`Units`] do: so a model
-    /// with dropout trains to the same bits with all of them. The seed follows from that of the accelerator or of the
+    /// In a prepared model, a unit seeds the generator of its device before it runs, in every mode, so a model with
+    /// dropout trains to the same bits in all of them. The seed is derived from that of the accelerator, or of the
     /// loader's step.
     ///
     /// # Panics
@@ -158,13 +160,13 @@ impl<M: Module + 'static> Unit<M> {
             Some(device) => {
                 draws::in_unit(draws::next_unit_seed(), &device, || forward(&block, input))
             }
-            // Nothing is drawn.
+            // Without autodiff, nothing is drawn.
             None => forward(&block, input),
         }
     }
 }
 
-/// Tells the units of a model what they do. Returns the number of them, too.
+/// Sets the mode and the number of each unit of a model. Returns the model, and the number of its units.
 pub(crate) fn prepare(model: BoxedModule, units: Units) -> (BoxedModule, usize) {
     struct Unchanged;
     impl ModuleMapper for Unchanged {}
@@ -175,7 +177,8 @@ pub(crate) fn prepare(model: BoxedModule, units: Units) -> (BoxedModule, usize) 
 }
 
 thread_local! {
-    /// The next unit of a model that is being prepared. A mapper sees parameters, and units are none: they look here.
+    /// The next unit of the model that is being prepared. A mapper sees only parameters, so units read their place
+    /// here.
     static PREPARING: Cell<Option<Prepared>> = const { Cell::new(None) };
 }
 

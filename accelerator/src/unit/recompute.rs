@@ -1,4 +1,4 @@
-//! A block as one operation of the graph, whose backward runs it again.
+//! A block as one operation of the graph, which runs the block again in backward.
 
 use core::cell::{Cell, RefCell};
 use core::fmt;
@@ -19,18 +19,20 @@ use crate::core::tensors::{Tensors, map_floats};
 use crate::model::running_states;
 use crate::timeline::{Phase, Timeline};
 
-/// Runs `forward` on a block of a model and keeps nothing of it but its inputs: backward runs it again. It is PyTorch's
-/// `torch.utils.checkpoint`; a [`Unit`](super::Unit) does the same if a setting says so.
+/// Runs `forward` on a block of a model and keeps only its inputs; backward runs it again, as PyTorch's
+/// `torch.utils.checkpoint` does. A [`Unit`](super::Unit) does the same with
+/// [`Units::Recompute`](super::Units::Recompute).
 ///
-/// Inputs and outputs are tensors of any kind, alone or in tuples, arrays, vectors and options. Gradients are those of
-/// plain Burn to the bit, unless a parameter is used in several blocks: its gradients are added up block by block. Both
-/// runs draw the same random numbers, and running statistics, such as those of a batch norm, move once. Blocks may be in
-/// blocks.
+/// Inputs and outputs are tensors of any kind, alone or in tuples, arrays, vectors and options. Gradients are
+/// bit-identical to those of plain Burn, unless a parameter is used in several blocks: then its gradients are summed
+/// block by block. Both runs draw the same random numbers; running statistics, such as those of a batch norm, are
+/// updated once. Blocks can be nested.
 ///
-/// A parameter that `forward` does not use has no gradient, as in plain Burn; in half precision, it has one of zeros.
+/// A parameter that `forward` does not use has no gradient, as in plain Burn; in half precision, its gradient is all
+/// zeros.
 ///
-/// Ranks that are threads of one process share the generator of random numbers: they may not draw outside of blocks
-/// while one of them is in a block.
+/// Ranks that are threads of one process share one random number generator. While one of them runs a block, the
+/// others must not draw random numbers outside of blocks.
 ///
 /// ```
 /// use accelerator::nn::recompute;
@@ -52,8 +54,8 @@ use crate::timeline::{Phase, Timeline};
 ///
 /// # Panics
 ///
-/// Panics if `forward` does, in either run, and if it brings a tensor with it that is part of the graph: pass it by
-/// `input`, or it would get no gradient.
+/// Panics if `forward` panics in either run, or if it captures a tensor that is part of the graph. Pass such a tensor
+/// in `input`; otherwise, it would get no gradient.
 pub fn recompute<M, I, O>(block: &M, input: I, forward: impl Fn(&M, I) -> O + Send + 'static) -> O
 where
     M: Module + 'static,
@@ -62,7 +64,7 @@ where
 {
     let mut cut = Cut::default();
     let input = map_floats(input, &mut |tensor| cut.input(tensor));
-    // Untracked tensors of an autodiff device: what Dropout and BatchNorm do depends on the device.
+    // Parameters become untracked but stay on an autodiff device, which Dropout and BatchNorm look at.
     let block = cut.block(BoxedModule::new(block.clone()));
     let statistics = cut.statistics;
     let block = block.into_model::<M>();
@@ -91,12 +93,12 @@ where
     map_floats(output, &mut |values| outputs.next(values))
 }
 
-/// Returns `true` within a block that will run again in backward, or does so.
+/// Returns `true` within a block that will run again in backward, or is running again now.
 pub(crate) fn is_recomputed() -> bool {
     RECOMPUTED.get()
 }
 
-/// Notes the time of blocks that this thread runs again, as long as the guard lives.
+/// Records the time of the blocks that this thread runs again, for as long as the guard lives.
 pub(crate) fn timed(timeline: &Timeline) -> impl Drop + use<> {
     struct Restore(Option<Timeline>);
     impl Drop for Restore {
@@ -122,8 +124,8 @@ struct Cut {
     statistics: Statistics,
 }
 
-/// The receivers of gradients, by the places of floats in the input and in the block; `None` for a tensor that is not
-/// tracked.
+/// The receivers of gradients, in the order of the float tensors in the input and in the block; `None` for an
+/// untracked tensor.
 #[derive(Default)]
 struct Targets {
     inputs: Vec<Option<Target>>,
@@ -139,11 +141,11 @@ struct Target {
 #[derive(Clone, Copy)]
 enum TargetKind {
     Leaf,
-    /// Backward reaches it after the block and takes its gradient, which must be there: zeros if need be.
+    /// Backward reaches it after the block and takes its gradient, which must exist, even if it is all zeros.
     Inner,
 }
 
-/// The statistics of a block that move when it runs.
+/// The statistics of a block that change when it runs.
 #[derive(Clone, Copy, Default)]
 enum Statistics {
     #[default]
@@ -160,7 +162,8 @@ impl Cut {
 
     fn block(&mut self, block: BoxedModule) -> BoxedModule {
         let block = block.map(self);
-        // Statistics are not tracked, and few parameters are not.
+        // Statistics are never tracked and few parameters are untracked, so only blocks with untracked ones are
+        // searched.
         if self.targets.parameters.iter().any(Option::is_none) && !running_states(&block).is_empty()
         {
             self.statistics = Statistics::Running;
@@ -169,7 +172,7 @@ impl Cut {
     }
 
     fn target(&mut self, tensor: &DispatchTensor) -> Option<Target> {
-        // An input may be of the plain device.
+        // An input may be on the device without autodiff.
         if !self.device.as_ref().is_some_and(Device::is_autodiff) {
             self.device = Some(any_rank(tensor).device());
         }
@@ -182,7 +185,7 @@ impl Cut {
         Some(Target { node, kind })
     }
 
-    /// The run of the block; `None` without autodiff, where nothing is drawn or kept.
+    /// The seeded run of the block; `None` without autodiff, because nothing is drawn or kept then.
     fn seeded(&self) -> Option<SeededRun> {
         let device = self.device.clone().filter(Device::is_autodiff)?;
         Some(SeededRun {
@@ -191,7 +194,7 @@ impl Cut {
         })
     }
 
-    /// The operation to be; `None` if nothing asks for a gradient.
+    /// The block, ready to become an operation of the graph; `None` if nothing needs a gradient.
     fn into_replay(self, run: SeededRun) -> Option<Replay> {
         let token = Tensor::<1>::zeros([1], &run.device).into_dispatch();
         let below = self
@@ -216,7 +219,7 @@ impl ModuleMapper for Cut {
     }
 }
 
-/// Makes backward reach both of its parents. It has no gradient.
+/// Makes backward reach both of its parents. It carries no gradient.
 #[derive(Debug)]
 struct Tie;
 
@@ -233,7 +236,7 @@ struct Replay {
     below: DispatchTensor,
     targets: Targets,
     run: SeededRun,
-    /// The value of nodes that have none.
+    /// A placeholder for the value of nodes that have none.
     token: DispatchTensor,
 }
 
@@ -255,7 +258,7 @@ impl Replay {
     }
 }
 
-/// A block's run, which draws the same numbers each time.
+/// A run of a block, which draws the same numbers each time.
 struct SeededRun {
     seed: u64,
     device: Device,
@@ -276,7 +279,7 @@ impl SeededRun {
     }
 }
 
-/// The gradients of a block's outputs, of those that the loss depends on.
+/// The gradients of a block's outputs; `None` for an output that the loss does not depend on.
 type OutputGradients = Arc<Mutex<Vec<Option<DispatchTensor>>>>;
 
 /// Places the outputs of a block in the graph, one after the other.
@@ -289,8 +292,8 @@ impl Outputs {
     fn next(&mut self, values: DispatchTensor) -> DispatchTensor {
         assert!(
             tracked_node(&values).is_none(),
-            "the closure of a recomputed block holds a tensor that is part of the graph, which would get no gradient: \
-             pass it by the block's input"
+            "the closure of a recomputed block captures a tensor that is part of the graph and would get no gradient: \
+             pass it in the block's input"
         );
         let mut gradients = self.gradients.lock();
         let place = gradients.len();
@@ -365,8 +368,8 @@ impl Node for BlockNode {
 }
 
 impl BlockNode {
-    /// Runs the backward of the block's own graph from the gradients of its outputs. `None` if no output leads to a
-    /// leaf.
+    /// Runs backward in the block's own graph, from the gradients of its outputs. Returns `None` if no output depends
+    /// on a leaf.
     fn backward_from(&self, outputs: Vec<DispatchTensor>) -> Option<burn::tensor::Gradients> {
         let gradients = take(&mut *self.gradients.lock());
         let seeds = outputs.into_iter().zip(gradients);
@@ -383,7 +386,7 @@ impl BlockNode {
     }
 }
 
-/// Begins a backward with a gradient that is given.
+/// Starts a backward pass from a given gradient.
 struct SeedNode {
     output: NodeId,
     gradient: Mutex<Option<DispatchTensor>>,
@@ -397,7 +400,7 @@ impl Node for SeedNode {
     }
 }
 
-/// The leaves of a block's own graph, by the places of their targets.
+/// The leaves of a block's own graph, in the order of their targets.
 struct BlockLeaves<'a> {
     targets: &'a Targets,
     inputs: Vec<Option<DispatchTensor>>,
@@ -436,25 +439,26 @@ impl ModuleMapper for BlockLeaves<'_> {
     }
 }
 
-/// The same values on the same device, in no graph.
+/// Returns the same values on the same device, outside of any graph.
 fn untracked(tensor: DispatchTensor) -> DispatchTensor {
     Tensor::<1>::from_dispatch(tensor)
         .set_require_grad(false)
         .into_dispatch()
 }
 
-/// A block whose second run leaves the statistics of the model as they are.
+/// Returns the block with its own copies of the statistics, so that its second run leaves those of the model
+/// unchanged.
 fn with_own_statistics(block: BoxedModule) -> BoxedModule {
     let mut kept = Kept::default();
     block.visit(&mut kept);
     kept.floats.reverse();
     kept.flags.reverse();
-    // Clones share running statistics, and `valid` copies them. It changes other things as well, which are put back:
-    // flags, and the strategy of checkpointing that tensors have from their device.
+    // Clones share running statistics, but `valid` copies them. The two calls also change flags, and the
+    // checkpointing strategy that tensors get from their device; `kept` restores both.
     block.valid().train().map(&mut kept)
 }
 
-/// The floats and flags of a block, the last ones first.
+/// The floats and flags of a block, in reverse order.
 #[derive(Default)]
 struct Kept {
     floats: Vec<DispatchTensor>,

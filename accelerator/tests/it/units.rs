@@ -6,8 +6,9 @@ use crate::common::{
     Column, ColumnBatcher, assert_error, columns, connected, devices, flat, folder_in_memory, known,
 };
 use accelerator::collective::Launch;
-use accelerator::nn::{SyncBatchNorm, Unit, Units};
+use accelerator::nn::{Operations, SyncBatchNorm, Unit, Units};
 use accelerator::optim::Sharded;
+use accelerator::train::TrainingArguments;
 use accelerator::{AcceleratorBuilder, Overlap, prelude::*};
 use burn::module::Module;
 use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
@@ -156,7 +157,7 @@ fn of_ranks(builder: AcceleratorBuilder, ranks: usize, course: Course) -> Vec<Ve
 #[test]
 fn a_training_has_the_same_bits_whatever_units_do() {
     for kind in devices() {
-        for ranks in [1, 2, 3] {
+        for ranks in [1, 3] {
             for course in COURSES {
                 let outcome = |units| {
                     let builder = Accelerator::builder().device(kind).bucket_size(1024);
@@ -243,9 +244,43 @@ fn a_layer_that_communicates_is_refused_in_a_block_that_is_recomputed() {
 }
 
 #[test]
+fn operations_that_are_recomputed_train_to_the_same_bits_beside_units() {
+    for kind in devices() {
+        let outcome = |operations, units| {
+            let builder = Accelerator::builder().device(kind).operations(operations);
+            of_ranks(builder.units(units), 2, Course::Clipped)
+        };
+        let expected = outcome(Operations::Keep, Units::Plain);
+        for units in [Units::Plain, Units::Keep, Units::Recompute] {
+            assert_eq!(outcome(Operations::Recompute, units), expected, "{units}");
+        }
+    }
+}
+
+#[test]
+fn a_model_of_another_device_is_refused_where_operations_are_recomputed() {
+    let builder = Accelerator::builder().operations(Operations::Recompute);
+    let accelerator = builder.launched_as(Launch::single()).build().unwrap();
+    let other = accelerator.device().inner().autodiff();
+    let refused = accelerator.prepare(Net::new(&other)).map(drop);
+    assert_error(
+        &refused.unwrap_err(),
+        Error::is_misuse,
+        &["build it on `accelerator.device()`"],
+    );
+    accelerator
+        .prepare(Net::new(&accelerator.device()))
+        .unwrap();
+}
+
+#[test]
 fn a_summary_of_steps_tells_the_time_of_recomputed_blocks() {
-    let recomputing = |units| {
-        let builder = Accelerator::builder().units(units).step_summary();
+    let recomputing = |gradient_checkpointing| {
+        let arguments = TrainingArguments {
+            gradient_checkpointing,
+            ..TrainingArguments::default()
+        };
+        let builder = arguments.accelerator().step_summary();
         let accelerator = builder.launched_as(Launch::single()).build()?;
         train(&accelerator, folder_in_memory().path(), Course::Plain)?;
         let summary = accelerator.step_summary().unwrap();
@@ -254,6 +289,6 @@ fn a_summary_of_steps_tells_the_time_of_recomputed_blocks() {
         assert_eq!(is_shown, summary.recomputing.mean > 0.0);
         Ok::<_, Error>(summary.recomputing.mean)
     };
-    assert_eq!(recomputing(Units::Keep).unwrap(), 0.0);
-    assert!(recomputing(Units::Recompute).unwrap() > 0.0);
+    assert_eq!(recomputing(false).unwrap(), 0.0);
+    assert!(recomputing(true).unwrap() > 0.0);
 }

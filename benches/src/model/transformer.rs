@@ -1,8 +1,7 @@
+use accelerator::nn::Unit;
 use burn::module::Module;
 use burn::nn::attention::generate_autoregressive_mask;
-use burn::nn::transformer::{
-    TransformerEncoder, TransformerEncoderConfig, TransformerEncoderInput,
-};
+use burn::nn::transformer::{TransformerEncoderConfig, TransformerEncoderLayer};
 use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
 use burn::tensor::{Device, Int, Tensor};
 
@@ -26,7 +25,7 @@ pub struct Shape {
 pub struct Transformer {
     tokens: Embedding,
     places: Embedding,
-    encoder: TransformerEncoder,
+    layers: Vec<Unit<TransformerEncoderLayer>>,
     head: Linear,
 }
 
@@ -67,13 +66,14 @@ impl Transformer {
             heads,
             layers,
         } = shape;
+        let config = TransformerEncoderConfig::new(width, 4 * width, heads, layers)
+            .with_dropout(0.0)
+            .with_norm_first(true);
+        let layer = || Unit::new(TransformerEncoderLayer::new(&config, device));
         Self {
             tokens: EmbeddingConfig::new(tokens, width).init(device),
             places: EmbeddingConfig::new(length, width).init(device),
-            encoder: TransformerEncoderConfig::new(width, 4 * width, heads, layers)
-                .with_dropout(0.0)
-                .with_norm_first(true)
-                .init(device),
+            layers: (0..layers).map(|_| layer()).collect(),
             head: LinearConfig::new(width, tokens).init(device),
         }
     }
@@ -85,8 +85,12 @@ impl Transformer {
         let places = Tensor::arange(0..length as i64, &device).unsqueeze::<2>();
         let x = self.tokens.forward(tokens) + self.places.forward(places);
         let mask = generate_autoregressive_mask(batch, length, &device);
-        let input = TransformerEncoderInput::new(x).mask_attn(mask);
-        let logits = self.head.forward(self.encoder.forward(input));
+        let x = self.layers.iter().fold(x, |x, layer| {
+            layer.run((x, mask.clone()), |layer, (x, mask)| {
+                layer.forward(x, None, Some(mask))
+            })
+        });
+        let logits = self.head.forward(x);
         let [_, _, known] = logits.dims();
         logits.reshape([batch * length, known])
     }

@@ -162,6 +162,7 @@ impl AcceleratorBuilder {
             forward_collectives: ForwardCollectives::default(),
             group,
             loaders: AtomicU64::new(0),
+            operations: settings.operations,
             seed: settings.seed,
             timeline,
         });

@@ -5,12 +5,14 @@ use core::time::Duration;
 use std::path::{Path, PathBuf};
 
 use accelerator_collective::{GroupOptions, Launch, TransportKind};
-use accelerator_host::{COMPRESSION, OVERLAP, PRECISION, REDUCTION, TRACE_SCHEDULE, UNITS};
+use accelerator_host::{
+    COMPRESSION, OPERATIONS, OVERLAP, PRECISION, REDUCTION, TRACE_SCHEDULE, UNITS,
+};
 use burn::tensor::FloatDType;
 
 use crate::accelerator::variables::{self, agreed};
 use crate::context::WindowSize;
-use crate::core::device::{BackendKind, Oversubscription};
+use crate::core::device::{BackendKind, Operations, Oversubscription};
 use crate::core::draws::is_drawing;
 use crate::core::error::{Error, Result, counted};
 use crate::precision::{LossScale, Precision};
@@ -69,6 +71,7 @@ pub struct AcceleratorBuilder {
     hook: Option<HookFactory>,
     launch: Option<Launch>,
     loss_scale: LossScale,
+    operations: Option<Operations>,
     on_non_finite_loss: OnNonFiniteLoss,
     options: GroupOptions,
     overlap: Option<Overlap>,
@@ -106,6 +109,7 @@ impl AcceleratorBuilder {
             hook: None,
             launch: None,
             loss_scale: LossScale::new(),
+            operations: None,
             on_non_finite_loss: OnNonFiniteLoss::Warn,
             options: GroupOptions::new(),
             overlap: None,
@@ -283,8 +287,17 @@ impl AcceleratorBuilder {
         self
     }
 
-    /// Sets what the [`Unit`](crate::nn::Unit)s of models do that are prepared: recompute their activations in backward,
-    /// for example, in place of keeping them. Default: `ACCEL_UNITS`, else [`Units::Plain`].
+    /// Sets how single operations handle the values that they need in backward: for example, to recompute those of
+    /// cheap operations instead of keeping them. For blocks of a model, see [`units`](Self::units); both can be
+    /// combined. A model must be built on [`device`](crate::Accelerator::device), which carries this setting.
+    /// Default: `ACCEL_OPERATIONS`, else [`Operations::Keep`].
+    pub fn operations(mut self, operations: Operations) -> Self {
+        self.operations = Some(operations);
+        self
+    }
+
+    /// Sets the mode in which the [`Unit`](crate::nn::Unit)s of prepared models run: for example, to recompute
+    /// activations in backward instead of keeping them. Default: `ACCEL_UNITS`, else [`Units::Plain`].
     pub fn units(mut self, units: Units) -> Self {
         self.units = Some(units);
         self
@@ -503,6 +516,7 @@ impl AcceleratorBuilder {
 #[derive(Clone, Debug)]
 struct Settings {
     accumulation_steps: NonZeroUsize,
+    operations: Operations,
     recording: Recording,
     reduce: ReduceSettings,
     seed: u64,
@@ -584,6 +598,7 @@ impl AcceleratorBuilder {
         }
         Ok(Settings {
             accumulation_steps: NonZeroUsize::MIN,
+            operations: agreed("operations", self.operations, OPERATIONS)?.unwrap_or_default(),
             recording,
             reduce: ReduceSettings {
                 bucket_size: self.bucket_size,

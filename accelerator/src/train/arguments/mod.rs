@@ -14,6 +14,7 @@ use self::table::arguments;
 use super::rates::{LrSchedulerKwargs, LrSchedulerType};
 use super::words::{word, words};
 use crate::accelerator::{Accelerator, AcceleratorBuilder};
+use crate::core::device::Operations;
 use crate::precision::Precision;
 use crate::reduce::Compression;
 use crate::unit::Units;
@@ -53,7 +54,7 @@ arguments! {
         num_train_epochs: f64 = 3.0,
         /// The number of updates, in place of epochs; -1: by epochs.
         max_steps: i64 = -1,
-        /// Batches of an update, on each rank; 1 leaves it to the accelerator, or to `ACCEL_ACCUMULATION_STEPS`.
+        /// Batches per update, on each rank; 1: as set on the accelerator or by `ACCEL_ACCUMULATION_STEPS`.
         gradient_accumulation_steps: usize = 1,
         /// Threads that read batches ahead.
         dataloader_num_workers: usize = 0,
@@ -138,8 +139,10 @@ arguments! {
         bf16: bool = false,
         /// Compute in f16, with a scale of the loss.
         fp16: bool = false,
-        /// Compute the activations of the model's units again in backward, in place of keeping them; `ACCEL_UNITS` sets it, too.
+        /// Recompute the activations of units in backward instead of keeping them; `ACCEL_UNITS` also sets this.
         gradient_checkpointing: bool = false,
+        /// Recompute the values of cheap operations in backward: Burn's own checkpointing.
+        recompute_operations: bool = false,
         /// In which type gradients travel: none (as computed), bf16 or f16.
         #[serde(with = "word")]
         gradient_compression: Compression = Compression::None,
@@ -270,6 +273,9 @@ impl TrainingArguments {
         }
         if self.gradient_checkpointing {
             builder = builder.units(Units::Recompute);
+        }
+        if self.recompute_operations {
+            builder = builder.operations(Operations::Recompute);
         }
         if let Some(steps) = self.check_replicas_steps {
             builder = builder.check_replicas_every(steps);

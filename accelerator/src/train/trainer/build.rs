@@ -17,6 +17,7 @@ use burn::tensor::Device;
 use super::{Callbacks, ComputeLoss, ComputeMetrics, LocalRounds, TrainData, Trainer};
 use crate::accelerator::Accelerator;
 use crate::core::agreement::{self, Term};
+use crate::core::device::Operations;
 use crate::core::error::{Error, Result};
 use crate::core::tensors::Tensors;
 use crate::data::{Loader, LoaderBuilder};
@@ -334,6 +335,11 @@ fn check_accelerator(arguments: &TrainingArguments, accelerator: &Accelerator) -
         (
             "gradient_checkpointing",
             arguments.gradient_checkpointing && settings.units != Units::Recompute,
+        ),
+        (
+            "recompute_operations",
+            arguments.recompute_operations
+                && accelerator.shared.context.operations != Operations::Recompute,
         ),
         (
             "gradient_compression",
