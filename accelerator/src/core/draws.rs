@@ -1,10 +1,11 @@
 //! The random number generator of a device, which all threads of the process share.
 
 use core::cell::Cell;
+use std::sync::OnceLock;
 
 use accelerator_host::sync::{Mutex, MutexGuard};
 use accelerator_plan::mix;
-use burn::tensor::Device;
+use burn::tensor::{Device, Distribution, Int, Tensor};
 
 /// Waits for this thread's turn to set the device's generator and draw from it. Only one thread of the process has
 /// the turn at a time; a thread that already has it continues at once.
@@ -40,34 +41,56 @@ impl Drop for Drawing {
 /// Seeds the generator of a device, and so determines the seeds of the units that this thread runs next.
 pub(crate) fn seed(device: &Device, seed: u64) {
     device.seed(seed);
-    UNITS.set(UnitSeeds { seed, drawn: 0 });
+    DEFAULT.get_or_init(|| seed);
+    UNITS.set(Some(UnitSeeds::new(seed)));
 }
 
 /// Returns the seed of the next unit of a model that this thread runs. A generator's state can be set but not read,
 /// so a unit that must draw the same numbers twice gets its own seed. It is derived from the last [`seed`], or from
-/// the seed of the enclosing unit, and from the number of units since then.
-pub(crate) fn next_unit_seed() -> u64 {
-    let UnitSeeds { seed, drawn } = UNITS.get();
-    let drawn = drawn + 1;
-    UNITS.set(UnitSeeds { seed, drawn });
-    mix(&[seed, drawn])
+/// the seed of the enclosing unit, and from the number of units since then. In a program without an accelerator, it is
+/// drawn from the generator, which the program may have seeded.
+pub(crate) fn next_unit_seed(device: &Device) -> u64 {
+    let default = || DEFAULT.get().copied().map(UnitSeeds::new);
+    let Some(mut seeds) = UNITS.get().or_else(default) else {
+        let numbers = Distribution::Uniform(0.0, f64::from(i32::MAX));
+        let drawn = Tensor::<1, Int>::random([2], numbers, &device.clone().inner());
+        let drawn: Vec<u64> = drawn.into_data().iter::<u64>().collect();
+        return mix(&drawn);
+    };
+    seeds.given += 1;
+    UNITS.set(Some(seeds));
+    mix(&[seeds.seed, seeds.given])
 }
 
 /// Runs the body of a unit with the generator set to `seed`. The seeds of nested units are derived from it.
 pub(crate) fn in_unit<T>(seed: u64, device: &Device, body: impl FnOnce() -> T) -> T {
-    struct Restore(UnitSeeds);
+    struct Restore(Option<UnitSeeds>);
     impl Drop for Restore {
         fn drop(&mut self) {
             UNITS.set(self.0);
         }
     }
-    let _restore = Restore(UNITS.replace(UnitSeeds { seed, drawn: 0 }));
+    UNIT_HAS_RUN.set(true);
+    let _restore = Restore(UNITS.replace(Some(UnitSeeds::new(seed))));
     device.seed(seed);
     body()
 }
 
+/// Seeds the generator again if units have run since the last backward pass. They may have run in backward, too, and
+/// what is drawn next must not depend on that.
+pub(crate) fn seed_after_backward(device: &Device) {
+    if UNIT_HAS_RUN.take() {
+        let _turn = drawing();
+        device.seed(next_unit_seed(device));
+    }
+}
+
+/// The seed of the program's first accelerator.
+static DEFAULT: OnceLock<u64> = OnceLock::new();
+
 thread_local! {
-    static UNITS: Cell<UnitSeeds> = const { Cell::new(UnitSeeds { seed: 0, drawn: 0 }) };
+    static UNITS: Cell<Option<UnitSeeds>> = const { Cell::new(None) };
+    static UNIT_HAS_RUN: Cell<bool> = const { Cell::new(false) };
 }
 
 /// The seeds of units within a step, or within another unit.
@@ -75,5 +98,11 @@ thread_local! {
 struct UnitSeeds {
     seed: u64,
     /// The number of seeds given out so far.
-    drawn: u64,
+    given: u64,
+}
+
+impl UnitSeeds {
+    fn new(seed: u64) -> Self {
+        Self { seed, given: 0 }
+    }
 }

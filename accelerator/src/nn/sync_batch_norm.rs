@@ -149,7 +149,7 @@ impl SyncBatchNorm {
             }
             return normed.output;
         };
-        if unit::is_recomputed() {
+        if unit::runs_twice() {
             let message = "a `SyncBatchNorm` is in a block that is recomputed, so ranks would normalise together a second \
                            time: move it out of the `Unit`, or set `units` to `keep`";
             shared.forward_collectives.failed(Error::misuse(message));

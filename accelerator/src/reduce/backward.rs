@@ -95,7 +95,7 @@ fn run_backward(
     before_reduction: impl FnOnce(&ModelState) -> Result<()>,
     call: Option<&BackwardCall>,
 ) -> Result<AveragedGradients> {
-    let _timed = unit::timed(&context.timeline);
+    let _backward = unit::backward_begins(context);
     let model_state = context.models.find_to_train(model)?;
     model_state.note_trained();
     model_state.tied().check(model)?;

@@ -152,7 +152,8 @@ impl fmt::Display for StepSummary {
             ("  other", self.other),
         ];
         for (name, Figure { mean, median }) in rows {
-            if name == "  recomputing" && mean == 0.0 {
+            // Most models recompute nothing.
+            if mean == 0.0 && name.trim() == "recomputing" {
                 continue;
             }
             let (mean, median, share) = (1e3 * mean, 1e3 * median, 100.0 * mean / whole);

@@ -2,6 +2,7 @@
 
 mod keep;
 mod recompute;
+mod statistics;
 
 use core::cell::Cell;
 use core::fmt;
@@ -14,7 +15,7 @@ use burn::module::{
 use burn::tensor::Device;
 
 pub use self::recompute::recompute;
-pub(crate) use self::recompute::{is_recomputed, timed};
+pub(crate) use self::recompute::{backward_begins, runs_twice};
 use crate::core::draws;
 use crate::core::dyn_module::BoxedModule;
 use crate::core::error::{Error, Result, named};
@@ -158,7 +159,8 @@ impl<M: Module + 'static> Unit<M> {
         });
         match devices.into_iter().find(Device::is_autodiff) {
             Some(device) => {
-                draws::in_unit(draws::next_unit_seed(), &device, || forward(&block, input))
+                let seed = draws::next_unit_seed(&device);
+                draws::in_unit(seed, &device, || forward(&block, input))
             }
             // Without autodiff, nothing is drawn.
             None => forward(&block, input),
@@ -170,10 +172,16 @@ impl<M: Module + 'static> Unit<M> {
 pub(crate) fn prepare(model: BoxedModule, units: Units) -> (BoxedModule, usize) {
     struct Unchanged;
     impl ModuleMapper for Unchanged {}
+    struct End;
+    impl Drop for End {
+        fn drop(&mut self) {
+            PREPARING.set(None);
+        }
+    }
     PREPARING.set(Some(Prepared { units, number: 0 }));
+    let _end = End;
     let model = model.map(&mut Unchanged);
-    let next = PREPARING.take();
-    (model, next.map_or(0, |next| next.number))
+    (model, PREPARING.get().map_or(0, |next| next.number))
 }
 
 thread_local! {

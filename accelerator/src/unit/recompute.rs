@@ -8,15 +8,16 @@ use std::sync::Arc;
 use accelerator_host::sync::Mutex;
 use burn::backend::DispatchTensor;
 use burn::backend::autodiff::NodeId;
-use burn::module::{Flag, Module, ModuleMapper, ModuleVisitor, Param};
-use burn::tensor::{Device, Tensor};
+use burn::module::{Module, ModuleMapper, Param};
+use burn::tensor::{DType, Device, Shape, Tensor};
 
+use super::statistics::Statistics;
+use crate::context::Context;
 use crate::core::autodiff::{Node, NodeContext, above, above_both, tracked_node};
 use crate::core::draws::{self, drawing};
 use crate::core::dyn_module::BoxedModule;
 use crate::core::tensor::any_rank;
 use crate::core::tensors::{Tensors, map_floats};
-use crate::model::running_states;
 use crate::timeline::{Phase, Timeline};
 
 /// Runs `forward` on a block of a model and keeps only its inputs; backward runs it again, as PyTorch's
@@ -24,15 +25,16 @@ use crate::timeline::{Phase, Timeline};
 /// [`Units::Recompute`](super::Units::Recompute).
 ///
 /// Inputs and outputs are tensors of any kind, alone or in tuples, arrays, vectors and options. Gradients are
-/// bit-identical to those of plain Burn, unless a parameter is used in several blocks: then its gradients are summed
-/// block by block. Both runs draw the same random numbers; running statistics, such as those of a batch norm, are
-/// updated once. Blocks can be nested.
+/// bit-identical to those of plain Burn, unless a tensor is used several times, and not in one block alone: the gradients
+/// of a block's uses are summed first. Running statistics, such as those of a batch norm, are updated once. Blocks can be
+/// nested.
 ///
-/// A parameter that `forward` does not use has no gradient, as in plain Burn; in half precision, its gradient is all
-/// zeros.
+/// A parameter that `forward` does not use has no gradient, as in plain Burn. A tensor that is computed from others, such
+/// as an input or a parameter in half precision, gets a gradient of zeros.
 ///
-/// Ranks that are threads of one process share one random number generator. While one of them runs a block, the
-/// others must not draw random numbers outside of blocks.
+/// Both runs draw the same random numbers: the block seeds the generator of its device, in a program without an
+/// accelerator with a number that it draws. Ranks that are threads of one process share one generator. While one of
+/// them runs a block, the others must not draw random numbers outside of blocks; and a block must not wait for them.
 ///
 /// ```
 /// use accelerator::nn::recompute;
@@ -54,8 +56,11 @@ use crate::timeline::{Phase, Timeline};
 ///
 /// # Panics
 ///
-/// Panics if `forward` panics in either run, or if it captures a tensor that is part of the graph. Pass such a tensor
-/// in `input`; otherwise, it would get no gradient.
+/// Panics if `forward` panics in either run, if it returns other shapes in the second one, or if an output depends on a
+/// captured tensor that is part of the graph. Pass such a tensor in `input`; otherwise, it would get no gradient.
+///
+/// `forward` must not compute with such a tensor at all, not even to detach the result: the second run would wait for
+/// the backward pass that it is part of, forever. Detach the tensor outside of the closure.
 pub fn recompute<M, I, O>(block: &M, input: I, forward: impl Fn(&M, I) -> O + Send + 'static) -> O
 where
     M: Module + 'static,
@@ -63,50 +68,54 @@ where
     O: Tensors + 'static,
 {
     let mut cut = Cut::default();
-    let input = map_floats(input, &mut |tensor| cut.input(tensor));
+    let free_input = map_floats(input.clone(), &mut |tensor| cut.input(tensor));
     // Parameters become untracked but stay on an autodiff device, which Dropout and BatchNorm look at.
-    let block = cut.block(BoxedModule::new(block.clone()));
-    let statistics = cut.statistics;
-    let block = block.into_model::<M>();
+    let free_block = BoxedModule::new(block.clone()).map(&mut cut);
     let Some(seeded) = cut.seeded() else {
-        return forward(&block, input);
+        return forward(block, input);
     };
+    drop(input);
+    let statistics = cut.statistics(&free_block);
+    let (block, input) = (free_block.into_model::<M>(), free_input);
     let output = seeded.run(|| forward(&block, input.clone()));
-    let Some(replay) = cut.into_replay(seeded) else {
+    let Some(recomputation) = cut.into_recomputation(seeded) else {
         return output;
     };
-    let mut outputs = replay.place(Box::new(move |leaves| {
-        let block = BoxedModule::new(block);
-        let block = match statistics {
-            Statistics::None => block,
-            Statistics::Running => with_own_statistics(block),
+    let mut outputs = recomputation.place(Box::new(move |leaves| {
+        let run = || {
+            let block = BoxedModule::new(block).map(leaves).into_model::<M>();
+            let input = map_floats(input, &mut |tensor| leaves.input(tensor));
+            let mut outputs = Vec::new();
+            map_floats(forward(&block, input), &mut |tensor| {
+                outputs.push(tensor.clone());
+                tensor
+            });
+            outputs
         };
-        let block = leaves.block(block).into_model::<M>();
-        let input = map_floats(input, &mut |tensor| leaves.input(tensor));
-        let mut outputs = Vec::new();
-        map_floats(forward(&block, input), &mut |tensor| {
-            outputs.push(tensor.clone());
-            tensor
-        });
-        outputs
+        match &statistics {
+            Some(statistics) => statistics.again(run),
+            None => run(),
+        }
     }));
     map_floats(output, &mut |values| outputs.next(values))
 }
 
-/// Returns `true` within a block that will run again in backward, or is running again now.
-pub(crate) fn is_recomputed() -> bool {
+/// Returns `true` within a block that runs twice, in either run.
+pub(crate) fn runs_twice() -> bool {
     RECOMPUTED.get()
 }
 
-/// Records the time of the blocks that this thread runs again, for as long as the guard lives.
-pub(crate) fn timed(timeline: &Timeline) -> impl Drop + use<> {
-    struct Restore(Option<Timeline>);
-    impl Drop for Restore {
+/// Begins the backward pass of an accelerator, which ends when the guard is dropped: the time of blocks that run again is
+/// recorded, and the generator is seeded at the end, so that what is drawn next does not depend on them.
+pub(crate) fn backward_begins(context: &Context) -> impl Drop + use<'_> {
+    struct End<'a>(&'a Context, Option<Timeline>);
+    impl Drop for End<'_> {
         fn drop(&mut self) {
-            TIMELINE.set(self.0.take());
+            TIMELINE.set(self.1.take());
+            draws::seed_after_backward(&self.0.device);
         }
     }
-    Restore(TIMELINE.replace(Some(timeline.clone())))
+    End(context, TIMELINE.replace(Some(context.timeline.clone())))
 }
 
 thread_local! {
@@ -119,9 +128,10 @@ thread_local! {
 struct Cut {
     /// The device of the tensors.
     device: Option<Device>,
+    /// Set if a tensor is in the graph of a backend that this crate was not built for.
+    is_foreign: bool,
     parents: Vec<DispatchTensor>,
     targets: Targets,
-    statistics: Statistics,
 }
 
 /// The receivers of gradients, in the order of the float tensors in the input and in the block; `None` for an
@@ -145,14 +155,6 @@ enum TargetKind {
     Inner,
 }
 
-/// The statistics of a block that change when it runs.
-#[derive(Clone, Copy, Default)]
-enum Statistics {
-    #[default]
-    None,
-    Running,
-}
-
 impl Cut {
     fn input(&mut self, tensor: DispatchTensor) -> DispatchTensor {
         let target = self.target(&tensor);
@@ -160,23 +162,15 @@ impl Cut {
         untracked(tensor)
     }
 
-    fn block(&mut self, block: BoxedModule) -> BoxedModule {
-        let block = block.map(self);
-        // Statistics are never tracked and few parameters are untracked, so only blocks with untracked ones are
-        // searched.
-        if self.targets.parameters.iter().any(Option::is_none) && !running_states(&block).is_empty()
-        {
-            self.statistics = Statistics::Running;
-        }
-        block
-    }
-
     fn target(&mut self, tensor: &DispatchTensor) -> Option<Target> {
         // An input may be on the device without autodiff.
         if !self.device.as_ref().is_some_and(Device::is_autodiff) {
             self.device = Some(any_rank(tensor).device());
         }
-        let node = tracked_node(tensor)?;
+        let Some(node) = tracked_node(tensor) else {
+            self.is_foreign |= any_rank(tensor).is_tracked();
+            return None;
+        };
         self.parents.push(tensor.clone());
         let kind = match any_rank(tensor).is_require_grad() {
             true => TargetKind::Leaf,
@@ -185,23 +179,36 @@ impl Cut {
         Some(Target { node, kind })
     }
 
-    /// The seeded run of the block; `None` without autodiff, because nothing is drawn or kept then.
+    /// The seeded run of the block; `None` if the block runs as it is: without autodiff, nothing is drawn or kept.
     fn seeded(&self) -> Option<SeededRun> {
         let device = self.device.clone().filter(Device::is_autodiff)?;
+        if self.is_foreign {
+            return None;
+        }
+        let _turn = drawing();
         Some(SeededRun {
-            seed: draws::next_unit_seed(),
+            seed: draws::next_unit_seed(&device),
             device,
         })
     }
 
+    /// The statistics that the block updates. They are untracked, as few parameters are, so that most blocks need not be
+    /// searched.
+    fn statistics(&self, block: &BoxedModule) -> Option<Statistics> {
+        let mut targets = self.targets.parameters.iter();
+        targets
+            .any(Option::is_none)
+            .then(|| Statistics::of(block))?
+    }
+
     /// The block, ready to become an operation of the graph; `None` if nothing needs a gradient.
-    fn into_replay(self, run: SeededRun) -> Option<Replay> {
+    fn into_recomputation(self, run: SeededRun) -> Option<Recomputation> {
         let token = Tensor::<1>::zeros([1], &run.device).into_dispatch();
         let below = self
             .parents
             .into_iter()
             .reduce(|all, parent| above_both([all, parent], token.clone(), Arc::new(Tie)))?;
-        Some(Replay {
+        Some(Recomputation {
             below,
             targets: self.targets,
             run,
@@ -231,7 +238,7 @@ impl Node for Tie {
 type Again = Box<dyn FnOnce(&mut BlockLeaves<'_>) -> Vec<DispatchTensor> + Send>;
 
 /// A block that is to become an operation of the graph.
-struct Replay {
+struct Recomputation {
     /// Tied to all tensors that enter the block.
     below: DispatchTensor,
     targets: Targets,
@@ -240,7 +247,7 @@ struct Replay {
     token: DispatchTensor,
 }
 
-impl Replay {
+impl Recomputation {
     /// Places the block in the graph.
     fn place(self, again: Again) -> Outputs {
         let gradients = Arc::new(Mutex::new(Vec::new()));
@@ -279,8 +286,15 @@ impl SeededRun {
     }
 }
 
-/// The gradients of a block's outputs; `None` for an output that the loss does not depend on.
-type OutputGradients = Arc<Mutex<Vec<Option<DispatchTensor>>>>;
+/// The outputs of a block.
+type OutputGradients = Arc<Mutex<Vec<OutputGradient>>>;
+
+struct OutputGradient {
+    shape: Shape,
+    dtype: DType,
+    /// `None` for an output that the loss does not depend on.
+    gradient: Option<DispatchTensor>,
+}
 
 /// Places the outputs of a block in the graph, one after the other.
 struct Outputs {
@@ -297,7 +311,11 @@ impl Outputs {
         );
         let mut gradients = self.gradients.lock();
         let place = gradients.len();
-        gradients.push(None);
+        gradients.push(OutputGradient {
+            shape: any_rank(&values).shape(),
+            dtype: any_rank(&values).dtype(),
+            gradient: None,
+        });
         let output = OutputNode {
             gradients: self.gradients.clone(),
             place,
@@ -314,7 +332,7 @@ struct OutputNode {
 
 impl Node for OutputNode {
     fn backward(&self, here: &mut dyn NodeContext) {
-        self.gradients.lock()[self.place] = Some(here.take());
+        self.gradients.lock()[self.place].gradient = Some(here.take());
     }
 }
 
@@ -372,27 +390,36 @@ impl BlockNode {
     /// on a leaf.
     fn backward_from(&self, outputs: Vec<DispatchTensor>) -> Option<burn::tensor::Gradients> {
         let gradients = take(&mut *self.gradients.lock());
-        let seeds = outputs.into_iter().zip(gradients);
-        let seeds = seeds.filter_map(|(output, gradient)| {
-            let seed = SeedNode {
+        let is_same = |(output, first): (&DispatchTensor, &OutputGradient)| {
+            let output = any_rank(output);
+            (output.shape(), output.dtype()) == (first.shape.clone(), first.dtype)
+        };
+        assert!(
+            outputs.len() == gradients.len() && outputs.iter().zip(&gradients).all(is_same),
+            "the closure of a recomputed block has returned other outputs in its second run: it must compute the same \
+             each time"
+        );
+        let starts = outputs.into_iter().zip(gradients);
+        let starts = starts.filter_map(|(output, first)| {
+            let start = StartNode {
                 output: tracked_node(&output)?,
-                gradient: Mutex::new(Some(gradient?)),
+                gradient: Mutex::new(Some(first.gradient?)),
             };
-            Some(above(output, self.token.clone(), Arc::new(seed)))
+            Some(above(output, self.token.clone(), Arc::new(start)))
         });
-        let root =
-            seeds.reduce(|all, seed| above_both([all, seed], self.token.clone(), Arc::new(Tie)))?;
+        let root = starts
+            .reduce(|all, start| above_both([all, start], self.token.clone(), Arc::new(Tie)))?;
         Some(any_rank(&root).backward())
     }
 }
 
 /// Starts a backward pass from a given gradient.
-struct SeedNode {
+struct StartNode {
     output: NodeId,
     gradient: Mutex<Option<DispatchTensor>>,
 }
 
-impl Node for SeedNode {
+impl Node for StartNode {
     fn backward(&self, here: &mut dyn NodeContext) {
         if let Some(gradient) = self.gradient.lock().take() {
             here.give(self.output, gradient);
@@ -422,10 +449,6 @@ impl<'a> BlockLeaves<'a> {
         self.inputs.push(leaf.clone());
         leaf.unwrap_or(tensor)
     }
-
-    fn block(&mut self, block: BoxedModule) -> BoxedModule {
-        block.map(self)
-    }
 }
 
 impl ModuleMapper for BlockLeaves<'_> {
@@ -446,47 +469,6 @@ fn untracked(tensor: DispatchTensor) -> DispatchTensor {
         .into_dispatch()
 }
 
-/// Returns the block with its own copies of the statistics, so that its second run leaves those of the model
-/// unchanged.
-fn with_own_statistics(block: BoxedModule) -> BoxedModule {
-    let mut kept = Kept::default();
-    block.visit(&mut kept);
-    kept.floats.reverse();
-    kept.flags.reverse();
-    // Clones share running statistics, but `valid` copies them. The two calls also change flags, and the
-    // checkpointing strategy that tensors get from their device; `kept` restores both.
-    block.valid().train().map(&mut kept)
-}
-
-/// The floats and flags of a block, in reverse order.
-#[derive(Default)]
-struct Kept {
-    floats: Vec<DispatchTensor>,
-    flags: Vec<Param<Flag>>,
-}
-
-impl ModuleVisitor for Kept {
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        self.floats.push(param.base().into_dispatch());
-    }
-
-    fn visit_flag(&mut self, flag: &Param<Flag>) {
-        self.flags.push(flag.clone());
-    }
-}
-
-impl ModuleMapper for Kept {
-    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        let (id, value, mapper) = param.consume();
-        let value = self.floats.pop().map_or(value, Tensor::from_dispatch);
-        Param::from_mapped_value(id, value, mapper)
-    }
-
-    fn map_flag(&mut self, flag: Param<Flag>) -> Param<Flag> {
-        self.flags.pop().unwrap_or(flag)
-    }
-}
-
 impl fmt::Debug for BlockNode {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("BlockNode")
@@ -499,8 +481,8 @@ impl fmt::Debug for OutputNode {
     }
 }
 
-impl fmt::Debug for SeedNode {
+impl fmt::Debug for StartNode {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("SeedNode")
+        f.write_str("StartNode")
     }
 }

@@ -2,7 +2,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::nn::transformer::{TransformerEncoderConfig, TransformerEncoderLayer};
 use burn::nn::{
     BatchNorm, BatchNormConfig, Dropout, DropoutConfig, Embedding, EmbeddingConfig, Linear,
@@ -271,12 +271,15 @@ struct Normed {
     norm: BatchNorm,
     /// It does not normalise by the batch, whatever is trained.
     fixed: BatchNorm,
+    columns: Param<Tensor<1, Int>>,
+    scale: Tensor<1>,
 }
 
 impl Normed {
     fn forward(&self, x: Tensor<2>) -> Tensor<2> {
         let x = self.norm.forward(self.linear.forward(x));
-        self.fixed.forward(x).tanh()
+        let x = self.fixed.forward(x).tanh() * self.scale.clone().unsqueeze();
+        x.select(1, self.columns.val())
     }
 }
 
@@ -289,6 +292,8 @@ fn running_statistics_move_once_a_step_and_flags_stay() {
                 linear: LinearConfig::new(4, 4).init(&device),
                 norm: norm(),
                 fixed: norm(),
+                columns: Param::initialized(ParamId::new(), Tensor::from_data([3, 0], &device)),
+                scale: Tensor::from_floats([1.0, 2.0, 0.5, 3.0], &device),
             };
             model.fixed.training = model.fixed.training.with_value(false);
             model
@@ -389,7 +394,7 @@ fn a_closure_that_brings_a_tensor_of_the_graph_is_told_in_forward() {
             })
         }));
         let text = panic_text(&*panic.unwrap_err());
-        assert!(text.contains("pass it by the block's input"), "{text}");
+        assert!(text.contains("pass it in the block's input"), "{text}");
         // What does not ask for a gradient may be brought along.
         let other = other.set_require_grad(false);
         let output = recompute(&linear, x, move |linear, x| {
@@ -467,10 +472,52 @@ fn a_forward_that_is_abandoned_and_a_panic_of_a_second_run_leave_nothing_behind(
         );
         let panic = catch_unwind(AssertUnwindSafe(|| output.sum().backward()));
         assert!(panic_text(&*panic.err().unwrap()).contains("the second run"));
-        assert!(!super::is_recomputed() && !draws::is_drawing());
+        assert!(!super::runs_twice() && !draws::is_drawing());
         let (output, held) = step();
         assert!(gradients_of(&linear, output).iter().all(Option::is_some));
         assert!(held.upgrade().is_none() && Arc::strong_count(&runs) == 1);
+    }
+}
+
+#[test]
+fn a_tensor_that_is_used_within_and_outside_of_a_block_has_all_of_its_gradient() {
+    for device in devices() {
+        let linear: Linear = LinearConfig::new(4, 4).init(&device);
+        values(&linear);
+        let x = random([3, 4], &device).require_grad();
+        let thrice = |linear: &Linear, x: Tensor<2>| {
+            linear.forward(x.clone()).tanh() * x.clone() + linear.forward(x).exp()
+        };
+        let run = |block: &dyn Fn(Tensor<2>) -> Tensor<2>| {
+            let h = x.clone() * 2.0;
+            let mut all = (h.clone() + block(h)).sum().backward();
+            let mut found = gradients(&linear, &mut all);
+            found.push(x.grad(&all).map(Tensor::into_data));
+            found
+        };
+        // Of the same sum, in another order.
+        close(
+            &run(&|h| recompute(&linear, h, thrice)),
+            &run(&|h| thrice(&linear, h)),
+        );
+    }
+}
+
+#[test]
+fn a_closure_that_returns_something_else_the_second_time_is_told_in_backward() {
+    for device in devices() {
+        let linear: Linear = LinearConfig::new(4, 4).init(&device);
+        let runs = AtomicUsize::new(0);
+        let outputs = recompute(&linear, random([3, 4], &device), move |linear, x| {
+            let y: Tensor<2> = linear.forward(x);
+            match runs.fetch_add(1, Ordering::Relaxed) {
+                0 => vec![y],
+                _ => vec![y.clone(), y],
+            }
+        });
+        let panic = catch_unwind(AssertUnwindSafe(|| outputs[0].clone().sum().backward()));
+        let text = panic_text(&*panic.err().unwrap());
+        assert!(text.contains("must compute the same each time"), "{text}");
     }
 }
 

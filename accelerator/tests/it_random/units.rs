@@ -2,12 +2,12 @@
 
 use crate::alone;
 use crate::common::{ColumnBatcher, columns, devices, flat, known};
-use accelerator::nn::{Unit, Units};
+use accelerator::nn::{Unit, Units, recompute};
 use accelerator::prelude::*;
 use burn::module::Module;
 use burn::nn::{Dropout, DropoutConfig, Linear, LinearConfig};
 use burn::optim::SgdConfig;
-use burn::tensor::{Device, Tensor};
+use burn::tensor::{Device, Distribution, Tensor};
 
 #[derive(Module, Debug)]
 struct Layer {
@@ -80,10 +80,44 @@ fn trained(kind: BackendKind, units: Units, dropout: f64) -> Result<Vec<f32>> {
             let batch = batch?;
             let loss = (model.forward(batch.values.clone()) - batch.values.clone()).powi_scalar(2);
             let gradients = accelerator.backward(loss.mean(), &model, &batch)?;
-            model = optimizer.step(0.1, model, gradients);
+            // What is drawn after backward is the same, too.
+            let noise =
+                Tensor::<1>::random([1], Distribution::Default, &accelerator.device().inner());
+            let rate = 0.1 * noise.into_scalar::<f64>();
+            model = optimizer.step(rate, model, gradients);
         }
     }
     Ok(flat(&model))
+}
+
+#[test]
+fn both_runs_of_a_block_draw_the_same_mask() {
+    let _alone = alone();
+    for kind in devices() {
+        let device = match kind {
+            BackendKind::Flex => Device::flex(),
+            #[allow(deprecated, reason = "it is served while it is there")]
+            _ => Device::ndarray(),
+        };
+        let device = device.autodiff();
+        let run = move |seed| {
+            std::thread::scope(|scope| {
+                let device = device.clone();
+                let draw = move || {
+                    device.clone().inner().seed(seed);
+                    let dropout = DropoutConfig::new(0.5).init();
+                    let x = Tensor::<2>::ones([8, 8], &device).require_grad();
+                    let y = recompute(&dropout, x.clone(), |dropout, x| dropout.forward(x));
+                    let gradients = y.clone().sum().backward();
+                    let gradient = x.grad(&gradients).unwrap().into_data();
+                    assert_eq!(gradient, y.into_data(), "the mask of both runs");
+                    gradient
+                };
+                scope.spawn(draw).join().unwrap()
+            })
+        };
+        assert_eq!(run(1), run(1));
+    }
 }
 
 #[test]

@@ -177,7 +177,7 @@ where
     }
 
     /// Uses an accelerator that the program has built, usually by [`TrainingArguments::accelerator`], instead of one
-    /// that the trainer makes. Its accumulation is set to that of the arguments.
+    /// that the trainer makes. Its accumulation is set to that of the arguments, unless that is 1.
     pub fn accelerator(mut self, accelerator: Accelerator) -> Self {
         self.accelerator = Some(accelerator);
         self
