@@ -153,6 +153,16 @@ const FLAGS: &[(&[&str], Meaning)] = &[
         &["use-deepspeed", "deepspeed*", "zero*", "offload-*"],
         Instead(ZERO),
     ),
+    (
+        &[
+            "fsdp-activation-checkpointing",
+            "gradient-checkpointing",
+            "activation-checkpointing",
+        ],
+        Instead(
+            "put the blocks of the model into `nn::Unit`s, and write ACCEL_UNITS=recompute before accel-launch",
+        ),
+    ),
     (&["use-fsdp", "fsdp-*"], Instead(ZERO)),
     (
         &[

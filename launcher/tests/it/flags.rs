@@ -23,6 +23,8 @@ const TYPED: &str = "\
 --dynamo_backend=inductor | ! --dynamo_backend inductor is not an option of accel-launch: kernels are compiled
 --use_deepspeed | ! --use_deepspeed is not an option of accel-launch: for ZeRO stage 1 write
 --zero_stage 3 | ! for ZeRO stage 1 write
+--fsdp_activation_checkpointing true | ! ACCEL_UNITS=recompute
+--gradient-checkpointing | ! ACCEL_UNITS=recompute
 --use_fsdp | ! `prepare((model, Sharded(optimizer)))`
 --fsdp_offload_params true | ! `prepare((model, Sharded(optimizer)))`
 --use_megatron_lm | ! every rank has the whole model
