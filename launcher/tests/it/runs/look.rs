@@ -96,7 +96,7 @@ fn show_tells_everything_about_a_run() {
         let ended = folder.launch(&format!("runs show {run}")).expect(0);
         let ended = ended
             .shows("status failed")
-            .shows("checkpoints 1, the last at step 2")
+            .shows("checkpoints 1, the last after the metrics of step 2")
             .prints("memory");
         let is_start = |line: &String| line.starts_with("1 ") && line.ends_with(" 1 step 2");
         assert!(ended.lines().iter().any(is_start), "{ended:?}");
