@@ -94,12 +94,8 @@ fn trained(kind: BackendKind, units: Units, dropout: f64) -> Result<Vec<f32>> {
 fn both_runs_of_a_block_draw_the_same_mask() {
     let _alone = alone();
     for kind in devices() {
-        let device = match kind {
-            BackendKind::Flex => Device::flex(),
-            #[allow(deprecated, reason = "it is served while it is there")]
-            _ => Device::ndarray(),
-        };
-        let device = device.autodiff();
+        let accelerator = Accelerator::builder().device(kind).build().unwrap();
+        let device = accelerator.device();
         let run = move |seed| {
             std::thread::scope(|scope| {
                 let device = device.clone();

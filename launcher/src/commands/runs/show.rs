@@ -114,7 +114,10 @@ impl<'a> RunDetails<'a> {
         }
         if let Some(Some(step)) = self.checkpoints.last() {
             let count = self.checkpoints.len();
-            row("checkpoints", format!("{count}, the last after the metrics of step {step}"));
+            row(
+                "checkpoints",
+                format!("{count}, the last after the metrics of step {step}"),
+            );
         }
         if run.lost_entries > 0 {
             row(
