@@ -242,3 +242,32 @@ mod tracking_guide {}
 #[cfg(doctest)]
 #[doc = include_str!("../../docs/trainer.md")]
 mod trainer_guide {}
+
+/// A batch that is used without `?`, of which `docs/troubleshooting.md` has the compiler's answer.
+///
+/// ```compile_fail,E0609
+/// use accelerator::prelude::*;
+/// use burn::tensor::{Device, Tensor};
+///
+/// struct Points {
+///     x: Tensor<1>,
+/// }
+///
+/// fn train(train: PreparedLoader<Points>) -> Tensor<1> {
+///     train.epoch(0).fold(Tensor::zeros([1], &Device::default()), |sum, batch| sum + batch.x.clone())
+/// }
+/// ```
+///
+/// ```
+/// # use accelerator::prelude::*;
+/// # use burn::tensor::{Device, Tensor};
+/// # struct Points {
+/// #     x: Tensor<1>,
+/// # }
+/// fn train(train: PreparedLoader<Points>) -> Result<Tensor<1>> {
+///     let zero = Tensor::zeros([1], &Device::default());
+///     train.epoch(0).try_fold(zero, |sum, batch| Ok(sum + batch?.x.clone()))
+/// }
+/// ```
+#[cfg(doctest)]
+mod forgotten_question_mark {}
