@@ -340,8 +340,21 @@ fn advice(kind: BackendKind) -> &'static str {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
+
+    /// Returns autodiff devices of each kind and strategy.
+    pub(crate) fn devices() -> Vec<Device> {
+        let mut devices = Vec::new();
+        #[cfg(feature = "flex")]
+        devices.push(Device::flex().autodiff());
+        #[cfg(feature = "ndarray")]
+        #[allow(deprecated, reason = "it is served while it is there")]
+        devices.push(Device::ndarray().autodiff());
+        let balanced = |device: &Device| device.clone().gradient_checkpointing();
+        devices.extend(devices.iter().map(balanced).collect::<Vec<_>>());
+        devices
+    }
 
     #[test]
     fn names_round_trip() {

@@ -7,6 +7,8 @@ use accelerator_host::sync::{Mutex, MutexGuard};
 use accelerator_plan::mix;
 use burn::tensor::{Device, Distribution, Int, Tensor};
 
+use super::scoped::Scoped;
+
 /// Waits for this thread's turn to set the device's generator and draw from it. Only one thread of the process has
 /// the turn at a time; a thread that already has it continues at once.
 pub(crate) fn drawing() -> Drawing {
@@ -64,14 +66,8 @@ pub(crate) fn next_unit_seed(device: &Device) -> u64 {
 
 /// Runs the body of a unit with the generator set to `seed`. The seeds of nested units are derived from it.
 pub(crate) fn in_unit<T>(seed: u64, device: &Device, body: impl FnOnce() -> T) -> T {
-    struct Restore(Option<UnitSeeds>);
-    impl Drop for Restore {
-        fn drop(&mut self) {
-            UNITS.set(self.0);
-        }
-    }
     UNIT_HAS_RUN.set(true);
-    let _restore = Restore(UNITS.replace(Some(UnitSeeds::new(seed))));
+    let _nested = Scoped::set(&UNITS, Some(UnitSeeds::new(seed)));
     device.seed(seed);
     body()
 }

@@ -7,5 +7,6 @@ pub(crate) mod dyn_module;
 pub(crate) mod error;
 pub(crate) mod module;
 pub(crate) mod preemption;
+pub(crate) mod scoped;
 pub(crate) mod tensor;
 pub(crate) mod tensors;

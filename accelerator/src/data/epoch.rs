@@ -60,8 +60,8 @@ impl<O> Epoch<O> {
         }
     }
 
-    /// Skips the next `batches` batches of this rank; if every rank does the same, that many steps. A data set does
-    /// not load them; a stream is asked to skip them, and one of Burn's own loaders reads and drops them. The other
+    /// Skips the next `batches` batches of this rank; if every rank does the same, that many steps. Nothing
+    /// is loaded from a data set; a stream skips them itself; a loader of Burn's own reads and drops them. The other
     /// batches keep their numbers, weights and ends. An epoch that continues after
     /// [`resume`](crate::Accelerator::resume) already skips the batches that were used; a call that skips more than
     /// that logs a warning.

@@ -140,22 +140,23 @@ impl fmt::Display for StepSummary {
             "", "mean ms", "median ms", "share"
         )?;
         let whole = self.step.mean.max(f64::MIN_POSITIVE);
-        let rows = [
+        let mut rows = vec![
             ("step", self.step),
             ("  data", self.data),
             ("  forward", self.forward),
             ("  backward", self.backward),
-            ("  recomputing", self.recomputing),
+        ];
+        // Most models recompute nothing.
+        if self.recomputing.mean > 0.0 {
+            rows.push(("  recomputing", self.recomputing));
+        }
+        rows.extend([
             ("  copying", self.copying),
             ("  waiting", self.waiting),
             ("  optimizer", self.optimizer),
             ("  other", self.other),
-        ];
+        ]);
         for (name, Figure { mean, median }) in rows {
-            // Most models recompute nothing.
-            if mean == 0.0 && name.trim() == "recomputing" {
-                continue;
-            }
             let (mean, median, share) = (1e3 * mean, 1e3 * median, 100.0 * mean / whole);
             writeln!(f, "{name:<16}{mean:>12.3}{median:>12.3}{share:>7.1}%")?;
         }

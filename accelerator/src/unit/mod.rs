@@ -19,6 +19,7 @@ pub(crate) use self::recompute::{backward_begins, runs_twice};
 use crate::core::draws;
 use crate::core::dyn_module::BoxedModule;
 use crate::core::error::{Error, Result, named};
+use crate::core::scoped::Scoped;
 use crate::core::tensor::any_rank;
 use crate::core::tensors::{Tensors, map_floats};
 
@@ -147,24 +148,24 @@ impl<M: Module + 'static> Unit<M> {
         let Some(Prepared { units, number }) = self.prepared else {
             return forward(&self.block, input);
         };
-        let block = match units {
-            Units::Plain => self.block.clone(),
-            Units::Keep => keep::lifted(BoxedModule::new(self.block.clone()), number).into_model(),
-            Units::Recompute => return recompute(&self.block, input, forward),
-        };
+        if units == Units::Recompute {
+            return recompute(&self.block, input, forward);
+        }
         let mut devices = self.block.devices();
         let input = map_floats(input, &mut |tensor| {
             devices.push(any_rank(&tensor).device());
             tensor
         });
-        match devices.into_iter().find(Device::is_autodiff) {
-            Some(device) => {
-                let seed = draws::next_unit_seed(&device);
-                draws::in_unit(seed, &device, || forward(&block, input))
-            }
-            // Without autodiff, nothing is drawn.
-            None => forward(&block, input),
+        let Some(device) = devices.into_iter().find(Device::is_autodiff) else {
+            // Nothing is drawn, and no gradient is made.
+            return forward(&self.block, input);
+        };
+        let seed = draws::next_unit_seed(&device);
+        if units == Units::Keep {
+            let block = keep::lifted(BoxedModule::new(self.block.clone()), number).into_model();
+            return draws::in_unit(seed, &device, || forward(&block, input));
         }
+        draws::in_unit(seed, &device, || forward(&self.block, input))
     }
 }
 
@@ -172,14 +173,7 @@ impl<M: Module + 'static> Unit<M> {
 pub(crate) fn prepare(model: BoxedModule, units: Units) -> (BoxedModule, usize) {
     struct Unchanged;
     impl ModuleMapper for Unchanged {}
-    struct End;
-    impl Drop for End {
-        fn drop(&mut self) {
-            PREPARING.set(None);
-        }
-    }
-    PREPARING.set(Some(Prepared { units, number: 0 }));
-    let _end = End;
+    let _preparing = Scoped::set(&PREPARING, Some(Prepared { units, number: 0 }));
     let model = model.map(&mut Unchanged);
     (model, PREPARING.get().map_or(0, |next| next.number))
 }

@@ -16,6 +16,7 @@ use crate::context::Context;
 use crate::core::autodiff::{Node, NodeContext, above, above_both, tracked_node};
 use crate::core::draws::{self, drawing};
 use crate::core::dyn_module::BoxedModule;
+use crate::core::scoped::Scoped;
 use crate::core::tensor::any_rank;
 use crate::core::tensors::{Tensors, map_floats};
 use crate::timeline::{Phase, Timeline};
@@ -273,13 +274,7 @@ struct SeededRun {
 
 impl SeededRun {
     fn run<T>(&self, block: impl FnOnce() -> T) -> T {
-        struct Restore(bool);
-        impl Drop for Restore {
-            fn drop(&mut self) {
-                RECOMPUTED.set(self.0);
-            }
-        }
-        let _restore = Restore(RECOMPUTED.replace(true));
+        let _twice = Scoped::set(&RECOMPUTED, true);
         // Another rank of this process may draw from the generator, too.
         let _turn = drawing();
         draws::in_unit(self.seed, &self.device, block)

@@ -11,22 +11,10 @@ use burn::nn::{
 use burn::tensor::{Bool, Device, Distribution, Gradients, Int, Tensor, TensorData};
 
 use super::{Unit, Units, prepare, recompute};
+use crate::core::device::tests::devices;
 use crate::core::draws;
 use crate::core::dyn_module::BoxedModule;
 use crate::core::error::panic_text;
-
-/// Returns autodiff devices of each kind and strategy.
-fn devices() -> Vec<Device> {
-    let mut devices = Vec::new();
-    #[cfg(feature = "flex")]
-    devices.push(Device::flex().autodiff());
-    #[cfg(feature = "ndarray")]
-    #[allow(deprecated, reason = "it is served while it is there")]
-    devices.push(Device::ndarray().autodiff());
-    let balanced = |device: &Device| device.clone().gradient_checkpointing();
-    devices.extend(devices.iter().map(balanced).collect::<Vec<_>>());
-    devices
-}
 
 /// The units of a model, prepared.
 fn with<M: Module + 'static>(units: Units, model: &M) -> M {

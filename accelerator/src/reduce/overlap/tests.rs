@@ -8,19 +8,7 @@ use burn::tensor::{Device, Tensor, TensorData};
 
 use super::backward::{Calibration, depths};
 use super::{Anchors, Observer, ProbePoint, watch};
-
-/// Returns autodiff devices of each kind and strategy.
-fn devices() -> Vec<Device> {
-    let mut devices = Vec::new();
-    #[cfg(feature = "flex")]
-    devices.push(Device::flex().autodiff());
-    #[cfg(feature = "ndarray")]
-    #[allow(deprecated, reason = "it is served while it is there")]
-    devices.push(Device::ndarray().autodiff());
-    let balanced = |device: &Device| device.clone().gradient_checkpointing();
-    devices.extend(devices.iter().map(balanced).collect::<Vec<_>>());
-    devices
-}
+use crate::core::device::tests::devices;
 
 #[derive(Debug, Default)]
 struct RecordingObserver(Mutex<Seen>);
