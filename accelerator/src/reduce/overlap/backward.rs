@@ -11,7 +11,7 @@ use burn::tensor::Tensor;
 use super::ready_order::{
     CalibrationOutcome, FlushPoint, ReadyOrder, WindowObservation, flush_points,
 };
-use super::scheduler::{OverlapScheduler, SchedulerPhase};
+use super::scheduler::{OverlapScheduler, OverlapState, SchedulerPhase};
 use super::{Anchors, Observer, ProbePoint, watch};
 use crate::core::autodiff;
 use crate::core::dyn_module::DynModule;
@@ -74,7 +74,7 @@ impl OverlapScheduler {
                     Some((ProbeTask::Calibrating(calibration), probes))
                 }
             },
-            SchedulerPhase::Off | SchedulerPhase::Sending(_) | SchedulerPhase::GivenUp => None,
+            SchedulerPhase::Off(_) | SchedulerPhase::Sending(_) | SchedulerPhase::GivenUp => None,
         };
         let Some((task, probes)) = watched else {
             // Nobody compares what its casts make.
@@ -132,8 +132,9 @@ impl OverlapScheduler {
                 match learning.agree(parameters, group)? {
                     CalibrationOutcome::NotYet => {}
                     CalibrationOutcome::NothingEarly => {
-                        tracing::debug!("no gradient of this model is ready before backward ends");
-                        self.phase = SchedulerPhase::Off;
+                        let state = OverlapState::NothingEarly;
+                        tracing::info!("overlap is {state} (reported once per model)");
+                        self.phase = SchedulerPhase::Off(state);
                     }
                     CalibrationOutcome::Order(order) => {
                         let ready = learning.ready(parameters);

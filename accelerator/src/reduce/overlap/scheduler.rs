@@ -33,7 +33,8 @@ pub(in crate::reduce) struct OverlapScheduler {
 
 #[derive(Debug)]
 pub(super) enum SchedulerPhase {
-    Off,
+    /// Buckets are sent afterwards; the reason is one of the states of the report.
+    Off(OverlapState),
     /// Not all ranks know yet when gradients are ready.
     Calibrating(RankCalibration),
     /// Buckets are sent at these points.
@@ -47,13 +48,14 @@ impl OverlapScheduler {
         Self {
             anchors: Anchors::default(),
             phase: match switch {
-                OverlapSwitch::Off => SchedulerPhase::Off,
+                OverlapSwitch::Off => SchedulerPhase::Off(OverlapState::Off),
                 OverlapSwitch::On => SchedulerPhase::Calibrating(RankCalibration::new()),
             },
             counts: OverlapReport {
                 state: OverlapState::Off,
                 buckets: 0,
                 early: 0,
+                late: 0,
                 early_total: 0,
                 windows: 0,
                 repairs: 0,
@@ -63,18 +65,21 @@ impl OverlapScheduler {
 
     /// Sends nothing while backward runs, since layers of this program exchange data in it, or the program runs it.
     pub(in crate::reduce) fn give_way(&mut self) {
-        if !matches!(self.phase, SchedulerPhase::Off) {
-            tracing::debug!(
-                "gradients are sent when backward has ended: layers exchange data in it, or the program runs it"
-            );
-            self.phase = SchedulerPhase::Off;
+        if !matches!(self.phase, SchedulerPhase::Off(_)) {
+            tracing::debug!("overlap is {}", OverlapState::GivesWay);
+            self.phase = SchedulerPhase::Off(OverlapState::GivesWay);
         }
     }
 
     pub(in crate::reduce) fn report(&self) -> OverlapReport {
+        let watched = match &self.phase {
+            SchedulerPhase::Sending(points) => points.iter().map(|point| point.buckets.len()).sum(),
+            _ => 0,
+        };
         OverlapReport {
+            late: self.counts.buckets.saturating_sub(watched),
             state: match self.phase {
-                SchedulerPhase::Off => OverlapState::Off,
+                SchedulerPhase::Off(state) => state,
                 SchedulerPhase::Calibrating(_) => OverlapState::Learning,
                 SchedulerPhase::Sending(_) => OverlapState::On,
                 SchedulerPhase::GivenUp => OverlapState::GivenUp,
@@ -161,6 +166,9 @@ pub struct OverlapReport {
     pub buckets: usize,
     /// The number of those buckets that this rank began to send before its backward ended.
     pub early: usize,
+    /// The number of buckets with a gradient that is complete only when backward ends: these are never early. If there
+    /// are many, [`OverlapState::NothingEarly`] tells why.
+    pub late: usize,
     /// The sum of `early` over all `windows`.
     pub early_total: u64,
     /// The number of windows sent since sending buckets early was allowed.
@@ -169,17 +177,44 @@ pub struct OverlapReport {
     pub repairs: u32,
 }
 
-/// The state of overlap: whether buckets are sent while backward runs.
+/// Tells if buckets are sent while backward runs, and if not, why. The text of a state says what would turn overlap on.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub enum OverlapState {
-    /// They are sent afterwards: as the settings say, by a
-    /// [communication hook](crate::hook::CommunicationHook), or since no gradient is ready earlier.
+    /// Buckets are sent afterwards: as the settings say, because there is one rank, or by a
+    /// [communication hook](crate::hook::CommunicationHook).
     Off,
+    /// Buckets are sent afterwards: layers exchange data in backward, as
+    /// [`SyncBatchNorm`](crate::nn::SyncBatchNorm) does, or the program runs backward itself.
+    GivesWay,
+    /// Buckets are sent afterwards: no gradient of the model is complete before backward ends.
+    ///
+    /// If an operation takes a view of a weight, as Burn's `Linear` does if its input has three dimensions, and its rows
+    /// are a multiple of 32, the gradient is complete only at the end of backward.
+    /// [`Units::Keep`](crate::nn::Units::Keep) completes the gradients of a block when backward leaves it.
+    NothingEarly,
     /// The first two windows in which each rank has samples tell which gradients are ready when.
     Learning,
-    /// They are.
+    /// Buckets are sent while backward runs.
     On,
-    /// They were, and the model's graph changes too much from step to step.
+    /// Buckets were sent while backward ran, but the model's graph changes too much from step to step.
     GivenUp,
+}
+
+impl fmt::Display for OverlapState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Off => "off, as the settings say, because there is one rank, or by a communication hook",
+            Self::GivesWay => {
+                "off: layers exchange data in backward, as SyncBatchNorm does, or the program runs it"
+            }
+            Self::NothingEarly => {
+                "off: no gradient is complete before backward ends; blocks in `nn::Unit`s with `Units::Keep` complete \
+                 theirs when backward leaves them"
+            }
+            Self::Learning => "learning which gradients are ready when",
+            Self::On => "on",
+            Self::GivenUp => "given up: the model's graph changes too much from step to step",
+        })
+    }
 }
