@@ -10,7 +10,7 @@ use accelerator::nn::{Operations, SyncBatchNorm, Unit, Units};
 use accelerator::optim::Sharded;
 use accelerator::train::TrainingArguments;
 use accelerator::{AcceleratorBuilder, Overlap, prelude::*};
-use burn::module::Module;
+use burn::module::{Lora, Module};
 use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
 use burn::optim::AdamWConfig;
 use burn::tensor::activation::gelu;
@@ -217,6 +217,38 @@ fn a_training_over_connections_has_the_same_bits_whatever_units_do() {
     let expected = outcome(Units::Plain);
     for units in [Units::Keep, Units::Recompute] {
         assert_eq!(outcome(units), expected, "{units}");
+    }
+}
+
+#[test]
+fn adapters_in_units_learn_the_same_whatever_units_do() {
+    let outcome = |units| {
+        let builder = Accelerator::builder().device(devices().next()).units(units);
+        let ranks = builder.launch(2, |accelerator| {
+            let adapted = Net::new(&accelerator.device()).apply_lora(Lora::new(2, 4.0));
+            let parts = (known(adapted), AdamWConfig::new().init());
+            let (mut model, mut optimizer) = accelerator.prepare(parts)?;
+            let before = flat(&model);
+            for step in 0..4 {
+                let place = (step * 2 + accelerator.rank()) as f32;
+                let values = Tensor::<2>::full([5, 1], place, &accelerator.device());
+                let batch = Column {
+                    numbers: Vec::new(),
+                    values,
+                };
+                let loss = model.loss(&accelerator, &batch);
+                let gradients = accelerator.backward(loss, &model, 5)?;
+                model = optimizer.step(0.01, model, gradients);
+            }
+            let after = flat(&model.valid());
+            assert_ne!(before, after);
+            Ok(after)
+        });
+        ranks.unwrap()
+    };
+    let expected = outcome(Units::Plain);
+    for units in [Units::Keep, Units::Recompute] {
+        assert!(outcome(units) == expected, "{units}");
     }
 }
 

@@ -391,6 +391,28 @@ fn big_batch_takes_what_it_says_or_refuses() {
     }
 }
 
+/// Ranks share memory.
+#[test]
+fn recomputed_layers_of_processes_learn_the_same_as_kept_ones() {
+    let run = |units: &str| {
+        let ranks = run_ranks(
+            &example("nlp_transformer"),
+            &words("--epochs 1 --tied"),
+            2,
+            |_, command| {
+                command.env("ACCEL_UNITS", units);
+            },
+        );
+        let ranks = ranks.iter().map(|rank| rank.succeeded().to_owned());
+        ranks.collect::<Vec<_>>()
+    };
+    let plain = run("plain");
+    assert!(plain[0].contains("epoch 0"), "{}", plain[0]);
+    for units in ["keep", "recompute"] {
+        assert_eq!(run(units), plain, "{units}");
+    }
+}
+
 #[test]
 fn nlp_transformer() {
     let args = ["--epochs", "14", "--length", "32", "--width", "32"];
