@@ -394,9 +394,13 @@ fn become_accel_jobs(command: Option<&str>, arguments: &JobsArgs) -> Result<Exit
 }
 
 #[cfg(test)]
+#[path = "../../tests/src/documents.rs"]
+mod documents;
+
+#[cfg(test)]
 mod tests {
     use std::num::NonZeroUsize;
-    use std::path::PathBuf;
+    use std::path::{Path, PathBuf};
     use std::time::Duration;
 
     use clap::CommandFactory;
@@ -416,6 +420,24 @@ mod tests {
         let cli = parse(line).unwrap();
         assert!(cli.command.is_none(), "expected a launch: {line}");
         (cli.options, cli.arguments)
+    }
+
+    #[test]
+    fn documented_command_lines_are_understood() {
+        let repository = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/.."));
+        let commands = documents::commands(repository, "accel-launch");
+        assert!(commands.len() > 40, "found {}", commands.len());
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("cluster.toml");
+        std::fs::write(&file, "num-processes = 2\n").unwrap();
+        for words in commands {
+            let mut words: Vec<OsString> = words.into_iter().map(OsString::from).collect();
+            if let Some(at) = words.iter().position(|word| word == "--config-file") {
+                words[at + 1] = file.clone().into();
+            }
+            let read = Cli::read(words.clone());
+            assert!(read.is_ok(), "{words:?}: {}", read.unwrap_err());
+        }
     }
 
     #[test]

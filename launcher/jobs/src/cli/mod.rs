@@ -193,8 +193,36 @@ fn details(records: &Records, record: &mut JobRecord, engine: &dyn Engine) -> Re
 }
 
 #[cfg(test)]
+#[path = "../../../../tests/src/documents.rs"]
+mod documents;
+
+#[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use super::*;
+
+    #[test]
+    fn documented_command_lines_are_understood() {
+        let repository = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."));
+        let mut found = 0;
+        for words in documents::commands(repository, "accel-launch") {
+            let skipped = match words.get(1).map(String::as_str) {
+                Some("submit") => 1,
+                Some("jobs") => 2,
+                _ => continue,
+            };
+            if !cfg!(feature = "image") && words.iter().any(|word| word == "image") {
+                continue;
+            }
+            found += 1;
+            let line =
+                std::iter::once("accel-jobs").chain(words.iter().skip(skipped).map(String::as_str));
+            let read = Cli::try_parse_from(translate_arena(line.map(OsString::from)));
+            assert!(read.is_ok(), "{words:?}: {}", read.unwrap_err());
+        }
+        assert!(found > 20, "found {found}");
+    }
 
     #[test]
     fn arenas_words_are_translated() {

@@ -156,7 +156,10 @@ impl RunsList {
         if self.runs.is_empty() && unread.is_empty() {
             let folder = arguments.place.folder.display();
             return match self.count {
-                0 => format!("no runs in {folder}\n"),
+                0 => format!(
+                    "there are no runs in the folder `{folder}`: a program writes them with `init_trackers`; \
+                     `--runs` names another folder\n"
+                ),
                 count => format!("none of the {count} runs in {folder} is selected\n"),
             };
         }
