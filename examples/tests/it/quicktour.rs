@@ -14,12 +14,18 @@ use accelerator::metric::{Accuracy, Mean};
 use accelerator::optim::Scheduled;
 use accelerator::prelude::*;
 use accelerator_examples::{Cnn, DigitBatch, DigitBatcher as MyBatcher, Digits, cross_entropy};
+use burn::data::dataloader::batcher::Batcher;
+use burn::data::dataset::InMemDataset;
 use burn::lr_scheduler::LrSchedulerConfig;
 use burn::lr_scheduler::cosine::CosineAnnealingLrSchedulerConfig;
 use burn::lr_scheduler::linear::LinearLrSchedulerConfig;
 use burn::lr_scheduler::sequential::{SequentialLrScheduler, SequentialLrSchedulerConfig};
+use burn::module::Module;
+use burn::nn::loss::CrossEntropyLossConfig;
+use burn::nn::{Linear, LinearConfig};
 use burn::optim::{AdamWConfig, ModuleOptimizer};
-use burn::tensor::Tensor;
+use burn::tensor::activation::relu;
+use burn::tensor::{Device, Int, Tensor, TensorData};
 
 type Manual = PreparedOptimizer<accelerator::optim::Manual>;
 
@@ -29,6 +35,64 @@ fn devices() -> Result<()> {
         .seed(42)
         .build()?;
     let device = accelerator.device();
+    Ok(())
+}
+
+#[derive(Module, Debug)]
+struct Net {
+    hidden: Linear,
+    output: Linear,
+}
+
+impl Net {
+    fn new(device: &Device) -> Self {
+        let hidden = LinearConfig::new(4, 32).init(device);
+        let output = LinearConfig::new(32, 3).init(device);
+        Self { hidden, output }
+    }
+
+    fn loss(&self, batch: &Flowers) -> Tensor<1> {
+        let logits = self
+            .output
+            .forward(relu(self.hidden.forward(batch.sizes.clone())));
+        let loss = CrossEntropyLossConfig::new().init(&logits.device());
+        loss.forward(logits, batch.species.clone())
+    }
+}
+
+#[derive(Clone)]
+struct Flower {
+    sizes: [f32; 4],
+    species: i64,
+}
+
+struct Flowers {
+    sizes: Tensor<2>,
+    species: Tensor<1, Int>,
+}
+
+struct FlowerBatcher;
+
+impl Batcher<Flower, Flowers> for FlowerBatcher {
+    fn batch(&self, flowers: Vec<Flower>, device: &Device) -> Flowers {
+        let sizes: Vec<f32> = flowers.iter().flat_map(|flower| flower.sizes).collect();
+        let species: Vec<i64> = flowers.iter().map(|flower| flower.species).collect();
+        let count = flowers.len();
+        Flowers {
+            sizes: Tensor::from_data(TensorData::new(sizes, [count, 4]), device),
+            species: Tensor::from_data(TensorData::new(species, [count]), device),
+        }
+    }
+}
+
+fn own_parts(accelerator: &Accelerator, flowers: Vec<Flower>, batch: Batch<Flowers>) -> Result<()> {
+    let model = Net::new(&accelerator.device());
+    let train = LoaderBuilder::new(FlowerBatcher)
+        .batch_size(32)
+        .shuffle(42)
+        .build(InMemDataset::new(flowers));
+
+    let gradients = accelerator.backward(model.loss(&batch), &model, &batch)?;
     Ok(())
 }
 
