@@ -13,6 +13,7 @@ CRATES = [
     "accelerator/fault/src",
     "accelerator/manifest/src",
     "accelerator/nccl/src",
+    "accelerator/ops/src",
     "accelerator/plan/src",
     "accelerator/track/src",
     "accelerator/tune/src",

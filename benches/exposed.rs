@@ -19,6 +19,9 @@ struct Args {
     /// The network
     #[arg(long, default_value = "cnn")]
     model: Model,
+    /// The rows of a transformer's batch [default: 1,024]
+    #[arg(long)]
+    rows: Option<usize>,
     /// The rate of the link in each direction, as `tc` reads it
     #[arg(long, default_value = "1gbit")]
     rate: String,
@@ -101,6 +104,7 @@ fn start(args: &Args, overlap: &str) -> Result<Rounds, Box<dyn Error>> {
         .args(["--pin", "--rate", &args.rate, "--"])
         .arg(std::env::current_exe()?)
         .args(["--model", args.model.name()])
+        .args(args.rows.map(|rows| format!("--rows={rows}")))
         .args(["--rounds", &args.rounds.to_string()])
         .args(["--steps", &args.steps.to_string()])
         .arg("--report")
@@ -123,7 +127,7 @@ fn rank(args: &Args, report: &std::path::Path) -> Result<(), Box<dyn Error>> {
         .device(BackendKind::Flex)
         .allow_same_batches()
         .build()?;
-    let mut pair = Pair::new(&accelerator, args.model, args.steps)?;
+    let mut pair = Pair::with_rows(&accelerator, args.model, args.rows, args.steps)?;
     pair.plain()?;
     pair.prepared()?;
     let mut rounds = Rounds::default();

@@ -59,6 +59,7 @@
 //! | compute the number of optimizer steps | [`Accelerator::plan`] |
 //! | keep an exponential moving average of parameters | [`Ema`] |
 //! | step faster on the CPU, and shard an optimizer's state over the ranks (ZeRO stage 1) | [`optim::fused`], [`optim::Sharded`] |
+//! | compute faster on the CPU than with Burn's layers | `ops`, with the feature `ops` |
 //! | compute activations again in backward, in place of keeping them | [`nn::Unit`], [`nn::recompute`] |
 //! | profile steps | [`Accelerator::step_summary`], [`AcceleratorBuilder::trace`], [`Accelerator::profile`] |
 //! | evaluate | [`metric`], [`Accelerator::reduce_metric`], [`Accelerator::gather_for_metrics`] |
@@ -218,6 +219,11 @@ pub mod track {
     #[cfg(feature = "mlflow")]
     pub use accelerator_track::{MlflowServer, MlflowSink};
 }
+
+/// Operations and layers that are faster on the CPU than Burn's, and one node of the graph each.
+#[cfg(feature = "ops")]
+#[doc(inline)]
+pub use accelerator_ops as ops;
 
 /// Hyperparameter search.
 #[cfg(feature = "tune")]

@@ -49,10 +49,25 @@ impl Pair {
     ///
     /// The errors of [`Accelerator::prepare`].
     pub fn new(accelerator: &Accelerator, model: Model, steps: usize) -> Result<Self> {
-        let (device, samples) = (accelerator.device(), model.samples());
-        let share = steps * model.batch_size();
+        Self::with_rows(accelerator, model, None, steps)
+    }
+
+    /// The same, with batches of this many rows; see [`Model::batches`].
+    ///
+    /// # Errors
+    ///
+    /// The errors of [`Accelerator::prepare`].
+    pub fn with_rows(
+        accelerator: &Accelerator,
+        model: Model,
+        rows: Option<usize>,
+        steps: usize,
+    ) -> Result<Self> {
+        let device = accelerator.device();
+        let (batch_size, samples) = model.batches(rows);
+        let share = steps * batch_size;
         let loader = LoaderBuilder::new(samples.batcher())
-            .batch_size(model.batch_size())
+            .batch_size(batch_size)
             .num_workers(0)
             .build(Samples::dataset(share * accelerator.world_size()));
         let parts = (model.init(&device), AdamWConfig::new().init(), loader);
@@ -65,7 +80,7 @@ impl Pair {
             plain: Plain {
                 optimizer: AdamWConfig::new().init(),
                 loader: PlainBuilder::new(samples.batcher())
-                    .batch_size(model.batch_size())
+                    .batch_size(batch_size)
                     .set_device(device.inner())
                     .build(Samples::dataset(share)),
             },

@@ -12,6 +12,7 @@ use serde::{Deserialize, Serialize};
 
 use mlp::Mlp;
 pub use samples::{Batch, Numbers, SampleBatcher, SampleKind, Samples};
+use transformer::Layers;
 pub use transformer::{Shape, Transformer};
 
 /// The classes of the networks that classify.
@@ -32,6 +33,8 @@ pub enum Model {
     SmallMlp,
     /// A causal transformer of 4 layers of width 256 over 64 tokens, 3.3 million parameters
     Transformer,
+    /// The same transformer of the layers of `accelerator::ops`
+    OpsTransformer,
 }
 
 /// One of the networks, with its weights.
@@ -50,6 +53,7 @@ impl Model {
             Self::Mlp => "mlp",
             Self::SmallMlp => "small-mlp",
             Self::Transformer => "transformer",
+            Self::OpsTransformer => "ops-transformer",
         }
     }
 
@@ -58,7 +62,7 @@ impl Model {
         match self {
             Self::Cnn | Self::SmallMlp => 64,
             Self::Mlp => 128,
-            Self::Transformer => 16,
+            Self::Transformer | Self::OpsTransformer => 16,
         }
     }
 
@@ -74,6 +78,9 @@ impl Model {
             Self::Mlp => net.mlp = Some(Mlp::new(self.inputs(), 1024, CLASSES, device)),
             Self::SmallMlp => net.mlp = Some(Mlp::new(self.inputs(), 256, CLASSES, device)),
             Self::Transformer => net.transformer = Some(Transformer::new(Shape::SMALL, device)),
+            Self::OpsTransformer => {
+                net.transformer = Some(Transformer::of(Layers::Ops, Shape::SMALL, device));
+            }
         }
         net
     }
@@ -84,15 +91,29 @@ impl Model {
             Self::Cnn | Self::Mlp => 784,
             Self::SmallMlp => 256,
             // It reads only labels; not every kernel supports a dimension of length 0.
-            Self::Transformer => 1,
+            Self::Transformer | Self::OpsTransformer => 1,
         }
     }
 
     /// Creates samples that fit the network.
     pub fn samples(self) -> Samples {
+        self.samples_of(Shape::SMALL.length)
+    }
+
+    /// Creates batches of this many rows for a transformer, or of the default size: the number of samples, and samples.
+    pub fn batches(self, rows: Option<usize>) -> (usize, Samples) {
+        let Some(rows) = rows else {
+            return (self.batch_size(), self.samples());
+        };
+        let length = rows.clamp(1, Shape::SMALL.length);
+        (rows.div_ceil(length), self.samples_of(length))
+    }
+
+    /// Creates samples that fit the network, for a transformer of this many tokens.
+    fn samples_of(self, length: usize) -> Samples {
         let (labels, classes) = match self {
             Self::Cnn | Self::Mlp | Self::SmallMlp => (1, CLASSES),
-            Self::Transformer => (Shape::SMALL.length + 1, Shape::SMALL.tokens),
+            Self::Transformer | Self::OpsTransformer => (length + 1, Shape::SMALL.tokens),
         };
         let values = self.inputs();
         let kind = SampleKind {

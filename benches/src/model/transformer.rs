@@ -1,9 +1,10 @@
 use accelerator::nn::Unit;
+use accelerator::ops;
 use burn::module::Module;
 use burn::nn::attention::generate_autoregressive_mask;
 use burn::nn::transformer::{TransformerEncoderConfig, TransformerEncoderLayer};
 use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
-use burn::tensor::{Device, Int, Tensor};
+use burn::tensor::{Bool, Device, Int, Tensor};
 
 /// The sizes of a [`Transformer`].
 #[derive(Clone, Copy, Debug)]
@@ -25,8 +26,27 @@ pub struct Shape {
 pub struct Transformer {
     tokens: Embedding,
     places: Embedding,
-    layers: Vec<Unit<TransformerEncoderLayer>>,
-    head: Linear,
+    layers: Vec<Unit<Layer>>,
+    head: Head,
+}
+
+/// The crate of the layers of a [`Transformer`].
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Layers {
+    Burn,
+    Ops,
+}
+
+#[derive(Debug, Module)]
+enum Layer {
+    Burn(TransformerEncoderLayer),
+    Ops(ops::nn::TransformerEncoderLayer),
+}
+
+#[derive(Debug, Module)]
+enum Head {
+    Burn(Linear),
+    Ops(ops::nn::Linear),
 }
 
 impl Shape {
@@ -57,8 +77,12 @@ impl Shape {
 }
 
 impl Transformer {
-    /// Creates a model with new weights.
+    /// Creates a model of Burn's layers with new weights.
     pub fn new(shape: Shape, device: &Device) -> Self {
+        Self::of(Layers::Burn, shape, device)
+    }
+
+    pub(super) fn of(of: Layers, shape: Shape, device: &Device) -> Self {
         let Shape {
             tokens,
             length,
@@ -69,12 +93,22 @@ impl Transformer {
         let config = TransformerEncoderConfig::new(width, 4 * width, heads, layers)
             .with_dropout(0.0)
             .with_norm_first(true);
-        let layer = || Unit::new(TransformerEncoderLayer::new(&config, device));
+        let layer = || {
+            let layer = TransformerEncoderLayer::new(&config, device);
+            Unit::new(match of {
+                Layers::Burn => Layer::Burn(layer),
+                Layers::Ops => Layer::Ops(layer.into()),
+            })
+        };
+        let head = LinearConfig::new(width, tokens).init(device);
         Self {
             tokens: EmbeddingConfig::new(tokens, width).init(device),
             places: EmbeddingConfig::new(length, width).init(device),
             layers: (0..layers).map(|_| layer()).collect(),
-            head: LinearConfig::new(width, tokens).init(device),
+            head: match of {
+                Layers::Burn => Head::Burn(head),
+                Layers::Ops => Head::Ops(head.into()),
+            },
         }
     }
 
@@ -86,12 +120,22 @@ impl Transformer {
         let x = self.tokens.forward(tokens) + self.places.forward(places);
         let mask = generate_autoregressive_mask(batch, length, &device);
         let x = self.layers.iter().fold(x, |x, layer| {
-            layer.run((x, mask.clone()), |layer, (x, mask)| {
-                layer.forward(x, None, Some(mask))
-            })
+            layer.run((x, mask.clone()), |layer, (x, mask)| layer.forward(x, mask))
         });
-        let logits = self.head.forward(x);
+        let logits = match &self.head {
+            Head::Burn(head) => head.forward(x),
+            Head::Ops(head) => head.forward(x),
+        };
         let [_, _, known] = logits.dims();
         logits.reshape([batch * length, known])
+    }
+}
+
+impl Layer {
+    fn forward(&self, x: Tensor<3>, mask: Tensor<3, Bool>) -> Tensor<3> {
+        match self {
+            Self::Burn(layer) => layer.forward(x, None, Some(mask)),
+            Self::Ops(layer) => layer.forward(x, None, Some(mask)),
+        }
     }
 }

@@ -4,6 +4,7 @@ use accelerator::OverlapState;
 use accelerator::nn::{Unit, Units};
 use burn::module::Module;
 use burn::nn::transformer::{TransformerEncoderConfig, TransformerEncoderLayer};
+use burn::nn::{Linear, LinearConfig};
 use burn::tensor::{Device, Tensor};
 
 use super::harness::{Place, Setting, same_bits, trained};
@@ -44,11 +45,13 @@ fn units_hand_over_their_gradients_early_where_parameters_are_seen_through_views
         let plain = trained(setting(Units::Plain), Encoder::new, Encoder::loss);
         for report in same_bits(setting(Units::Plain), Encoder::new, Encoder::loss) {
             assert!(report.early * 4 < report.buckets, "{report:?}");
+            assert_eq!(report.early + report.late, report.buckets);
         }
         for units in [Units::Keep, Units::Recompute] {
             let reports = same_bits(setting(units), Encoder::new, Encoder::loss);
             for report in &reports {
                 assert_eq!((report.state, report.repairs), (OverlapState::On, 0));
+                assert!(report.late * 4 < report.buckets, "{report:?}");
             }
             assert!(
                 reports
@@ -57,6 +60,53 @@ fn units_hand_over_their_gradients_early_where_parameters_are_seen_through_views
                 "{reports:?}"
             );
             assert_eq!(trained(setting(units), Encoder::new, Encoder::loss), plain);
+        }
+    }
+}
+
+/// The same encoder of layers whose every operation has its weights as parents.
+#[cfg(feature = "ops")]
+#[test]
+fn layers_of_ops_are_ready_early_without_units() {
+    use accelerator::ops::nn::{
+        TransformerEncoder, TransformerEncoderConfig, TransformerEncoderInput,
+    };
+
+    for kind in devices() {
+        for length in [8, 31] {
+            let setting = Setting {
+                accumulation: 2,
+                ..Setting::new(kind)
+            };
+            let build = |device: &Device| -> TransformerEncoder {
+                let config = TransformerEncoderConfig::new(16, 32, 2, 3);
+                config.with_dropout(0.0).init(device)
+            };
+            let loss = move |model: &TransformerEncoder, place: &Place| {
+                let input = TransformerEncoderInput::new(place.input([4, length, 16]));
+                model.forward(input).powi_scalar(2).mean()
+            };
+            for report in same_bits(setting, build, loss) {
+                assert_eq!((report.state, report.repairs), (OverlapState::On, 0));
+                assert!(report.early * 4 > report.buckets * 3, "{kind}, {report:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_model_without_early_gradients_is_told_how_to_get_them() {
+    for kind in devices() {
+        let setting = Setting::new(kind);
+        let build = |device: &Device| LinearConfig::new(16, 16).init(device);
+        let loss = |model: &Linear, place: &Place| {
+            let x: Tensor<3> = place.input([4, 8, 16]);
+            model.forward(x).powi_scalar(2).mean()
+        };
+        for report in same_bits(setting, build, loss) {
+            assert_eq!(report.state, OverlapState::NothingEarly);
+            assert_eq!((report.early_total, report.late), (0, report.buckets));
+            assert!(report.state.to_string().contains("Units::Keep"));
         }
     }
 }

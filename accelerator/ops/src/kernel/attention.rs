@@ -1,0 +1,289 @@
+//! Attention of several heads, from projected queries, keys and values.
+
+use std::sync::OnceLock;
+
+use burn_flex::FlexTensor;
+
+use super::math::{dot, exp, largest, sum};
+use super::product::{Matrix, Onto, product};
+use super::{for_each, for_parts, tensor, values, vectorised};
+use crate::backend::{Backprop, Forward};
+
+/// Scaled dot-product attention: queries of `[batch, queries, width]`, keys and values of `[batch, keys, width]`, where
+/// the width is divided among heads.
+#[derive(Clone, Debug)]
+pub(crate) struct Attention {
+    pub(crate) heads: usize,
+    pub(crate) mask: Option<Mask>,
+}
+
+/// The scores that attention replaces by a number, before it takes probabilities of them.
+#[derive(Clone, Debug)]
+pub(crate) struct Mask {
+    pub(crate) number: f32,
+    /// One for each key of each sequence.
+    pub(crate) of_keys: Option<Vec<bool>>,
+    /// One for each key of each query of each sequence.
+    pub(crate) of_pairs: Option<Vec<bool>>,
+}
+
+/// The number of probabilities above which they are computed again in backward, rather than kept: 64 MiB.
+const KEPT: usize = 1 << 24;
+
+impl Attention {
+    pub(crate) fn forward(self) -> Forward<3> {
+        Box::new(move |inputs| {
+            let inputs = inputs.map(|input| input.to_contiguous());
+            let sizes = Sizes::of(&inputs, self.heads);
+            let kept = (0..sizes.batch).map(|_| OnceLock::new()).collect();
+            let run = Run {
+                attention: self,
+                inputs,
+                sizes,
+                kept,
+            };
+            let output = run.output();
+            let back: Backprop<3> = Box::new(move |gradient, needs| {
+                let mut needs = needs.into_iter();
+                let gradients = run.back(&gradient.to_contiguous());
+                gradients.map(|gradient| needs.next().unwrap_or(true).then_some(gradient))
+            });
+            (output, back)
+        })
+    }
+}
+
+#[derive(Clone, Copy)]
+struct Sizes {
+    batch: usize,
+    queries: usize,
+    keys: usize,
+    width: usize,
+    heads: usize,
+    /// The width of a head.
+    head: usize,
+}
+
+impl Sizes {
+    fn of([query, key, _]: &[FlexTensor; 3], heads: usize) -> Self {
+        let [batch, queries, width] = query.layout().shape().dims();
+        let [_, keys, _] = key.layout().shape().dims();
+        Self {
+            batch,
+            queries,
+            keys,
+            width,
+            heads,
+            head: width / heads,
+        }
+    }
+}
+
+/// Attention of these inputs.
+struct Run {
+    attention: Attention,
+    inputs: [FlexTensor; 3],
+    sizes: Sizes,
+    /// The probabilities of each sequence, if there are few: `[heads, queries, keys]`.
+    kept: Vec<OnceLock<Vec<f32>>>,
+}
+
+impl Run {
+    fn output(&self) -> FlexTensor {
+        let Sizes {
+            batch,
+            queries,
+            keys,
+            width,
+            heads,
+            ..
+        } = self.sizes;
+        let [_, _, value] = self.inputs.each_ref().map(values);
+        let mut out = vec![0.0; batch * queries * width];
+        for_parts(&mut out, queries * width, |sequence, out| {
+            let probabilities = self.probabilities(sequence);
+            for head in 0..heads {
+                let p = &probabilities[head * queries * keys..][..queries * keys];
+                let p = Matrix::new(p, [queries, keys], keys);
+                let value = self.head(value, keys, sequence, head);
+                product(
+                    &mut out[head * self.sizes.head..],
+                    width,
+                    Onto::Nothing,
+                    p,
+                    value,
+                );
+            }
+            if self.sizes.batch * probabilities.len() <= KEPT {
+                let _ = self.kept[sequence].set(probabilities);
+            }
+        });
+        tensor(out, [batch, queries, width])
+    }
+
+    /// Returns the part of a head in the queries, keys or values of a sequence.
+    fn head<'a>(&self, of: &'a [f32], rows: usize, sequence: usize, head: usize) -> Matrix<'a> {
+        let Sizes {
+            width, head: wide, ..
+        } = self.sizes;
+        let start = sequence * rows * width + head * wide;
+        let of = of.get(start..).unwrap_or(&[]);
+        Matrix::new(of, [rows, wide], width)
+    }
+
+    /// Computes the probabilities of a sequence, head by head.
+    fn probabilities(&self, sequence: usize) -> Vec<f32> {
+        let Sizes {
+            queries,
+            keys,
+            heads,
+            head: wide,
+            ..
+        } = self.sizes;
+        let [query, key, _] = self.inputs.each_ref().map(values);
+        let scale = 1.0 / (wide as f32).sqrt();
+        let mut all = vec![0.0; heads * queries * keys];
+        for (head, scores) in all.chunks_exact_mut((queries * keys).max(1)).enumerate() {
+            let query = self.head(query, queries, sequence, head);
+            let key = self.head(key, keys, sequence, head);
+            product(scores, keys, Onto::Nothing, query, key.transposed());
+            for (number, row) in scores.chunks_exact_mut(keys).enumerate() {
+                vectorised(
+                    #[inline(always)]
+                    || {
+                        for score in row.iter_mut() {
+                            *score *= scale;
+                        }
+                    },
+                );
+                self.for_masked(sequence, number, |key, number| row[key] = number);
+                softmax(row);
+            }
+        }
+        all
+    }
+
+    /// Calls `work` with each key that is masked for a query, and the mask's number.
+    fn for_masked(&self, sequence: usize, query: usize, mut work: impl FnMut(usize, f32)) {
+        let Some(mask) = &self.attention.mask else {
+            return;
+        };
+        let Sizes { queries, keys, .. } = self.sizes;
+        let of_keys = mask
+            .of_keys
+            .as_ref()
+            .map(|mask| &mask[sequence * keys..][..keys]);
+        let pairs = (sequence * queries + query) * keys;
+        let of_pairs = mask.of_pairs.as_ref().map(|mask| &mask[pairs..][..keys]);
+        for is_masked in [of_keys, of_pairs].into_iter().flatten() {
+            for (key, _) in is_masked
+                .iter()
+                .enumerate()
+                .filter(|(_, is_masked)| **is_masked)
+            {
+                work(key, mask.number);
+            }
+        }
+    }
+
+    /// Returns the gradients of queries, keys and values.
+    fn back(&self, gradient: &FlexTensor) -> [FlexTensor; 3] {
+        let Sizes {
+            batch,
+            queries,
+            keys,
+            width,
+            heads,
+            head: wide,
+        } = self.sizes;
+        let [query, key, value] = self.inputs.each_ref().map(values);
+        let g = values(gradient);
+        let scale = 1.0 / (wide as f32).sqrt();
+        let lens = [queries * width, keys * width, keys * width];
+        let [mut dquery, mut dkey, mut dvalue] = lens.map(|len| vec![0.0; batch * len]);
+        let parts = dkey
+            .chunks_mut(lens[1].max(1))
+            .zip(dvalue.chunks_mut(lens[2].max(1)));
+        let parts = dquery.chunks_mut(lens[0].max(1)).zip(parts);
+        for_each(
+            batch * lens[0],
+            parts,
+            |sequence, (dquery, (dkey, dvalue))| {
+                let again;
+                let probabilities = match self.kept[sequence].get() {
+                    Some(kept) => kept,
+                    None => {
+                        again = self.probabilities(sequence);
+                        &again
+                    }
+                };
+                let mut dscores = vec![0.0; queries * keys];
+                for head in 0..heads {
+                    let p = &probabilities[head * queries * keys..][..queries * keys];
+                    let column = head * wide;
+                    let g = self.head(g, queries, sequence, head);
+                    let of_p = Matrix::new(p, [queries, keys], keys);
+                    product(
+                        &mut dvalue[column..],
+                        width,
+                        Onto::Nothing,
+                        of_p.transposed(),
+                        g,
+                    );
+                    let value = self.head(value, keys, sequence, head);
+                    product(&mut dscores, keys, Onto::Nothing, g, value.transposed());
+                    let rows = dscores.chunks_exact_mut(keys).zip(p.chunks_exact(keys));
+                    for (number, (dscores, p)) in rows.enumerate() {
+                        softmax_back(dscores, p, scale);
+                        self.for_masked(sequence, number, |key, _| dscores[key] = 0.0);
+                    }
+                    let of_scores = Matrix::new(&dscores, [queries, keys], keys);
+                    let key = self.head(key, keys, sequence, head);
+                    product(&mut dquery[column..], width, Onto::Nothing, of_scores, key);
+                    let query = self.head(query, queries, sequence, head);
+                    product(
+                        &mut dkey[column..],
+                        width,
+                        Onto::Nothing,
+                        of_scores.transposed(),
+                        query,
+                    );
+                }
+            },
+        );
+        [
+            tensor(dquery, [batch, queries, width]),
+            tensor(dkey, [batch, keys, width]),
+            tensor(dvalue, [batch, keys, width]),
+        ]
+    }
+}
+
+fn softmax(row: &mut [f32]) {
+    vectorised(
+        #[inline(always)]
+        || {
+            let top = largest(row);
+            for score in row.iter_mut() {
+                *score = exp(*score - top);
+            }
+            let all = 1.0 / sum(row, |score| score);
+            for score in row.iter_mut() {
+                *score *= all;
+            }
+        },
+    );
+}
+
+/// Replaces the gradients of probabilities by those of scores, each of which was multiplied by `scale`.
+fn softmax_back(gradients: &mut [f32], probabilities: &[f32], scale: f32) {
+    vectorised(
+        #[inline(always)]
+        || {
+            let along = dot(gradients, probabilities);
+            for (gradient, p) in gradients.iter_mut().zip(probabilities) {
+                *gradient = (*gradient - along) * p * scale;
+            }
+        },
+    );
+}

@@ -1,0 +1,108 @@
+//! Activations, a number at a time.
+
+use burn_flex::FlexTensor;
+
+use super::math::{erf, exp, tanh};
+use super::{TASK, for_parts, shape, tensor, values, vectorised};
+use crate::backend::{Backprop, Forward};
+
+/// An activation with a kernel.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Elementwise {
+    Gelu,
+    GeluTanh,
+    Silu,
+}
+
+impl Elementwise {
+    /// Returns the operation, which keeps its input for backward.
+    pub(crate) fn forward(self) -> Forward<1> {
+        Box::new(move |[x]| {
+            let x = x.to_contiguous();
+            let y = tensor(self.of(values(&x)), shape(&x));
+            let back: Backprop<1> = Box::new(move |gradient, _| {
+                let gradient = gradient.to_contiguous();
+                [Some(self.back(&x, &gradient))]
+            });
+            (y, back)
+        })
+    }
+
+    fn of(self, x: &[f32]) -> Vec<f32> {
+        match self {
+            Self::Gelu => mapped(x, |x| {
+                0.5 * x * (1.0 + erf(x * core::f32::consts::FRAC_1_SQRT_2))
+            }),
+            Self::GeluTanh => mapped(x, |x| 0.5 * x * (1.0 + tanh(inner(x)))),
+            Self::Silu => mapped(x, |x| x * sigmoid(x)),
+        }
+    }
+
+    fn back(self, x: &FlexTensor, gradient: &FlexTensor) -> FlexTensor {
+        let (of, g) = (values(x), values(gradient));
+        let dx = match self {
+            Self::Gelu => mapped_both(of, g, |x, g| {
+                let below = 0.5 * (1.0 + erf(x * core::f32::consts::FRAC_1_SQRT_2));
+                let density = ONE_BY_ROOT_TWO_PI * exp(-0.5 * x * x);
+                g * x.mul_add(density, below)
+            }),
+            Self::GeluTanh => mapped_both(of, g, |x, g| {
+                let t = tanh(inner(x));
+                let slope = ROOT_TWO_BY_PI * (3.0 * CUBIC * x).mul_add(x, 1.0);
+                let right = 0.5 * x * t.mul_add(-t, 1.0) * slope;
+                g * (0.5 * (1.0 + t) + right)
+            }),
+            Self::Silu => mapped_both(of, g, |x, g| {
+                let s = sigmoid(x);
+                g * s * (1.0 - s).mul_add(x, 1.0)
+            }),
+        };
+        tensor(dx, shape(x))
+    }
+}
+
+const ONE_BY_ROOT_TWO_PI: f32 = 0.398_942_3;
+const ROOT_TWO_BY_PI: f32 = 0.797_884_6;
+const CUBIC: f32 = 0.044_715;
+
+/// The argument of the hyperbolic tangent by which GELU is approximated.
+#[inline(always)]
+fn inner(x: f32) -> f32 {
+    ROOT_TWO_BY_PI * (CUBIC * x * x).mul_add(x, x)
+}
+
+#[inline(always)]
+fn sigmoid(x: f32) -> f32 {
+    1.0 / (1.0 + exp(-x))
+}
+
+fn mapped(x: &[f32], of: impl Fn(f32) -> f32 + Sync) -> Vec<f32> {
+    let mut out = vec![0.0; x.len()];
+    for_parts(&mut out, TASK, |part, out| {
+        vectorised(
+            #[inline(always)]
+            || {
+                for (out, &x) in out.iter_mut().zip(&x[part * TASK..]) {
+                    *out = of(x);
+                }
+            },
+        );
+    });
+    out
+}
+
+fn mapped_both(x: &[f32], y: &[f32], of: impl Fn(f32, f32) -> f32 + Sync) -> Vec<f32> {
+    let mut out = vec![0.0; x.len()];
+    for_parts(&mut out, TASK, |part, out| {
+        vectorised(
+            #[inline(always)]
+            || {
+                let inputs = x[part * TASK..].iter().zip(&y[part * TASK..]);
+                for (out, (&x, &y)) in out.iter_mut().zip(inputs) {
+                    *out = of(x, y);
+                }
+            },
+        );
+    });
+    out
+}

@@ -1,0 +1,194 @@
+//! Layer and RMS norm over the last dimension.
+
+use burn_flex::FlexTensor;
+
+use super::math::{dot, sum};
+use super::{for_parts, shape, sums, tensor, values, vectorised};
+use crate::backend::{Backprop, Forward};
+
+/// A norm over the last dimension, with a scale for each of its values.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Norm {
+    Layer { epsilon: f32 },
+    Rms { epsilon: f32 },
+}
+
+/// The numbers of rows that one task norms.
+const ROWS: usize = 64;
+
+impl Norm {
+    /// Returns the operation on an input, a scale and a shift.
+    pub(crate) fn forward_with_shift(self) -> Forward<3> {
+        Box::new(move |[x, gamma, beta]| {
+            let (x, gamma, beta) = (
+                x.to_contiguous(),
+                gamma.to_contiguous(),
+                beta.to_contiguous(),
+            );
+            let (y, rows) = self.apply(&x, &gamma, Some(&beta));
+            let back: Backprop<3> = Box::new(move |gradient, needs| {
+                let [dx, dgamma, dbeta] = self.back(&x, &gamma, &rows, &gradient, needs[0]);
+                [needs[0].then_some(dx), Some(dgamma), Some(dbeta)]
+            });
+            (y, back)
+        })
+    }
+
+    /// Returns the operation on an input and a scale.
+    pub(crate) fn forward(self) -> Forward<2> {
+        Box::new(move |[x, gamma]| {
+            let (x, gamma) = (x.to_contiguous(), gamma.to_contiguous());
+            let (y, rows) = self.apply(&x, &gamma, None);
+            let back: Backprop<2> = Box::new(move |gradient, needs| {
+                let [dx, dgamma, _] = self.back(&x, &gamma, &rows, &gradient, needs[0]);
+                [needs[0].then_some(dx), Some(dgamma)]
+            });
+            (y, back)
+        })
+    }
+
+    fn apply(
+        self,
+        x: &FlexTensor,
+        gamma: &FlexTensor,
+        beta: Option<&FlexTensor>,
+    ) -> (FlexTensor, Vec<Row>) {
+        let (of, gamma, beta) = (values(x), values(gamma), beta.map(values));
+        let n = gamma.len();
+        let rows: Vec<Row> = of.chunks_exact(n).map(|x| self.row(x)).collect();
+        let mut out = vec![0.0; of.len()];
+        for_parts(&mut out, ROWS * n, |part, out| {
+            let first = part * ROWS;
+            let inputs = of[first * n..].chunks_exact(n).zip(&rows[first..]);
+            vectorised(
+                #[inline(always)]
+                || {
+                    for (out, (x, row)) in out.chunks_exact_mut(n).zip(inputs) {
+                        let Row { mean, scale } = *row;
+                        match beta {
+                            Some(beta) => {
+                                for (((out, x), gamma), beta) in
+                                    out.iter_mut().zip(x).zip(gamma).zip(beta)
+                                {
+                                    *out = ((x - mean) * scale).mul_add(*gamma, *beta);
+                                }
+                            }
+                            None => {
+                                for ((out, x), gamma) in out.iter_mut().zip(x).zip(gamma) {
+                                    *out = (x - mean) * scale * gamma;
+                                }
+                            }
+                        }
+                    }
+                },
+            );
+        });
+        (tensor(out, shape(x)), rows)
+    }
+
+    fn row(self, x: &[f32]) -> Row {
+        let n = x.len() as f32;
+        vectorised(
+            #[inline(always)]
+            || match self {
+                Self::Layer { epsilon } => {
+                    let mean = sum(x, |x| x) / n;
+                    let variance = sum(x, |x| (x - mean) * (x - mean)) / n;
+                    Row {
+                        mean,
+                        scale: 1.0 / (variance + epsilon).sqrt(),
+                    }
+                }
+                Self::Rms { epsilon } => Row {
+                    mean: 0.0,
+                    scale: 1.0 / (sum(x, |x| x * x) / n + epsilon).sqrt(),
+                },
+            },
+        )
+    }
+
+    /// Returns the gradients of the input, the scale and the shift.
+    fn back(
+        self,
+        x: &FlexTensor,
+        gamma: &FlexTensor,
+        rows: &[Row],
+        gradient: &FlexTensor,
+        needs_input: bool,
+    ) -> [FlexTensor; 3] {
+        let gradient = gradient.to_contiguous();
+        let (of, gamma, g) = (values(x), values(gamma), values(&gradient));
+        let n = gamma.len();
+        let mut dx = vec![0.0; if needs_input { of.len() } else { 0 }];
+        for_parts(&mut dx, ROWS * n, |part, dx| {
+            let first = part * ROWS;
+            let inputs = of[first * n..]
+                .chunks_exact(n)
+                .zip(g[first * n..].chunks_exact(n));
+            let inputs = inputs.zip(&rows[first..]);
+            let mut normed = vec![0.0; n];
+            vectorised(
+                #[inline(always)]
+                || {
+                    for (dx, ((x, g), row)) in dx.chunks_exact_mut(n).zip(inputs) {
+                        self.back_of_row(dx, x, g, gamma, *row, &mut normed);
+                    }
+                },
+            );
+        });
+        let [dgamma, dbeta] = sums(rows.len(), [n, n], |range, [dgamma, dbeta]| {
+            vectorised(
+                #[inline(always)]
+                || {
+                    for row in range {
+                        let Row { mean, scale } = rows[row];
+                        let (x, g) = (&of[row * n..][..n], &g[row * n..][..n]);
+                        let to = dgamma.iter_mut().zip(dbeta.iter_mut());
+                        for ((dgamma, dbeta), (x, g)) in to.zip(x.iter().zip(g)) {
+                            *dgamma = ((x - mean) * scale).mul_add(*g, *dgamma);
+                            *dbeta += g;
+                        }
+                    }
+                },
+            );
+        });
+        [
+            tensor(dx, if needs_input { shape(x) } else { [0].into() }),
+            tensor(dgamma, [n]),
+            tensor(dbeta, [n]),
+        ]
+    }
+
+    #[inline(always)]
+    fn back_of_row(
+        self,
+        dx: &mut [f32],
+        x: &[f32],
+        g: &[f32],
+        gamma: &[f32],
+        Row { mean, scale }: Row,
+        normed: &mut [f32],
+    ) {
+        let n = x.len() as f32;
+        let inputs = x.iter().zip(g.iter().zip(gamma));
+        for ((dx, normed), (x, (g, gamma))) in dx.iter_mut().zip(normed.iter_mut()).zip(inputs) {
+            *normed = (x - mean) * scale;
+            *dx = g * gamma;
+        }
+        let along = dot(dx, normed) / n;
+        let level = match self {
+            Self::Layer { .. } => sum(dx, |dx| dx) / n,
+            Self::Rms { .. } => 0.0,
+        };
+        for (dx, normed) in dx.iter_mut().zip(normed.iter()) {
+            *dx = normed.mul_add(-along, *dx - level) * scale;
+        }
+    }
+}
+
+/// The mean of a row, and the factor by which its values are scaled.
+#[derive(Clone, Copy, Debug)]
+struct Row {
+    mean: f32,
+    scale: f32,
+}

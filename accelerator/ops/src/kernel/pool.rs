@@ -1,0 +1,171 @@
+//! The largest value of each window of an image.
+
+use burn_flex::FlexTensor;
+
+use super::{for_each, for_parts, tensor, values, vectorised};
+use crate::backend::{Backprop, Forward};
+
+/// The sizes of a pooling. Pairs are of height and width.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PoolShape {
+    /// The number of images, and of channels.
+    pub(crate) planes: [usize; 2],
+    pub(crate) input: [usize; 2],
+    pub(crate) output: [usize; 2],
+    /// At most 255 values.
+    pub(crate) kernel: [usize; 2],
+    pub(crate) stride: [usize; 2],
+    /// The padding above and on the left.
+    pub(crate) padding: [usize; 2],
+}
+
+pub(crate) fn max_pool2d(shape: PoolShape) -> Forward<1> {
+    Box::new(move |[x]: [FlexTensor; 1]| {
+        let x = x.to_contiguous();
+        let (y, chosen) = shape.forward(values(&x));
+        let back: Backprop<1> = Box::new(move |gradient, _| {
+            let gradient = gradient.to_contiguous();
+            let dx = shape.back(values(&gradient), &chosen);
+            [Some(tensor(dx, shape.dims(shape.input)))]
+        });
+        (tensor(y, shape.dims(shape.output)), back)
+    })
+}
+
+impl PoolShape {
+    fn dims(&self, [height, width]: [usize; 2]) -> [usize; 4] {
+        [self.planes[0], self.planes[1], height, width]
+    }
+
+    /// Returns `true` for the windows that most networks have: 2 × 2, next to each other.
+    fn is_halving(&self) -> bool {
+        (self.kernel, self.stride, self.padding) == ([2, 2], [2, 2], [0, 0])
+            && self.output[1] * 2 <= self.input[1]
+            && self.output[0] * 2 <= self.input[0]
+    }
+
+    /// Returns the largest values, and the place of each in its window. NaN is larger than all numbers; of equal values,
+    /// the first is chosen.
+    fn forward(&self, x: &[f32]) -> (Vec<f32>, Vec<u8>) {
+        let [plane_in, plane_out] = [self.input, self.output].map(|[height, width]| height * width);
+        let values = self.planes[0] * self.planes[1] * plane_out;
+        let (mut y, mut chosen) = (vec![0.0; values], vec![0; values]);
+        let len = plane_out.max(1);
+        let parts = y.chunks_mut(len).zip(chosen.chunks_mut(len));
+        for_each(values, parts, |plane, (y, chosen)| {
+            let x = &x[plane * plane_in..][..plane_in];
+            let width = self.output[1];
+            let rows = y.chunks_mut(width).zip(chosen.chunks_mut(width));
+            for (row, (y, chosen)) in rows.enumerate() {
+                match self.is_halving() {
+                    true => self.halve(x, row, y, chosen),
+                    false => self.pool(x, row, y, chosen),
+                }
+            }
+        });
+        (y, chosen)
+    }
+
+    fn halve(&self, x: &[f32], row: usize, y: &mut [f32], chosen: &mut [u8]) {
+        let width = self.input[1];
+        let [upper, lower] = [2 * row, 2 * row + 1].map(|line| &x[line * width..][..2 * y.len()]);
+        vectorised(
+            #[inline(always)]
+            || {
+                let windows = upper.chunks_exact(2).zip(lower.chunks_exact(2));
+                for ((y, chosen), (upper, lower)) in y.iter_mut().zip(chosen).zip(windows) {
+                    let mut top = (upper[0], 0);
+                    for candidate in [(upper[1], 1), (lower[0], 2), (lower[1], 3)] {
+                        top = larger(top, candidate);
+                    }
+                    (*y, *chosen) = top;
+                }
+            },
+        );
+    }
+
+    fn pool(&self, x: &[f32], row: usize, y: &mut [f32], chosen: &mut [u8]) {
+        for (place, (y, chosen)) in y.iter_mut().zip(chosen).enumerate() {
+            let mut top = (f32::NEG_INFINITY, u8::MAX);
+            self.for_window([row, place], |at, from| {
+                top = match top.1 {
+                    u8::MAX => (x[from], at),
+                    _ => larger(top, (x[from], at)),
+                };
+            });
+            (*y, *chosen) = top;
+        }
+    }
+
+    /// Calls `work` for each value of a window that is not padding: with its place there, and in the plane.
+    fn for_window(&self, [row, place]: [usize; 2], mut work: impl FnMut(u8, usize)) {
+        let [height, width] = self.input;
+        for y in 0..self.kernel[0] {
+            for x in 0..self.kernel[1] {
+                let line = (row * self.stride[0] + y).wrapping_sub(self.padding[0]);
+                let column = (place * self.stride[1] + x).wrapping_sub(self.padding[1]);
+                if line < height && column < width {
+                    work((y * self.kernel[1] + x) as u8, line * width + column);
+                }
+            }
+        }
+    }
+
+    fn back(&self, gradient: &[f32], chosen: &[u8]) -> Vec<f32> {
+        let [plane_in, plane_out] = [self.input, self.output].map(|[height, width]| height * width);
+        let mut dx = vec![0.0; self.planes[0] * self.planes[1] * plane_in];
+        for_parts(&mut dx, plane_in, |plane, dx| {
+            let outputs = plane * plane_out..(plane + 1) * plane_out;
+            let width = self.output[1].max(1);
+            let rows = gradient[outputs.clone()]
+                .chunks(width)
+                .zip(chosen[outputs].chunks(width));
+            for (row, (gradient, chosen)) in rows.enumerate() {
+                match self.is_halving() {
+                    true => self.unhalve(dx, row, gradient, chosen),
+                    false => self.unpool(dx, row, gradient, chosen),
+                }
+            }
+        });
+        dx
+    }
+
+    fn unhalve(&self, dx: &mut [f32], row: usize, gradient: &[f32], chosen: &[u8]) {
+        let width = self.input[1];
+        let (upper, lower) = dx[2 * row * width..].split_at_mut(width);
+        vectorised(
+            #[inline(always)]
+            || {
+                let windows = upper.chunks_exact_mut(2).zip(lower.chunks_exact_mut(2));
+                for ((gradient, chosen), (upper, lower)) in gradient.iter().zip(chosen).zip(windows)
+                {
+                    let of = |place| if *chosen == place { *gradient } else { 0.0 };
+                    (upper[0], upper[1]) = (of(0), of(1));
+                    (lower[0], lower[1]) = (of(2), of(3));
+                }
+            },
+        );
+    }
+
+    fn unpool(&self, dx: &mut [f32], row: usize, gradient: &[f32], chosen: &[u8]) {
+        let width = self.input[1];
+        for (place, (gradient, chosen)) in gradient.iter().zip(chosen).enumerate() {
+            let (y, x) = (
+                usize::from(*chosen) / self.kernel[1],
+                usize::from(*chosen) % self.kernel[1],
+            );
+            let line = (row * self.stride[0] + y).wrapping_sub(self.padding[0]);
+            let column = (place * self.stride[1] + x).wrapping_sub(self.padding[1]);
+            // A window of padding alone has chosen nothing.
+            if line < self.input[0] && column < width {
+                dx[line * width + column] += gradient;
+            }
+        }
+    }
+}
+
+#[inline(always)]
+fn larger(top: (f32, u8), candidate: (f32, u8)) -> (f32, u8) {
+    let is_larger = candidate.0 > top.0 || (candidate.0.is_nan() && !top.0.is_nan());
+    if is_larger { candidate } else { top }
+}

@@ -1,0 +1,415 @@
+//! Fast operations of neural networks on the CPU, for Burn.
+//!
+//! The [`nn`] module has layers of the same names, parameters and records as Burn's. A model uses them by one changed
+//! import:
+//!
+//! ```
+//! use accelerator_ops::nn::{Linear, LinearConfig};   // was: burn::nn
+//! use burn::module::Module;
+//! use burn::tensor::{Device, Distribution, Tensor};
+//!
+//! #[derive(Module, Debug)]
+//! struct Mlp {
+//!     hidden: Linear,
+//!     output: Linear,
+//! }
+//!
+//! let device = Device::default().autodiff();
+//! let mlp = Mlp {
+//!     hidden: LinearConfig::new(8, 32).init(&device),
+//!     output: LinearConfig::new(32, 1).init(&device),
+//! };
+//! let x = Tensor::<2>::random([4, 8], Distribution::Default, &device);
+//! let y = mlp.output.forward(accelerator_ops::gelu(mlp.hidden.forward(x)));
+//! assert_eq!(y.dims(), [4, 1]);
+//! ```
+//!
+//! The functions of this module are what the layers call. Each is one operation of Burn's graph, with a backward pass
+//! of its own, on the Flex backend in f32. On other backends and in other types, it is Burn's own operation, so the same
+//! call works everywhere. Only [`linear`] is one operation on all backends.
+//!
+//! Results are those of Burn to rounding, and have the same bits for any number of threads. Between processors, they may
+//! differ as Burn's own do, because the products of matrices depend on the instructions that a processor has.
+
+mod linear;
+pub mod nn;
+
+#[cfg(feature = "flex")]
+mod backend;
+#[cfg(feature = "flex")]
+mod kernel;
+
+use burn::tensor::ops::{ConvOptions, MaxPoolOptions};
+use burn::tensor::{Bool, Distribution, Int, Tensor, activation, module};
+
+#[cfg(feature = "flex")]
+use crate::backend::{one, serves, three, two};
+#[cfg(feature = "flex")]
+use crate::kernel::{Attention, ConvShape, Dropout, Elementwise, Mask, Norm, PoolShape, Then};
+
+/// Returns `input · weight + bias`, for an input of `[…, inputs]`, a weight of `[inputs, outputs]` and a bias of
+/// `[outputs]`.
+///
+/// # Panics
+///
+/// Panics if the shapes do not fit.
+pub fn linear<const D: usize>(
+    input: Tensor<D>,
+    weight: Tensor<2>,
+    bias: Option<Tensor<1>>,
+) -> Tensor<D> {
+    let [inputs, outputs] = weight.dims();
+    assert!(
+        D > 0 && input.dims()[D - 1] == inputs,
+        "the last dimension of an input of {:?} must be {inputs}, the first of the weight",
+        input.dims()
+    );
+    if let Some(bias) = &bias {
+        assert_eq!(
+            bias.dims(),
+            [outputs],
+            "the bias has a number for each output"
+        );
+    }
+    if D == 1 || weight.dtype() != input.dtype() {
+        return module::linear(input, weight, bias);
+    }
+    #[cfg(feature = "flex")]
+    {
+        let (x, w) = (
+            input.clone().into_dispatch(),
+            weight.clone().into_dispatch(),
+        );
+        match &bias {
+            None if serves(&[&x, &w]) => return two([x, w], kernel::linear()),
+            Some(bias) => {
+                let b = bias.clone().into_dispatch();
+                if serves(&[&x, &w, &b]) {
+                    return three([x, w, b], kernel::linear());
+                }
+            }
+            None => {}
+        }
+    }
+    linear::linear(input, weight, bias)
+}
+
+macro_rules! activations {
+    ($($(#[$doc:meta])* $name:ident = $kernel:ident, $burns:path;)+) => {$(
+        $(#[$doc])*
+        pub fn $name<const D: usize>(x: Tensor<D>) -> Tensor<D> {
+            #[cfg(feature = "flex")]
+            {
+                let of = x.clone().into_dispatch();
+                if serves(&[&of]) {
+                    return one(of, Elementwise::$kernel.forward());
+                }
+            }
+            $burns(x)
+        }
+    )+};
+}
+
+activations! {
+    /// The Gaussian error linear unit, `x · Φ(x)`.
+    gelu = Gelu, activation::gelu;
+
+    /// GELU, approximated by a hyperbolic tangent.
+    gelu_approximate = GeluTanh, activation::gelu_approximate;
+
+    /// The sigmoid linear unit, `x · σ(x)`, which is also called swish.
+    silu = Silu, activation::silu;
+}
+
+/// Subtracts from each row of `[…, width]` its mean, divides it by its standard deviation, multiplies it by `gamma`, and
+/// adds `beta`.
+pub fn layer_norm<const D: usize>(
+    x: Tensor<D>,
+    gamma: Tensor<1>,
+    beta: Option<Tensor<1>>,
+    epsilon: f64,
+) -> Tensor<D> {
+    #[cfg(feature = "flex")]
+    if gamma.dims()[0] == x.dims()[D - 1] {
+        let norm = Norm::Layer {
+            epsilon: epsilon as f32,
+        };
+        let (of, scale) = (x.clone().into_dispatch(), gamma.clone().into_dispatch());
+        match &beta {
+            None if serves(&[&of, &scale]) => return two([of, scale], norm.forward()),
+            Some(beta) => {
+                let shift = beta.clone().into_dispatch();
+                if serves(&[&of, &scale, &shift]) {
+                    return three([of, scale, shift], norm.forward_with_shift());
+                }
+            }
+            None => {}
+        }
+    }
+    module::layer_norm(x, gamma, beta, epsilon)
+}
+
+/// Divides each row of `[…, width]` by the root of the mean of its squares, and multiplies it by `gamma`.
+pub fn rms_norm<const D: usize>(x: Tensor<D>, gamma: Tensor<1>, epsilon: f64) -> Tensor<D> {
+    #[cfg(feature = "flex")]
+    if gamma.dims()[0] == x.dims()[D - 1] {
+        let (of, scale) = (x.clone().into_dispatch(), gamma.clone().into_dispatch());
+        if serves(&[&of, &scale]) {
+            let norm = Norm::Rms {
+                epsilon: epsilon as f32,
+            };
+            return two([of, scale], norm.forward());
+        }
+    }
+    let dtype = x.dtype();
+    let squares = x.clone().cast(burn::tensor::DType::F32).square();
+    let root = (squares.mean_dim(D - 1) + epsilon).sqrt();
+    (x / root.cast(dtype)) * gamma.unsqueeze()
+}
+
+/// Sets each value to zero with this probability, and scales the others up, on a device with autodiff. On others, it
+/// returns its input.
+///
+/// The values are chosen by a seed that is drawn from the device's generator.
+///
+/// # Panics
+///
+/// Panics if the probability is not in `0.0..1.0`.
+pub fn dropout<const D: usize>(x: Tensor<D>, probability: f64) -> Tensor<D> {
+    assert!(
+        (0.0..1.0).contains(&probability),
+        "the probability of dropout must be in 0.0..1.0, and is {probability}"
+    );
+    if probability == 0.0 || !x.device().is_autodiff() {
+        return x;
+    }
+    #[cfg(feature = "flex")]
+    {
+        let of = x.clone().into_dispatch();
+        if serves(&[&of]) && x.shape().num_elements() <= u32::MAX as usize {
+            let seed = drawn_seed(&x.device());
+            return one(of, Dropout { seed, probability }.forward());
+        }
+    }
+    let kept = 1.0 - probability;
+    let mask = x.random_like(Distribution::Bernoulli(kept));
+    x * mask * (1.0 / kept)
+}
+
+#[cfg(feature = "flex")]
+fn drawn_seed(device: &burn::tensor::Device) -> u64 {
+    let halves = Distribution::Uniform(0.0, f64::from(i32::MAX));
+    let halves = Tensor::<1, Int>::random([2], halves, &device.clone().inner());
+    let halves = halves.into_data();
+    let mut seed = 0;
+    for half in halves.iter::<i64>() {
+        seed = (seed << 32) | half as u64;
+    }
+    seed
+}
+
+/// Convolves images of `[batch, channels, height, width]` with a weight of `[outputs, channels / groups, height,
+/// width]`.
+pub fn conv2d(
+    x: Tensor<4>,
+    weight: Tensor<4>,
+    bias: Option<Tensor<1>>,
+    options: ConvOptions<2>,
+) -> Tensor<4> {
+    #[cfg(feature = "flex")]
+    if let Some(y) = convolved(&x, &weight, bias.as_ref(), &options, Then::Nothing) {
+        return y;
+    }
+    module::conv2d(x, weight, bias, options)
+}
+
+/// The same as [`conv2d`], followed by a rectified linear unit: one operation, which keeps nothing in between.
+pub fn conv2d_relu(
+    x: Tensor<4>,
+    weight: Tensor<4>,
+    bias: Option<Tensor<1>>,
+    options: ConvOptions<2>,
+) -> Tensor<4> {
+    #[cfg(feature = "flex")]
+    if let Some(y) = convolved(&x, &weight, bias.as_ref(), &options, Then::Relu) {
+        return y;
+    }
+    activation::relu(module::conv2d(x, weight, bias, options))
+}
+
+#[cfg(feature = "flex")]
+fn convolved(
+    x: &Tensor<4>,
+    weight: &Tensor<4>,
+    bias: Option<&Tensor<1>>,
+    options: &ConvOptions<2>,
+    then: Then,
+) -> Option<Tensor<4>> {
+    let [batch, channels_in, height, width] = x.dims();
+    let [channels_out, channels, kernel_height, kernel_width] = weight.dims();
+    let kernel = [kernel_height, kernel_width];
+    let input = [height, width];
+    if channels * options.groups != channels_in || !channels_out.is_multiple_of(options.groups) {
+        return None;
+    }
+    let mut output = [0; 2];
+    for side in 0..2 {
+        let (begin, end) = options.padding[side];
+        let span = options.dilation[side] * kernel[side].checked_sub(1)? + 1;
+        let slack = (input[side] + begin + end).checked_sub(span)?;
+        output[side] = slack / options.stride[side] + 1;
+    }
+    let shape = ConvShape {
+        batch,
+        channels_in,
+        channels_out,
+        input,
+        output,
+        kernel,
+        stride: options.stride,
+        padding: options.padding.map(|(begin, _)| begin),
+        dilation: options.dilation,
+        groups: options.groups,
+    };
+    let (x, weight) = (x.clone().into_dispatch(), weight.clone().into_dispatch());
+    match bias {
+        None => serves(&[&x, &weight]).then(|| two([x, weight], kernel::conv2d(shape, then))),
+        Some(bias) => {
+            let bias = bias.clone().into_dispatch();
+            serves(&[&x, &weight, &bias])
+                .then(|| three([x, weight, bias], kernel::conv2d(shape, then)))
+        }
+    }
+}
+
+/// Returns the largest value of each window of the images.
+pub fn max_pool2d(x: Tensor<4>, options: MaxPoolOptions<2>) -> Tensor<4> {
+    #[cfg(feature = "flex")]
+    if let Some(y) = pooled(&x, &options) {
+        return y;
+    }
+    module::max_pool2d(x, options)
+}
+
+#[cfg(feature = "flex")]
+fn pooled(x: &Tensor<4>, options: &MaxPoolOptions<2>) -> Option<Tensor<4>> {
+    let [batch, channels, height, width] = x.dims();
+    let [kernel_height, kernel_width] = options.kernel_size;
+    if options.dilation != [1, 1] || options.ceil_mode || kernel_height * kernel_width > 255 {
+        return None;
+    }
+    let input = [height, width];
+    let mut output = [0; 2];
+    for side in 0..2 {
+        let (begin, end) = options.padding[side];
+        // Windows of padding alone are Burn's.
+        if begin.max(end) >= options.kernel_size[side] {
+            return None;
+        }
+        let slack = (input[side] + begin + end).checked_sub(options.kernel_size[side])?;
+        output[side] = slack / options.stride[side] + 1;
+    }
+    let shape = PoolShape {
+        planes: [batch, channels],
+        input,
+        output,
+        kernel: options.kernel_size,
+        stride: options.stride,
+        padding: options.padding.map(|(begin, _)| begin),
+    };
+    let x = x.clone().into_dispatch();
+    serves(&[&x]).then(|| one(x, kernel::max_pool2d(shape)))
+}
+
+/// The pairs of queries and keys that [`attention`] leaves out: where a mask is `true`, `score` takes the place of the
+/// pair's own.
+#[derive(Clone, Debug)]
+pub struct AttentionMask {
+    /// The keys that are padding, `[batch, keys]`.
+    pub padding: Option<Tensor<2, Bool>>,
+    /// The keys that a query does not see, `[batch, queries, keys]`.
+    pub pairs: Option<Tensor<3, Bool>>,
+    /// The score of a pair that is left out.
+    pub score: f64,
+}
+
+/// Scaled dot-product attention: queries of `[batch, queries, width]`, keys and values of `[batch, keys, width]`. The
+/// width is divided among `heads`.
+///
+/// # Panics
+///
+/// Panics if the shapes do not fit, or if the width is not a multiple of the number of heads.
+pub fn attention(
+    query: Tensor<3>,
+    key: Tensor<3>,
+    value: Tensor<3>,
+    heads: usize,
+    mask: AttentionMask,
+) -> Tensor<3> {
+    let [batch, queries, width] = query.dims();
+    let [_, keys, _] = key.dims();
+    assert!(
+        heads > 0 && width.is_multiple_of(heads),
+        "a width of {width} cannot be divided among {heads} heads"
+    );
+    assert_eq!(key.dims(), [batch, keys, width], "keys fit the queries");
+    assert_eq!(value.dims(), key.dims(), "there is a value for each key");
+    #[cfg(feature = "flex")]
+    {
+        let inputs = [&query, &key, &value].map(|input| input.clone().into_dispatch());
+        if serves(&inputs.each_ref()) {
+            let operation = Attention {
+                heads,
+                mask: Mask::read(&mask, [batch, queries, keys]),
+            };
+            return three(inputs, operation.forward());
+        }
+    }
+    let head = width / heads;
+    let split = |x: Tensor<3>, rows| x.reshape([batch, rows, heads, head]).swap_dims(1, 2);
+    let scores = split(query, queries).matmul(split(key, keys).transpose());
+    let mut scores = scores.div_scalar((head as f32).sqrt());
+    if let Some(padding) = mask.padding {
+        scores = scores.mask_fill(padding.reshape([batch, 1, 1, keys]), mask.score);
+    }
+    if let Some(pairs) = mask.pairs {
+        scores = scores.mask_fill(pairs.reshape([batch, 1, queries, keys]), mask.score);
+    }
+    let context = activation::softmax(scores, 3).matmul(split(value, keys));
+    context.swap_dims(1, 2).reshape([batch, queries, width])
+}
+
+#[cfg(feature = "flex")]
+impl Mask {
+    fn read(mask: &AttentionMask, [batch, queries, keys]: [usize; 3]) -> Option<Self> {
+        if let Some(padding) = &mask.padding {
+            assert_eq!(
+                padding.dims(),
+                [batch, keys],
+                "a mask of padding fits the keys"
+            );
+        }
+        if let Some(pairs) = &mask.pairs {
+            assert_eq!(
+                pairs.dims(),
+                [batch, queries, keys],
+                "a mask fits queries and keys"
+            );
+        }
+        let of_keys = mask
+            .padding
+            .clone()
+            .map(|padding| bits(padding.into_data()));
+        let of_pairs = mask.pairs.clone().map(|pairs| bits(pairs.into_data()));
+        (of_keys.is_some() || of_pairs.is_some()).then_some(Self {
+            number: mask.score as f32,
+            of_keys,
+            of_pairs,
+        })
+    }
+}
+
+#[cfg(feature = "flex")]
+fn bits(mask: burn::tensor::TensorData) -> Vec<bool> {
+    mask.iter::<bool>().collect()
+}

@@ -1,0 +1,402 @@
+//! Layers of the same names, parameters and records as Burn's, which compute with the operations of this crate.
+//!
+//! A layer holds Burn's layer of the same name, to which it dereferences, and converts from it and to it. Fields, and
+//! methods that are not here, are those of Burn's layer. Records and model files of one can be loaded into the other.
+
+mod transformer;
+
+use core::fmt;
+use core::ops::{Deref, DerefMut};
+
+use burn::module::{
+    Content, Devices, DisplaySettings, Module, ModuleDisplay, ModuleDisplayDefault, ModuleMapper,
+    ModuleVisitor,
+};
+use burn::nn::{Initializer, LinearLayout, PaddingConfig2d};
+use burn::tensor::ops::{ConvOptions, MaxPoolOptions};
+use burn::tensor::{Device, Tensor};
+use serde::{Deserialize, Serialize};
+
+pub use self::transformer::{
+    MhaInput, MultiHeadAttention, MultiHeadAttentionConfig, TransformerEncoder,
+    TransformerEncoderConfig, TransformerEncoderInput, TransformerEncoderLayer,
+};
+
+/// A layer that holds Burn's layer of the same name.
+macro_rules! layer {
+    ($(#[$doc:meta])* $name:ident($burns:path)) => {
+        $(#[$doc])*
+        #[derive(Clone)]
+        pub struct $name($burns);
+
+        impl From<$burns> for $name {
+            fn from(layer: $burns) -> Self {
+                Self(layer)
+            }
+        }
+
+        impl From<$name> for $burns {
+            fn from(layer: $name) -> Self {
+                layer.0
+            }
+        }
+
+        impl Deref for $name {
+            type Target = $burns;
+
+            fn deref(&self) -> &$burns {
+                &self.0
+            }
+        }
+
+        impl DerefMut for $name {
+            fn deref_mut(&mut self) -> &mut $burns {
+                &mut self.0
+            }
+        }
+
+        impl Module for $name {
+            fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
+                self.0.visit(visitor);
+            }
+
+            fn map<T: ModuleMapper>(self, mapper: &mut T) -> Self {
+                Self(self.0.map(mapper))
+            }
+
+            fn collect_devices(&self, devices: Devices) -> Devices {
+                self.0.collect_devices(devices)
+            }
+
+            fn fork(self, device: &Device) -> Self {
+                Self(self.0.fork(device))
+            }
+
+            fn to_device(self, device: &Device) -> Self {
+                Self(self.0.to_device(device))
+            }
+
+            fn train(self) -> Self {
+                Self(self.0.train())
+            }
+
+            fn valid(&self) -> Self {
+                Self(self.0.valid())
+            }
+
+            fn materialize(self) -> Self {
+                Self(self.0.materialize())
+            }
+        }
+
+        impl ModuleDisplayDefault for $name {
+            fn content(&self, content: Content) -> Option<Content> {
+                self.0.content(content)
+            }
+
+            fn num_params(&self) -> usize {
+                ModuleDisplayDefault::num_params(&self.0)
+            }
+        }
+
+        impl ModuleDisplay for $name {
+            fn format(&self, settings: DisplaySettings) -> String {
+                self.0.format(settings)
+            }
+        }
+
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                fmt::Display::fmt(&self.0, f)
+            }
+        }
+
+        impl fmt::Debug for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                fmt::Debug::fmt(&self.0, f)
+            }
+        }
+    };
+}
+
+/// The configuration of a layer, which holds Burn's configuration of the same name.
+macro_rules! config {
+    ($(#[$doc:meta])* $name:ident($burns:path) -> $layer:ident, new($($argument:ident: $type:ty),*),
+        $($setter:ident($value:ty)),+ $(,)?; init($($device:ident)?)) => {
+        $(#[$doc])*
+        #[derive(Clone, Debug, Deserialize, Serialize)]
+        #[serde(transparent)]
+        pub struct $name($burns);
+
+        impl $name {
+            /// The same as the function of this name of Burn's configuration.
+            pub fn new($($argument: $type),*) -> Self {
+                Self(<$burns>::new($($argument),*))
+            }
+
+            $(
+                /// The same as the function of this name of Burn's configuration.
+                #[must_use]
+                pub fn $setter(self, value: $value) -> Self {
+                    Self(self.0.$setter(value))
+                }
+            )+
+
+            /// Creates the layer.
+            pub fn init(&self $(, $device: &Device)?) -> $layer {
+                self.0.init($($device)?).into()
+            }
+        }
+
+        impl burn::config::Config for $name {}
+
+        impl From<$burns> for $name {
+            fn from(config: $burns) -> Self {
+                Self(config)
+            }
+        }
+
+        impl Deref for $name {
+            type Target = $burns;
+
+            fn deref(&self) -> &$burns {
+                &self.0
+            }
+        }
+
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                fmt::Display::fmt(&self.0, f)
+            }
+        }
+    };
+}
+
+pub(crate) use {config, layer};
+
+layer! {
+    /// A linear layer, `input · weight + bias`, which is one operation of the graph on every backend.
+    Linear(burn::nn::Linear)
+}
+
+config! {
+    /// The configuration of a [`Linear`] layer.
+    LinearConfig(burn::nn::LinearConfig) -> Linear, new(d_input: usize, d_output: usize),
+    with_bias(bool), with_initializer(Initializer), with_layout(LinearLayout); init(device)
+}
+
+impl Linear {
+    /// Computes an output of `[…, outputs]` from an input of `[…, inputs]`; see [`linear`](crate::linear).
+    ///
+    /// # Panics
+    ///
+    /// Panics if the last dimension of the input is not the number of inputs.
+    pub fn forward<const D: usize>(&self, input: Tensor<D>) -> Tensor<D> {
+        let bias = self.0.bias.as_ref().map(|bias| bias.val());
+        crate::linear(input, self.0.weight.val(), bias)
+    }
+}
+
+layer! {
+    /// A convolution of two dimensions.
+    Conv2d(burn::nn::conv::Conv2d)
+}
+
+config! {
+    /// The configuration of a [`Conv2d`] layer.
+    Conv2dConfig(burn::nn::conv::Conv2dConfig) -> Conv2d, new(channels: [usize; 2], kernel_size: [usize; 2]),
+    with_stride([usize; 2]), with_dilation([usize; 2]), with_groups(usize), with_padding(PaddingConfig2d),
+    with_bias(bool), with_initializer(Initializer); init(device)
+}
+
+impl Conv2d {
+    /// Convolves images of `[batch, channels, height, width]`.
+    pub fn forward(&self, input: Tensor<4>) -> Tensor<4> {
+        let (weight, bias, options) = self.parts(&input);
+        crate::conv2d(input, weight, bias, options)
+    }
+
+    /// Convolves images and applies a rectified linear unit; see [`conv2d_relu`](crate::conv2d_relu).
+    pub fn forward_relu(&self, input: Tensor<4>) -> Tensor<4> {
+        let (weight, bias, options) = self.parts(&input);
+        crate::conv2d_relu(input, weight, bias, options)
+    }
+
+    fn parts(&self, input: &Tensor<4>) -> (Tensor<4>, Option<Tensor<1>>, ConvOptions<2>) {
+        let Self(layer) = self;
+        let padding = padding(&layer.padding, input, layer.kernel_size, layer.stride);
+        let options =
+            ConvOptions::new_with_padding(layer.stride, padding, layer.dilation, layer.groups);
+        let bias = layer.bias.as_ref().map(|bias| bias.val());
+        (layer.weight.val(), bias, options)
+    }
+}
+
+layer! {
+    /// The largest value of each window of an image.
+    MaxPool2d(burn::nn::pool::MaxPool2d)
+}
+
+config! {
+    /// The configuration of a [`MaxPool2d`] layer.
+    MaxPool2dConfig(burn::nn::pool::MaxPool2dConfig) -> MaxPool2d, new(kernel_size: [usize; 2]),
+    with_strides([usize; 2]), with_padding(PaddingConfig2d), with_dilation([usize; 2]), with_ceil_mode(bool); init()
+}
+
+impl MaxPool2d {
+    /// Pools images of `[batch, channels, height, width]`.
+    pub fn forward(&self, input: Tensor<4>) -> Tensor<4> {
+        let Self(layer) = self;
+        let padding = padding(&layer.padding, &input, layer.kernel_size, layer.stride);
+        let options = MaxPoolOptions::new(layer.kernel_size)
+            .with_stride(layer.stride)
+            .with_padding_pairs(padding)
+            .with_dilation(layer.dilation)
+            .with_ceil_mode(layer.ceil_mode);
+        crate::max_pool2d(input, options)
+    }
+}
+
+/// Returns the padding at the begin and the end of each side.
+fn padding(
+    padding: &PaddingConfig2d,
+    input: &Tensor<4>,
+    kernel: [usize; 2],
+    stride: [usize; 2],
+) -> [(usize, usize); 2] {
+    let [_, _, height, width] = input.dims();
+    match *padding {
+        PaddingConfig2d::Valid => [(0, 0); 2],
+        PaddingConfig2d::Explicit(top, left, bottom, right) => [(top, bottom), (left, right)],
+        PaddingConfig2d::Same => {
+            let same = |side: usize, size: usize| {
+                let outputs = size.div_ceil(stride[side]);
+                let span = (outputs - 1) * stride[side] + kernel[side];
+                let total = span.saturating_sub(size);
+                (total / 2, total - total / 2)
+            };
+            [same(0, height), same(1, width)]
+        }
+    }
+}
+
+layer! {
+    /// Dropout, whose mask is computed again in backward instead of being kept.
+    Dropout(burn::nn::Dropout)
+}
+
+/// The configuration of a [`Dropout`] layer.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+#[serde(transparent)]
+pub struct DropoutConfig(burn::nn::DropoutConfig);
+
+impl DropoutConfig {
+    /// The same as the function of this name of Burn's configuration.
+    pub fn new(prob: f64) -> Self {
+        Self(burn::nn::DropoutConfig::new(prob))
+    }
+
+    /// Creates the layer.
+    ///
+    /// # Panics
+    ///
+    /// Panics if the probability is not in `0.0..1.0`.
+    pub fn init(&self) -> Dropout {
+        self.0.init().into()
+    }
+}
+
+impl burn::config::Config for DropoutConfig {}
+
+impl Dropout {
+    /// Drops values in training; see [`dropout`](crate::dropout).
+    pub fn forward<const D: usize>(&self, input: Tensor<D>) -> Tensor<D> {
+        dropped(&self.0, input)
+    }
+}
+
+fn dropped<const D: usize>(layer: &burn::nn::Dropout, input: Tensor<D>) -> Tensor<D> {
+    match layer.training.is_enabled() {
+        true => crate::dropout(input, layer.prob),
+        false => input,
+    }
+}
+
+layer! {
+    /// A norm over the last dimension; see [`layer_norm`](crate::layer_norm).
+    LayerNorm(burn::nn::LayerNorm)
+}
+
+config! {
+    /// The configuration of a [`LayerNorm`] layer.
+    LayerNormConfig(burn::nn::LayerNormConfig) -> LayerNorm, new(d_model: usize),
+    with_epsilon(f64), with_bias(bool); init(device)
+}
+
+impl LayerNorm {
+    /// Norms each row of `[…, width]`.
+    pub fn forward<const D: usize>(&self, input: Tensor<D>) -> Tensor<D> {
+        normed(&self.0, input)
+    }
+}
+
+fn normed<const D: usize>(layer: &burn::nn::LayerNorm, input: Tensor<D>) -> Tensor<D> {
+    let is_wide = matches!(
+        input.dtype(),
+        burn::tensor::DType::F32 | burn::tensor::DType::F64
+    );
+    let Some(epsilon) = epsilon(layer).filter(|_| is_wide) else {
+        // Burn norms half-precision values in a wider type.
+        return layer.forward(input);
+    };
+    let beta = layer.beta.as_ref().map(|beta| beta.val());
+    crate::layer_norm(input, layer.gamma.val(), beta, epsilon)
+}
+
+/// Returns the epsilon of a norm, which is a private field: as a module shows it.
+fn epsilon(layer: &burn::nn::LayerNorm) -> Option<f64> {
+    let content = layer.custom_content(Content::new(DisplaySettings::new()))?;
+    let mut attributes = content.attributes.iter();
+    let epsilon = attributes.find(|attribute| attribute.name == "epsilon")?;
+    epsilon.value.parse().ok()
+}
+
+layer! {
+    /// A norm by the root of the mean of squares; see [`rms_norm`](crate::rms_norm).
+    RmsNorm(burn::nn::RmsNorm)
+}
+
+config! {
+    /// The configuration of an [`RmsNorm`] layer.
+    RmsNormConfig(burn::nn::RmsNormConfig) -> RmsNorm, new(d_model: usize), with_epsilon(f64); init(device)
+}
+
+impl RmsNorm {
+    /// Norms each row of `[…, width]`.
+    pub fn forward<const D: usize>(&self, input: Tensor<D>) -> Tensor<D> {
+        crate::rms_norm(input, self.0.gamma.val(), self.0.epsilon)
+    }
+}
+
+layer! {
+    /// The Gaussian error linear unit.
+    Gelu(burn::nn::Gelu)
+}
+
+impl Gelu {
+    /// Creates the layer.
+    pub fn new() -> Self {
+        Self(burn::nn::Gelu::new())
+    }
+
+    /// Applies the activation to each value; see [`gelu`](crate::gelu).
+    pub fn forward<const D: usize>(&self, input: Tensor<D>) -> Tensor<D> {
+        crate::gelu(input)
+    }
+}
+
+impl Default for Gelu {
+    fn default() -> Self {
+        Self::new()
+    }
+}

@@ -1,0 +1,487 @@
+//! Compares outputs and gradients with those of Burn's operations, which compute in f64 from the same numbers.
+//!
+//! `PROPTEST_CASES=2000` tries as many shapes of each operation.
+
+#![cfg(feature = "flex")]
+#![allow(clippy::unwrap_used, reason = "a panic is how a test fails")]
+
+use accelerator_ops::nn::{self, MhaInput};
+use accelerator_ops::{self as ops, AttentionMask};
+use burn::backend::DispatchTensor;
+use burn::module::Module;
+use burn::tensor::ops::{ConvOptions, MaxPoolOptions};
+use burn::tensor::{Bool, DType, Device, Tensor, TensorData, activation, module};
+use proptest::prelude::*;
+
+/// The largest difference, relative to the largest number of the same tensor.
+const TOLERANCE: f64 = 2e-6;
+
+/// Leaves of the graph.
+struct Leaves(Vec<DispatchTensor>);
+
+impl Leaves {
+    fn at<const D: usize>(&self, number: usize) -> Tensor<D> {
+        Tensor::from_dispatch(self.0[number].clone())
+    }
+}
+
+/// Returns the output of `operation` and the gradients of its inputs, of a loss to which each number of the output
+/// contributes differently.
+fn run<const D: usize>(
+    inputs: &[TensorData],
+    dtype: DType,
+    operation: impl Fn(&Leaves) -> Tensor<D>,
+) -> Vec<TensorData> {
+    let device = Device::flex().autodiff();
+    fn of_rank<const D: usize>(input: &TensorData, of: (&Device, DType)) -> DispatchTensor {
+        Tensor::<D>::from_data(input.clone(), of)
+            .require_grad()
+            .into_dispatch()
+    }
+    let leaf = |input: &TensorData| match input.shape().num_dims() {
+        1 => of_rank::<1>(input, (&device, dtype)),
+        2 => of_rank::<2>(input, (&device, dtype)),
+        3 => of_rank::<3>(input, (&device, dtype)),
+        _ => of_rank::<4>(input, (&device, dtype)),
+    };
+    let leaves = Leaves(inputs.iter().map(leaf).collect());
+    let output = operation(&leaves);
+    let weights = numbers(&output.dims(), 99);
+    let weights = Tensor::<D>::from_data(weights, (&device, dtype));
+    let gradients = (output.clone() * weights).sum().backward();
+    let of = |leaf: &DispatchTensor| {
+        let leaf = Tensor::<1>::from_dispatch(leaf.clone());
+        leaf.grad(&gradients).unwrap().into_data()
+    };
+    let mut results = vec![output.into_data()];
+    results.extend(leaves.0.iter().map(of));
+    results
+}
+
+fn assert_same<const D: usize>(
+    inputs: &[TensorData],
+    ours: impl Fn(&Leaves) -> Tensor<D>,
+    burns: impl Fn(&Leaves) -> Tensor<D>,
+) {
+    let ours = run(inputs, DType::F32, ours);
+    let burns = run(inputs, DType::F64, burns);
+    for (number, (ours, burns)) in ours.iter().zip(&burns).enumerate() {
+        assert_eq!(ours.shape(), burns.shape(), "of result {number}");
+        let scale = burns.iter::<f64>().map(f64::abs).fold(1e-30, f64::max);
+        for (ours, burns) in ours.iter::<f64>().zip(burns.iter::<f64>()) {
+            let off = (ours - burns).abs() / scale;
+            assert!(
+                off <= TOLERANCE,
+                "result {number} is off by {off:e}: {ours}, {burns}"
+            );
+        }
+    }
+}
+
+/// Returns numbers between -1 and 1, which f32 holds exactly.
+fn numbers(shape: &[usize], seed: u64) -> TensorData {
+    let count: usize = shape.iter().product();
+    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+    let values = (0..count).map(|_| {
+        state = state
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
+        ((state >> 40) as f32 / (1 << 23) as f32) - 1.0
+    });
+    TensorData::new(values.collect::<Vec<f32>>(), shape.to_vec())
+}
+
+fn mask<const D: usize>(shape: [usize; D], seed: u64) -> Tensor<D, Bool> {
+    let values = numbers(&shape, seed);
+    let values: Vec<bool> = values.iter::<f32>().map(|value| value > 0.4).collect();
+    Tensor::from_data(TensorData::new(values, shape), &Device::flex())
+}
+
+proptest! {
+    #[test]
+    fn linear(
+        batch in 1_usize..40,
+        rows in 1_usize..70,
+        inputs in 1_usize..90,
+        outputs in 1_usize..90,
+        is_transposed: bool,
+        has_bias: bool,
+        seed: u64,
+    ) {
+        let weight = match is_transposed {
+            true => [outputs, inputs],
+            false => [inputs, outputs],
+        };
+        let mut data = vec![numbers(&[batch, rows, inputs], seed), numbers(&weight, seed + 1)];
+        if has_bias {
+            data.push(numbers(&[outputs], seed + 2));
+        }
+        let parts = |leaves: &Leaves| {
+            let weight = match is_transposed {
+                true => leaves.at::<2>(1).transpose(),
+                false => leaves.at(1),
+            };
+            (leaves.at::<3>(0), weight, has_bias.then(|| leaves.at::<1>(2)))
+        };
+        assert_same(
+            &data,
+            |leaves| {
+                let (x, weight, bias) = parts(leaves);
+                ops::linear(x, weight, bias)
+            },
+            |leaves| {
+                let (x, weight, bias) = parts(leaves);
+                module::linear(x, weight, bias)
+            },
+        );
+    }
+
+    #[test]
+    fn activations(rows in 1_usize..80, width in 1_usize..700, size in 0.1_f32..12.0, seed: u64) {
+        let data = [numbers(&[rows, width], seed)];
+        assert_same(
+            &data,
+            |leaves| ops::gelu(leaves.at::<2>(0) * size),
+            |leaves| activation::gelu(leaves.at::<2>(0) * size),
+        );
+        assert_same(
+            &data,
+            |leaves| ops::gelu_approximate(leaves.at::<2>(0) * size),
+            |leaves| activation::gelu_approximate(leaves.at::<2>(0) * size),
+        );
+        assert_same(
+            &data,
+            |leaves| ops::silu(leaves.at::<2>(0) * size),
+            |leaves| activation::silu(leaves.at::<2>(0) * size),
+        );
+    }
+
+    #[test]
+    fn norms(rows in 1_usize..200, width in 2_usize..400, has_shift: bool, seed: u64) {
+        let mut data = vec![numbers(&[rows, width], seed), numbers(&[width], seed + 1)];
+        let rms = |leaves: &Leaves| {
+            let x = leaves.at::<2>(0);
+            let root = (x.clone().square().mean_dim(1) + 1e-5).sqrt();
+            x / root * leaves.at::<1>(1).unsqueeze()
+        };
+        assert_same(&data, |leaves| ops::rms_norm(leaves.at::<2>(0), leaves.at(1), 1e-5), rms);
+        if has_shift {
+            data.push(numbers(&[width], seed + 2));
+        }
+        let beta = |leaves: &Leaves| has_shift.then(|| leaves.at::<1>(2));
+        assert_same(
+            &data,
+            |leaves| ops::layer_norm(leaves.at::<2>(0), leaves.at(1), beta(leaves), 1e-5),
+            |leaves| module::layer_norm(leaves.at::<2>(0), leaves.at(1), beta(leaves), 1e-5),
+        );
+    }
+
+    #[test]
+    fn convolutions(
+        batch in 1_usize..10,
+        (groups, inputs, outputs) in (1_usize..4, 1_usize..5, 1_usize..6),
+        (height, width) in (1_usize..16, 1_usize..16),
+        kernel in [1_usize..5, 1..5],
+        stride in [1_usize..4, 1..4],
+        dilation in [1_usize..3, 1..3],
+        padding in [(0_usize..3, 0_usize..3), (0..3, 0..3)],
+        has_bias: bool,
+        is_rectified: bool,
+        seed: u64,
+    ) {
+        let fits = |side: usize, size: usize| {
+            size + padding[side].0 + padding[side].1 > dilation[side] * (kernel[side] - 1)
+        };
+        prop_assume!(fits(0, height) && fits(1, width));
+        let options = ConvOptions::new_with_padding(stride, padding, dilation, groups);
+        let mut data = vec![
+            numbers(&[batch, groups * inputs, height, width], seed),
+            numbers(&[groups * outputs, inputs, kernel[0], kernel[1]], seed + 1),
+        ];
+        if has_bias {
+            data.push(numbers(&[groups * outputs], seed + 2));
+        }
+        let parts = |leaves: &Leaves| {
+            let bias = has_bias.then(|| leaves.at::<1>(2));
+            (leaves.at::<4>(0), leaves.at::<4>(1), bias)
+        };
+        assert_same(
+            &data,
+            |leaves| {
+                let (x, weight, bias) = parts(leaves);
+                match is_rectified {
+                    true => ops::conv2d_relu(x, weight, bias, options.clone()),
+                    false => ops::conv2d(x, weight, bias, options.clone()),
+                }
+            },
+            |leaves| {
+                let (x, weight, bias) = parts(leaves);
+                let y = module::conv2d(x, weight, bias, options.clone());
+                match is_rectified {
+                    true => activation::relu(y),
+                    false => y,
+                }
+            },
+        );
+    }
+
+    #[test]
+    fn largest_of_windows(
+        planes in [1_usize..6, 1..6],
+        (height, width) in (1_usize..20, 1_usize..20),
+        (kernel, stride) in ([1_usize..4, 1..4], [1_usize..4, 1..4]),
+        padding in [(0_usize..3, 0_usize..3), (0..3, 0..3)],
+        seed: u64,
+    ) {
+        let side = |side: usize, size: usize| {
+            padding[side].0.max(padding[side].1) < kernel[side]
+                && size + padding[side].0 + padding[side].1 >= kernel[side]
+        };
+        prop_assume!(side(0, height) && side(1, width));
+        let options = MaxPoolOptions::new(kernel).with_stride(stride).with_padding_pairs(padding);
+        let data = [numbers(&[planes[0], planes[1], height, width], seed)];
+        assert_same(
+            &data,
+            |leaves| ops::max_pool2d(leaves.at(0), options.clone()),
+            |leaves| module::max_pool2d(leaves.at(0), options.clone()),
+        );
+    }
+
+    #[test]
+    fn attention(
+        batch in 1_usize..6,
+        (queries, keys) in (1_usize..40, 1_usize..40),
+        (heads, head) in (1_usize..5, 1_usize..20),
+        (has_padding, has_pairs) in (any::<bool>(), any::<bool>()),
+        seed: u64,
+    ) {
+        let width = heads * head;
+        let data = [
+            numbers(&[batch, queries, width], seed),
+            numbers(&[batch, keys, width], seed + 1),
+            numbers(&[batch, keys, width], seed + 2),
+        ];
+        let masks = || AttentionMask {
+            padding: has_padding.then(|| mask([batch, keys], seed + 3)),
+            pairs: has_pairs.then(|| mask([batch, queries, keys], seed + 4)),
+            score: -1e4,
+        };
+        let run = |leaves: &Leaves| ops::attention(leaves.at(0), leaves.at(1), leaves.at(2), heads, masks());
+        // In f64, this is Burn's operations.
+        assert_same(&data, run, run);
+    }
+}
+
+#[test]
+fn what_is_no_number_travels_as_in_burn() {
+    let odd = [
+        f32::NAN,
+        f32::INFINITY,
+        f32::NEG_INFINITY,
+        -0.0,
+        1e30,
+        -1e30,
+    ];
+    let data = TensorData::new(odd.to_vec(), [1, 6]);
+    for (ours, burns) in [
+        (
+            ops::gelu as fn(Tensor<2>) -> Tensor<2>,
+            activation::gelu as fn(Tensor<2>) -> Tensor<2>,
+        ),
+        (ops::silu, activation::silu),
+    ] {
+        let input = || Tensor::<2>::from_data(data.clone(), &Device::flex());
+        let pairs = ours(input()).into_data();
+        let burns = burns(input()).into_data();
+        for (ours, burns) in pairs.iter::<f32>().zip(burns.iter::<f32>()) {
+            assert!(
+                ours == burns || (ours.is_nan() && burns.is_nan()),
+                "{ours}, {burns}"
+            );
+        }
+    }
+    let images = TensorData::new(vec![1.0, f32::NAN, 3.0, 4.0], [1, 1, 2, 2]);
+    let images = Tensor::<4>::from_data(images, &Device::flex());
+    let largest = ops::max_pool2d(images, MaxPoolOptions::new([2, 2])).into_data();
+    assert!(largest.iter::<f32>().all(f32::is_nan));
+}
+
+#[test]
+fn dropout_keeps_its_share_and_its_gradient_has_the_same_mask() {
+    let device = Device::flex().autodiff();
+    device.seed(7);
+    let x = Tensor::<1>::ones([100_000], &device).require_grad();
+    let y = ops::dropout(x.clone(), 0.25);
+    let gradient = x.grad(&y.clone().sum().backward()).unwrap().into_data();
+    let y = y.into_data();
+    assert_eq!(y, gradient);
+    let kept = y.iter::<f32>().filter(|&y| y != 0.0).count();
+    assert!((74_300..75_700).contains(&kept), "{kept}");
+    assert!(
+        y.iter::<f32>()
+            .all(|y| y == 0.0 || (y - 4.0 / 3.0).abs() < 1e-6)
+    );
+    // Another draw is another mask, and the same seed the same.
+    let other = ops::dropout(x.clone(), 0.25).into_data();
+    device.seed(7);
+    assert_eq!(ops::dropout(x.clone(), 0.25).into_data(), y);
+    assert_ne!(other, y);
+    // No gradient, no dropout.
+    assert_eq!(
+        ops::dropout(x.clone().inner(), 0.25).into_data(),
+        x.inner().into_data()
+    );
+}
+
+/// Returns the output and all gradients of a layer by its input.
+fn of_layer<M: Module>(layer: &M, run: impl Fn(&M, Tensor<3>) -> Tensor<3>) -> Vec<Vec<f32>> {
+    struct Reader<'a>(&'a burn::tensor::Gradients, Vec<Vec<f32>>);
+    impl burn::module::ModuleVisitor for Reader<'_> {
+        fn visit_float<const D: usize>(&mut self, param: &burn::module::Param<Tensor<D>>) {
+            let gradient = param.val().grad(self.0).unwrap();
+            self.1.push(gradient.into_data().try_to_vec().unwrap());
+        }
+    }
+    let device = Device::flex().autodiff();
+    let x = Tensor::<3>::from_data(numbers(&[3, 16, 24], 5), &device);
+    let y = run(layer, x);
+    let weights = Tensor::from_data(numbers(&y.dims(), 6), &device);
+    let gradients = (y.clone() * weights).sum().backward();
+    let mut reader = Reader(&gradients, vec![y.into_data().try_to_vec().unwrap()]);
+    layer.visit(&mut reader);
+    reader.1
+}
+
+#[test]
+fn layers_of_transformers_are_burns() {
+    let device = Device::flex().autodiff();
+    let padding = || mask([3, 16], 8);
+    let pairs = || mask([3, 16, 16], 9);
+    for norm_first in [false, true] {
+        let config = burn::nn::transformer::TransformerEncoderConfig::new(24, 40, 4, 2)
+            .with_norm_first(norm_first)
+            .with_dropout(0.0);
+        let burns = config.init(&device);
+        let ours = nn::TransformerEncoder::from(burns.clone());
+        let ours = of_layer(&ours, |layer, x| {
+            let input = nn::TransformerEncoderInput::new(x);
+            layer.forward(input.mask_pad(padding()).mask_attn(pairs()))
+        });
+        let burns = of_layer(&burns, |layer, x| {
+            let input = burn::nn::transformer::TransformerEncoderInput::new(x);
+            layer.forward(input.mask_pad(padding()).mask_attn(pairs()))
+        });
+        assert_eq!(ours.len(), burns.len());
+        for (ours, burns) in ours.iter().zip(&burns) {
+            let scale = burns
+                .iter()
+                .fold(0.0_f32, |scale, value| scale.max(value.abs()));
+            for (ours, burns) in ours.iter().zip(burns) {
+                // Gradients of a key's bias are zero but for rounding.
+                assert!(
+                    (ours - burns).abs() <= 1e-5 * scale.max(0.1),
+                    "{ours}, {burns}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn a_context_is_that_of_burns_attention_in_all_settings() {
+    let device = Device::flex().autodiff();
+    for quiet in [false, true] {
+        let config = nn::MultiHeadAttentionConfig::new(24, 3).with_dropout(0.0);
+        let layer = config.with_quiet_softmax(quiet).init(&device);
+        let burns = burn::nn::attention::MultiHeadAttention::from(layer.clone());
+        let x = || Tensor::<3>::from_data(numbers(&[2, 9, 24], 3), &device);
+        let ours = layer.context(MhaInput::self_attn(x())).into_data();
+        let burns = burns
+            .forward(burn::nn::attention::MhaInput::self_attn(x()))
+            .context
+            .into_data();
+        for (ours, burns) in ours.iter::<f32>().zip(burns.iter::<f32>()) {
+            assert!((ours - burns).abs() < 1e-6, "{ours}, {burns}");
+        }
+    }
+}
+
+#[test]
+fn records_and_epsilons_are_burns() {
+    let device = Device::flex();
+    let config = nn::LayerNormConfig::new(4).with_epsilon(0.5);
+    let (ours, burns) = (config.init(&device), (*config).init(&device));
+    let x = || Tensor::<2>::from_data(numbers(&[3, 4], 1), &device);
+    let (ours, burns) = (
+        ours.forward(x()).into_data(),
+        burns.forward(x()).into_data(),
+    );
+    for (ours, burns) in ours.iter::<f32>().zip(burns.iter::<f32>()) {
+        assert!((ours - burns).abs() < 1e-6, "{ours}, {burns}");
+    }
+    let burns = burn::nn::LinearConfig::new(3, 2).init(&device);
+    let ours = nn::LinearConfig::new(3, 2).init(&device);
+    let ours = ours.load_record(burns.clone().into_record());
+    assert_eq!(
+        ours.weight.val().into_data(),
+        burns.weight.val().into_data()
+    );
+    assert_eq!(format!("{ours}"), format!("{burns}"));
+    let back = burn::nn::LinearConfig::new(3, 2).init(&device);
+    let back = back.load_record(ours.into_record());
+    assert_eq!(
+        back.weight.val().into_data(),
+        burns.weight.val().into_data()
+    );
+}
+
+#[test]
+fn results_have_the_same_bits_on_any_number_of_threads() {
+    let run = |threads| {
+        let pool = rayon::ThreadPoolBuilder::new()
+            .num_threads(threads)
+            .build()
+            .unwrap();
+        pool.install(|| {
+            let convolution = run(
+                &[
+                    numbers(&[9, 8, 40, 40], 1),
+                    numbers(&[16, 8, 3, 3], 2),
+                    numbers(&[16], 3),
+                ],
+                DType::F32,
+                |leaves| {
+                    let options = ConvOptions::new([1, 1], [1, 1], [1, 1], 1);
+                    let y =
+                        ops::conv2d_relu(leaves.at(0), leaves.at(1), Some(leaves.at(2)), options);
+                    ops::max_pool2d(y, MaxPoolOptions::new([2, 2]))
+                },
+            );
+            let attention = run(
+                &[7, 8, 9].map(|seed| numbers(&[6, 150, 96], seed)),
+                DType::F32,
+                |leaves| {
+                    let mask = AttentionMask {
+                        padding: None,
+                        pairs: None,
+                        score: 0.0,
+                    };
+                    ops::attention(leaves.at(0), leaves.at(1), leaves.at(2), 4, mask)
+                },
+            );
+            let norm = run(
+                &[numbers(&[800, 96], 4), numbers(&[96], 5), numbers(&[96], 6)],
+                DType::F32,
+                |leaves| {
+                    let y =
+                        ops::layer_norm(leaves.at::<2>(0), leaves.at(1), Some(leaves.at(2)), 1e-5);
+                    ops::gelu(y)
+                },
+            );
+            [convolution, attention, norm].concat()
+        })
+    };
+    let one = run(1);
+    assert_eq!(run(2), one);
+    assert_eq!(run(7), one);
+}
