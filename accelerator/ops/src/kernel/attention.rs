@@ -4,9 +4,9 @@ use std::sync::OnceLock;
 
 use burn_flex::FlexTensor;
 
+use super::loops::{for_each, for_parts, tensor, values, vectorised};
 use super::math::{dot, exp, largest, sum};
 use super::product::{Matrix, Onto, product};
-use super::{for_each, for_parts, tensor, values, vectorised};
 use crate::backend::{Backprop, Forward};
 
 /// Scaled dot-product attention: queries of `[batch, queries, width]`, keys and values of `[batch, keys, width]`, where

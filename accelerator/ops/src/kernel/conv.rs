@@ -6,9 +6,9 @@ use core::ops::Range;
 
 use burn_flex::FlexTensor;
 
+use super::loops::{add, for_parts, sums, tensor, values, vectorised};
 use super::math::sum;
 use super::product::{Matrix, Onto, product};
-use super::{add, for_parts, sums, tensor, values, vectorised};
 use crate::backend::{Backprop, Forward};
 
 /// The sizes of a convolution. Pairs are of height and width.
@@ -336,8 +336,8 @@ fn finish(out: &mut [f32], places: usize, bias: Option<&[f32]>, then: Then) {
 
 fn through_relu(gradient: &[f32], output: &[f32]) -> Vec<f32> {
     let mut masked = vec![0.0; gradient.len()];
-    for_parts(&mut masked, super::TASK, |part, masked| {
-        let start = part * super::TASK;
+    for_parts(&mut masked, super::loops::TASK, |part, masked| {
+        let start = part * super::loops::TASK;
         vectorised(
             #[inline(always)]
             || {

@@ -2,7 +2,7 @@
 
 use burn_flex::FlexTensor;
 
-use super::{TASK, for_parts, shape, tensor, values, vectorised};
+use super::loops::{TASK, for_parts, shape, tensor, values, vectorised};
 use crate::backend::{Backprop, Forward};
 
 /// A dropout of fixed numbers.

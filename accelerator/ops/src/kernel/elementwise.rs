@@ -2,8 +2,8 @@
 
 use burn_flex::FlexTensor;
 
+use super::loops::{TASK, for_parts, shape, tensor, values, vectorised};
 use super::math::{erf, exp, tanh};
-use super::{TASK, for_parts, shape, tensor, values, vectorised};
 use crate::backend::{Backprop, Forward};
 
 /// An activation with a kernel.

@@ -2,8 +2,8 @@
 
 use burn_flex::FlexTensor;
 
+use super::loops::{shape, sums, tensor, values, vectorised};
 use super::product::{Matrix, Onto, multiplied, product};
-use super::{shape, sums, tensor, values, vectorised};
 use crate::backend::{Backprop, Forward};
 
 /// Returns the operation on an input, a weight of `[inputs, outputs]` and a bias.

@@ -2,8 +2,8 @@
 
 use burn_flex::FlexTensor;
 
+use super::loops::{for_parts, shape, sums, tensor, values, vectorised};
 use super::math::{dot, sum};
-use super::{for_parts, shape, sums, tensor, values, vectorised};
 use crate::backend::{Backprop, Forward};
 
 /// A norm over the last dimension, with a scale for each of its values.

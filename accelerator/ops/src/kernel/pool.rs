@@ -2,7 +2,7 @@
 
 use burn_flex::FlexTensor;
 
-use super::{for_each, for_parts, tensor, values, vectorised};
+use super::loops::{for_each, for_parts, tensor, values, vectorised};
 use crate::backend::{Backprop, Forward};
 
 /// The sizes of a pooling. Pairs are of height and width.

@@ -128,7 +128,7 @@ pub(super) fn multiplied(left: Matrix<'_>, right: Matrix<'_>) -> Vec<f32> {
 fn parallelism(m: usize, n: usize, k: usize) -> gemm::Parallelism {
     // As Burn's products: below, a product is over before all threads have heard of it.
     let is_large = m.saturating_mul(n).saturating_mul(k) >= 192 * 192 * 192;
-    match is_large && super::has_threads() {
+    match is_large && super::loops::has_threads() {
         true => gemm::Parallelism::Rayon(0),
         false => gemm::Parallelism::None,
     }

@@ -1,0 +1,96 @@
+//! Loops over parts of tensors: vectorised, on all threads, and with the same bits for any number of them.
+
+use burn::tensor::{Shape, TensorData};
+use burn_flex::FlexTensor;
+use rayon::prelude::*;
+
+/// Runs a loop compiled for the widest vectors that the processor has. Bits do not depend on it.
+#[inline(always)]
+pub(super) fn vectorised<R>(work: impl FnOnce() -> R) -> R {
+    macerator::AutoArch::new().dispatch(work)
+}
+
+/// The numbers of a contiguous tensor.
+pub(super) fn values(tensor: &FlexTensor) -> &[f32] {
+    let start = tensor.layout().start_offset();
+    &tensor.storage()[start..start + tensor.layout().num_elements()]
+}
+
+pub(super) fn shape(tensor: &FlexTensor) -> Shape {
+    tensor.layout().shape().clone()
+}
+
+pub(super) fn tensor(values: Vec<f32>, shape: impl Into<Shape>) -> FlexTensor {
+    FlexTensor::from_data(TensorData::new(values, shape.into()))
+}
+
+/// The number of values that are worth a task of their own.
+pub(super) const TASK: usize = 1 << 15;
+
+pub(super) fn has_threads() -> bool {
+    rayon::current_num_threads() > 1
+}
+
+/// Calls `work` with each part of `out`, on all threads if there are several. Parts have `len` values, but for the
+/// last. `work` gets the number of its part.
+pub(super) fn for_parts(out: &mut [f32], len: usize, work: impl Fn(usize, &mut [f32]) + Sync) {
+    for_each(out.len(), out.chunks_mut(len.max(1)), work);
+}
+
+/// Calls `work` with each part and its number, on all threads if there are several. Together, parts have so many
+/// `values`.
+pub(super) fn for_each<T: Send>(
+    values: usize,
+    parts: impl Iterator<Item = T>,
+    work: impl Fn(usize, T) + Sync,
+) {
+    if has_threads() && values > TASK {
+        let parts: Vec<T> = parts.collect();
+        let parts = parts.into_par_iter().enumerate();
+        parts.for_each(|(number, part)| work(number, part));
+    } else {
+        parts
+            .enumerate()
+            .for_each(|(number, part)| work(number, part));
+    }
+}
+
+/// Returns the sums of the vectors that `work` adds to for a range of `items`. Ranges are the same for any number of
+/// threads, and so are the bits of the sums.
+pub(super) fn sums<const N: usize>(
+    items: usize,
+    lens: [usize; N],
+    work: impl Fn(core::ops::Range<usize>, &mut [Vec<f32>; N]) + Sync,
+) -> [Vec<f32>; N] {
+    const RANGES: usize = 8;
+    let zeros = || lens.map(|len| vec![0.0; len]);
+    let len = items.div_ceil(RANGES).max(1);
+    let of_range = |start: usize| {
+        let mut sums = zeros();
+        work(start..(start + len).min(items), &mut sums);
+        sums
+    };
+    let starts: Vec<usize> = (0..items).step_by(len).collect();
+    let parts: Vec<[Vec<f32>; N]> = match has_threads() {
+        true => starts.into_par_iter().map(of_range).collect(),
+        false => starts.into_iter().map(of_range).collect(),
+    };
+    let all = parts.into_iter().reduce(|mut all, part| {
+        for (all, part) in all.iter_mut().zip(part) {
+            add(all, &part);
+        }
+        all
+    });
+    all.unwrap_or_else(zeros)
+}
+
+pub(super) fn add(to: &mut [f32], values: &[f32]) {
+    vectorised(
+        #[inline(always)]
+        || {
+            for (to, value) in to.iter_mut().zip(values) {
+                *to += value;
+            }
+        },
+    );
+}
