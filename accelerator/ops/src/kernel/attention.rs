@@ -281,8 +281,9 @@ fn softmax_back(gradients: &mut [f32], probabilities: &[f32], scale: f32) {
         #[inline(always)]
         || {
             let along = dot(gradients, probabilities);
-            for (gradient, p) in gradients.iter_mut().zip(probabilities) {
-                *gradient = (*gradient - along) * p * scale;
+            let probabilities = &probabilities[..gradients.len()];
+            for at in 0..gradients.len() {
+                gradients[at] = (gradients[at] - along) * probabilities[at] * scale;
             }
         },
     );

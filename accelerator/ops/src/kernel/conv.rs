@@ -6,7 +6,7 @@ use core::ops::Range;
 
 use burn_flex::FlexTensor;
 
-use super::loops::{add, for_parts, sums, tensor, values, vectorised};
+use super::loops::{TASK, for_parts, sums, tensor, values, vectorised};
 use super::math::sum;
 use super::product::{Matrix, Onto, product};
 use crate::backend::{Backprop, Forward};
@@ -227,34 +227,35 @@ impl ConvShape {
         if self.is_pointwise() {
             return work(&x[channels.start * height * width..channels.end * height * width]);
         }
-        with_scratch(self.patch() * self.places(), |patches| {
-            let mut rows = patches.chunks_exact_mut(self.output[1].max(1));
-            self.for_rows(channels, |channel, line, column| {
-                let Some(row) = rows.next() else { return };
-                let line = line.map(|line| &x[(channel * height + line) * width..][..width]);
-                self.copy_row(row, line, column);
+        let places = self.places();
+        with_scratch(self.patch() * places, |patches| {
+            let mut planes = patches.chunks_exact_mut(places.max(1));
+            self.for_offsets(channels, |channel, offset| {
+                let Some(plane) = planes.next() else { return };
+                let image = &x[channel * height * width..][..height * width];
+                self.copy_plane(plane, image, offset);
             });
             work(patches);
         });
     }
 
-    /// Copies what a row of places sees of a line of the image through one column of the kernel.
-    fn copy_row(&self, row: &mut [f32], line: Option<&[f32]>, column: usize) {
-        let Some(line) = line else {
-            return row.fill(0.0);
-        };
-        let inside = self.inside(column);
-        let (start, end) = (inside.start, inside.end);
-        row[..start].fill(0.0);
-        row[end..].fill(0.0);
-        let stride = self.stride[1];
-        let first = (start * stride + column).saturating_sub(self.padding[1]);
-        let from = line.get(first..).unwrap_or(&[]);
-        if stride == 1 {
-            row[start..end].copy_from_slice(&from[..end - start]);
-        } else {
-            for (to, from) in row[start..end].iter_mut().zip(from.iter().step_by(stride)) {
-                *to = *from;
+    /// Copies what all places see of a channel through one value of the kernel.
+    fn copy_plane(&self, plane: &mut [f32], image: &[f32], offset: [usize; 2]) {
+        let (Seen { start, end, first }, stride) = (self.seen(offset[1]), self.stride[1]);
+        for (place, row) in plane.chunks_exact_mut(self.output[1]).enumerate() {
+            let Some(line) = self.line(place, offset[0]) else {
+                row.fill(0.0);
+                continue;
+            };
+            let line = &image[line * self.input[1]..][..self.input[1]];
+            row[..start].fill(0.0);
+            row[end..].fill(0.0);
+            if stride == 1 {
+                row[start..end].copy_from_slice(&line[first..first + end - start]);
+            } else {
+                for at in start..end {
+                    row[at] = line[first + (at - start) * stride];
+                }
             }
         }
     }
@@ -262,53 +263,79 @@ impl ConvShape {
     /// Adds patches to the image that they are of.
     fn add_patches(&self, patches: &[f32], channels: Range<usize>, dx: &mut [f32]) {
         let [height, width] = self.input;
-        let stride = self.stride[1];
-        let mut rows = patches.chunks_exact(self.output[1].max(1));
-        self.for_rows(channels, |channel, line, column| {
-            let (Some(row), Some(line)) = (rows.next(), line) else {
-                return;
-            };
-            let inside = self.inside(column);
-            let first = (inside.start * stride + column).saturating_sub(self.padding[1]);
-            let line = &mut dx[(channel * height + line) * width..][..width];
-            let to = line.get_mut(first..).unwrap_or(&mut []);
-            if stride == 1 {
-                let row = &row[inside];
-                add(&mut to[..row.len()], row);
-            } else {
-                for (to, value) in to.iter_mut().step_by(stride).zip(&row[inside]) {
-                    *to += value;
-                }
-            }
+        let mut planes = patches.chunks_exact(self.places().max(1));
+        self.for_offsets(channels, |channel, offset| {
+            let Some(plane) = planes.next() else { return };
+            let image = &mut dx[channel * height * width..][..height * width];
+            vectorised(
+                #[inline(always)]
+                || self.add_plane(plane, image, offset),
+            );
         });
     }
 
-    /// The places of a row that see a column of the image, and not its padding, through `column` of the kernel.
-    fn inside(&self, column: usize) -> Range<usize> {
-        let [stride, padding, width] = [self.stride[1], self.padding[1], self.input[1]];
-        // The place `x` sees the column `x * stride + column - padding`.
-        let start = padding.saturating_sub(column).div_ceil(stride);
-        let end = (width + padding).saturating_sub(column).div_ceil(stride);
-        let end = end.min(self.output[1]);
-        start.min(end)..end
-    }
-
-    /// Calls `work` for each row of patches: with its channel, the line of the image that it sees unless that is
-    /// padding, and the column of the kernel, dilated.
-    fn for_rows(&self, channels: Range<usize>, mut work: impl FnMut(usize, Option<usize>, usize)) {
-        for channel in channels {
-            for y in 0..self.kernel[0] {
-                for x in 0..self.kernel[1] {
-                    for place in 0..self.output[0] {
-                        let line = place * self.stride[0] + y * self.dilation[0];
-                        let line = line.checked_sub(self.padding[0]);
-                        let line = line.filter(|&line| line < self.input[0]);
-                        work(channel, line, x * self.dilation[1]);
-                    }
+    #[inline(always)]
+    fn add_plane(&self, plane: &[f32], image: &mut [f32], offset: [usize; 2]) {
+        let (Seen { start, end, first }, stride) = (self.seen(offset[1]), self.stride[1]);
+        for (place, row) in plane.chunks_exact(self.output[1]).enumerate() {
+            let Some(line) = self.line(place, offset[0]) else {
+                continue;
+            };
+            let line = &mut image[line * self.input[1]..][..self.input[1]];
+            let row = &row[start..end];
+            if stride == 1 {
+                let line = &mut line[first..first + row.len()];
+                for at in 0..row.len() {
+                    line[at] += row[at];
+                }
+            } else {
+                for at in 0..row.len() {
+                    line[first + at * stride] += row[at];
                 }
             }
         }
     }
+
+    /// Calls `work` for each value of a patch: with its channel, and its offset in the image from that of the first.
+    fn for_offsets(&self, channels: Range<usize>, mut work: impl FnMut(usize, [usize; 2])) {
+        for channel in channels {
+            for y in 0..self.kernel[0] {
+                for x in 0..self.kernel[1] {
+                    work(channel, [y * self.dilation[0], x * self.dilation[1]]);
+                }
+            }
+        }
+    }
+
+    /// The line of the image that a row of places sees through a value of the kernel, unless it is padding.
+    fn line(&self, place: usize, offset: usize) -> Option<usize> {
+        let line = (place * self.stride[0] + offset).checked_sub(self.padding[0])?;
+        (line < self.input[0]).then_some(line)
+    }
+
+    /// The part of a row of places that sees the image, and not its padding, through a value of the kernel.
+    fn seen(&self, offset: usize) -> Seen {
+        let [stride, padding, width] = [self.stride[1], self.padding[1], self.input[1]];
+        // The place `x` sees the column `x * stride + offset - padding`.
+        let end = (width + padding).saturating_sub(offset).div_ceil(stride);
+        let end = end.min(self.output[1]);
+        let start = padding.saturating_sub(offset).div_ceil(stride).min(end);
+        let first = (start * stride + offset).saturating_sub(padding);
+        Seen {
+            start,
+            end,
+            // Nothing is seen if they are equal.
+            first: if start < end { first } else { 0 },
+        }
+    }
+}
+
+/// The places from `start` to `end`, the first of which sees the column `first`.
+#[derive(Clone, Copy)]
+struct Seen {
+    start: usize,
+    end: usize,
+    first: usize,
 }
 
 /// Adds the bias to an image of outputs, and applies what follows.
@@ -336,14 +363,14 @@ fn finish(out: &mut [f32], places: usize, bias: Option<&[f32]>, then: Then) {
 
 fn through_relu(gradient: &[f32], output: &[f32]) -> Vec<f32> {
     let mut masked = vec![0.0; gradient.len()];
-    for_parts(&mut masked, super::loops::TASK, |part, masked| {
-        let start = part * super::loops::TASK;
+    for_parts(&mut masked, TASK, |part, masked| {
+        let (start, len) = (part * TASK, masked.len());
         vectorised(
             #[inline(always)]
             || {
-                let inputs = gradient[start..].iter().zip(&output[start..]);
-                for (masked, (gradient, output)) in masked.iter_mut().zip(inputs) {
-                    *masked = if *output > 0.0 { *gradient } else { 0.0 };
+                let (gradient, output) = (&gradient[start..][..len], &output[start..][..len]);
+                for at in 0..len {
+                    masked[at] = if output[at] > 0.0 { gradient[at] } else { 0.0 };
                 }
             },
         );

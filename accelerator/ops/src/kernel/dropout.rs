@@ -34,9 +34,10 @@ impl Dropout {
             vectorised(
                 #[inline(always)]
                 || {
-                    for (at, (out, &x)) in out.iter_mut().zip(&of[first..]).enumerate() {
+                    let x = &of[first..][..out.len()];
+                    for at in 0..out.len() {
                         let is_kept = number((first + at) as u32, keys) >= limit;
-                        *out = if is_kept { x * scale } else { 0.0 };
+                        out[at] = if is_kept { x[at] * scale } else { 0.0 };
                     }
                 },
             );

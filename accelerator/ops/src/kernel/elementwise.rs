@@ -82,8 +82,9 @@ fn mapped(x: &[f32], of: impl Fn(f32) -> f32 + Sync) -> Vec<f32> {
         vectorised(
             #[inline(always)]
             || {
-                for (out, &x) in out.iter_mut().zip(&x[part * TASK..]) {
-                    *out = of(x);
+                let x = &x[part * TASK..][..out.len()];
+                for at in 0..out.len() {
+                    out[at] = of(x[at]);
                 }
             },
         );
@@ -97,9 +98,10 @@ fn mapped_both(x: &[f32], y: &[f32], of: impl Fn(f32, f32) -> f32 + Sync) -> Vec
         vectorised(
             #[inline(always)]
             || {
-                let inputs = x[part * TASK..].iter().zip(&y[part * TASK..]);
-                for (out, (&x, &y)) in out.iter_mut().zip(inputs) {
-                    *out = of(x, y);
+                let len = out.len();
+                let (x, y) = (&x[part * TASK..][..len], &y[part * TASK..][..len]);
+                for at in 0..len {
+                    out[at] = of(x[at], y[at]);
                 }
             },
         );

@@ -71,9 +71,11 @@ fn column_sums(values: &[f32], rows: usize, columns: usize) -> Vec<f32> {
         vectorised(
             #[inline(always)]
             || {
+                let sums = &mut sums[..columns];
                 for row in range {
-                    for (sum, value) in sums.iter_mut().zip(&values[row * columns..][..columns]) {
-                        *sum += value;
+                    let values = &values[row * columns..][..columns];
+                    for at in 0..columns {
+                        sums[at] += values[at];
                     }
                 }
             },

@@ -76,21 +76,18 @@ pub(super) fn sums<const N: usize>(
         false => starts.into_iter().map(of_range).collect(),
     };
     let all = parts.into_iter().reduce(|mut all, part| {
-        for (all, part) in all.iter_mut().zip(part) {
-            add(all, &part);
+        for (all, part) in all.iter_mut().zip(&part) {
+            vectorised(
+                #[inline(always)]
+                || {
+                    let part = &part[..all.len()];
+                    for at in 0..all.len() {
+                        all[at] += part[at];
+                    }
+                },
+            );
         }
         all
     });
     all.unwrap_or_else(zeros)
-}
-
-pub(super) fn add(to: &mut [f32], values: &[f32]) {
-    vectorised(
-        #[inline(always)]
-        || {
-            for (to, value) in to.iter_mut().zip(values) {
-                *to += value;
-            }
-        },
-    );
 }

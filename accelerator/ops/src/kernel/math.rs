@@ -71,8 +71,8 @@ pub(super) fn sum(values: &[f32], of: impl Fn(f32) -> f32) -> f32 {
     let chunks = values.chunks_exact(LANES);
     let rest: f32 = chunks.remainder().iter().map(|&value| of(value)).sum();
     for chunk in chunks {
-        for (lane, &value) in lanes.iter_mut().zip(chunk) {
-            *lane += of(value);
+        for at in 0..LANES {
+            lanes[at] += of(chunk[at]);
         }
     }
     lanes.iter().sum::<f32>() + rest
@@ -86,8 +86,8 @@ pub(super) fn dot(left: &[f32], right: &[f32]) -> f32 {
     let rest = lefts.remainder().iter().zip(rights.remainder());
     let rest: f32 = rest.map(|(left, right)| left * right).sum();
     for (left, right) in lefts.zip(rights) {
-        for (lane, (left, right)) in lanes.iter_mut().zip(left.iter().zip(right)) {
-            *lane = left.mul_add(*right, *lane);
+        for at in 0..LANES {
+            lanes[at] = left[at].mul_add(right[at], lanes[at]);
         }
     }
     lanes.iter().sum::<f32>() + rest
@@ -111,8 +111,8 @@ pub(super) fn largest(values: &[f32]) -> f32 {
         .copied()
         .fold(f32::NEG_INFINITY, larger);
     for chunk in chunks {
-        for (lane, &value) in lanes.iter_mut().zip(chunk) {
-            *lane = larger(*lane, value);
+        for at in 0..LANES {
+            lanes[at] = larger(lanes[at], chunk[at]);
         }
     }
     lanes.into_iter().fold(rest, larger)

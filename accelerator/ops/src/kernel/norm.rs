@@ -67,15 +67,15 @@ impl Norm {
                         let Row { mean, scale } = *row;
                         match beta {
                             Some(beta) => {
-                                for (((out, x), gamma), beta) in
-                                    out.iter_mut().zip(x).zip(gamma).zip(beta)
-                                {
-                                    *out = ((x - mean) * scale).mul_add(*gamma, *beta);
+                                let beta = &beta[..n];
+                                for at in 0..n {
+                                    let normed = (x[at] - mean) * scale;
+                                    out[at] = normed.mul_add(gamma[at], beta[at]);
                                 }
                             }
                             None => {
-                                for ((out, x), gamma) in out.iter_mut().zip(x).zip(gamma) {
-                                    *out = (x - mean) * scale * gamma;
+                                for at in 0..n {
+                                    out[at] = (x[at] - mean) * scale * gamma[at];
                                 }
                             }
                         }
@@ -143,10 +143,10 @@ impl Norm {
                     for row in range {
                         let Row { mean, scale } = rows[row];
                         let (x, g) = (&of[row * n..][..n], &g[row * n..][..n]);
-                        let to = dgamma.iter_mut().zip(dbeta.iter_mut());
-                        for ((dgamma, dbeta), (x, g)) in to.zip(x.iter().zip(g)) {
-                            *dgamma = ((x - mean) * scale).mul_add(*g, *dgamma);
-                            *dbeta += g;
+                        let (dgamma, dbeta) = (&mut dgamma[..n], &mut dbeta[..n]);
+                        for at in 0..n {
+                            dgamma[at] = ((x[at] - mean) * scale).mul_add(g[at], dgamma[at]);
+                            dbeta[at] += g[at];
                         }
                     }
                 },
@@ -169,19 +169,20 @@ impl Norm {
         Row { mean, scale }: Row,
         normed: &mut [f32],
     ) {
-        let n = x.len() as f32;
-        let inputs = x.iter().zip(g.iter().zip(gamma));
-        for ((dx, normed), (x, (g, gamma))) in dx.iter_mut().zip(normed.iter_mut()).zip(inputs) {
-            *normed = (x - mean) * scale;
-            *dx = g * gamma;
+        let n = x.len();
+        let (dx, g, gamma) = (&mut dx[..n], &g[..n], &gamma[..n]);
+        let normed = &mut normed[..n];
+        for at in 0..n {
+            normed[at] = (x[at] - mean) * scale;
+            dx[at] = g[at] * gamma[at];
         }
-        let along = dot(dx, normed) / n;
+        let along = dot(dx, normed) / n as f32;
         let level = match self {
-            Self::Layer { .. } => sum(dx, |dx| dx) / n,
+            Self::Layer { .. } => sum(dx, |dx| dx) / n as f32,
             Self::Rms { .. } => 0.0,
         };
-        for (dx, normed) in dx.iter_mut().zip(normed.iter()) {
-            *dx = normed.mul_add(-along, *dx - level) * scale;
+        for at in 0..n {
+            dx[at] = normed[at].mul_add(-along, dx[at] - level) * scale;
         }
     }
 }

@@ -72,13 +72,13 @@ impl PoolShape {
         vectorised(
             #[inline(always)]
             || {
-                let windows = upper.chunks_exact(2).zip(lower.chunks_exact(2));
-                for ((y, chosen), (upper, lower)) in y.iter_mut().zip(chosen).zip(windows) {
-                    let mut top = (upper[0], 0);
-                    for candidate in [(upper[1], 1), (lower[0], 2), (lower[1], 3)] {
-                        top = larger(top, candidate);
-                    }
-                    (*y, *chosen) = top;
+                let len = y.len();
+                let chosen = &mut chosen[..len];
+                for at in 0..len {
+                    let mut top = (upper[2 * at], 0);
+                    top = larger(top, (upper[2 * at + 1], 1));
+                    top = larger(top, (lower[2 * at], 2));
+                    (y[at], chosen[at]) = larger(top, (lower[2 * at + 1], 3));
                 }
             },
         );
@@ -136,12 +136,19 @@ impl PoolShape {
         vectorised(
             #[inline(always)]
             || {
-                let windows = upper.chunks_exact_mut(2).zip(lower.chunks_exact_mut(2));
-                for ((gradient, chosen), (upper, lower)) in gradient.iter().zip(chosen).zip(windows)
-                {
-                    let of = |place| if *chosen == place { *gradient } else { 0.0 };
-                    (upper[0], upper[1]) = (of(0), of(1));
-                    (lower[0], lower[1]) = (of(2), of(3));
+                let len = gradient.len();
+                let (chosen, upper) = (&chosen[..len], &mut upper[..2 * len]);
+                let lower = &mut lower[..2 * len];
+                for at in 0..len {
+                    let of = |place| {
+                        if chosen[at] == place {
+                            gradient[at]
+                        } else {
+                            0.0
+                        }
+                    };
+                    (upper[2 * at], upper[2 * at + 1]) = (of(0), of(1));
+                    (lower[2 * at], lower[2 * at + 1]) = (of(2), of(3));
                 }
             },
         );

@@ -76,27 +76,54 @@ pub(super) fn product(
     left: Matrix<'_>,
     right: Matrix<'_>,
 ) {
-    let (m, n, k) = (left.rows, right.columns, left.columns);
-    assert_eq!(k, right.rows, "the shapes of a product fit");
-    if m == 0 || n == 0 {
+    let (rows, columns) = (left.rows, right.columns);
+    if rows == 0 || columns == 0 {
         return;
     }
-    assert!(n <= stride || m == 1, "rows do not overlap");
-    assert!(
-        (m - 1) * stride + n <= out.len(),
-        "a product lies within its values"
-    );
-    let stride = stride as isize;
-    // SAFETY: `out` holds `m` rows of `n` values, checked above, to which nothing else refers; `left` and `right` lie
-    // within their values by construction. `gemm` reads and writes nothing else.
+    assert!(columns <= stride || rows == 1, "rows do not overlap");
+    let last = (rows - 1) * stride + columns;
+    assert!(last <= out.len(), "a product lies within its values");
+    // SAFETY: `out` holds the rows, checked above, and nothing else refers to it. It is initialized.
+    unsafe { write(out.as_mut_ptr(), stride, onto, left, right) };
+}
+
+/// Returns `left · right`.
+///
+/// # Panics
+///
+/// Panics if the shapes do not fit.
+pub(super) fn multiplied(left: Matrix<'_>, right: Matrix<'_>) -> Vec<f32> {
+    let count = left.rows * right.columns;
+    if count == 0 || left.columns == 0 {
+        return vec![0.0; count];
+    }
+    let mut out = Vec::with_capacity(count);
+    // SAFETY: the vector has room for the product, which is written whole, and without being read.
+    unsafe {
+        write(out.as_mut_ptr(), right.columns, Onto::Nothing, left, right);
+        out.set_len(count);
+    }
+    out
+}
+
+/// Writes a product to memory.
+///
+/// # Safety
+///
+/// From `out`, there are `left.rows` rows of `right.columns` values, `stride` apart, to which nothing else refers. With
+/// [`Onto::Values`], they are initialized.
+unsafe fn write(out: *mut f32, stride: usize, onto: Onto, left: Matrix<'_>, right: Matrix<'_>) {
+    let (m, n, k) = (left.rows, right.columns, left.columns);
+    assert_eq!(k, right.rows, "the shapes of a product fit");
+    // SAFETY: `left` and `right` lie within their values by construction, and `out` is as the caller promises.
     unsafe {
         gemm::gemm(
             m,
             n,
             k,
-            out.as_mut_ptr(),
+            out,
             1,
-            stride,
+            stride as isize,
             onto == Onto::Values,
             left.values.as_ptr(),
             left.column_stride as isize,
@@ -112,17 +139,6 @@ pub(super) fn product(
             parallelism(m, n, k),
         );
     }
-}
-
-/// Returns `left · right`.
-///
-/// # Panics
-///
-/// Panics if the shapes do not fit.
-pub(super) fn multiplied(left: Matrix<'_>, right: Matrix<'_>) -> Vec<f32> {
-    let mut out = vec![0.0; left.rows * right.columns];
-    product(&mut out, right.columns, Onto::Nothing, left, right);
-    out
 }
 
 fn parallelism(m: usize, n: usize, k: usize) -> gemm::Parallelism {
