@@ -4,7 +4,8 @@ use burn::tensor::{Shape, TensorData};
 use burn_flex::FlexTensor;
 use rayon::prelude::*;
 
-/// Runs a loop compiled for the widest vectors that the processor has. Bits do not depend on it.
+/// Runs a loop compiled for the widest vectors that the processor has. Bits do not depend on it. Only a closure that is
+/// `#[inline(always)]` is compiled so; iterators that zip slices in it may not be.
 #[inline(always)]
 pub(super) fn vectorised<R>(work: impl FnOnce() -> R) -> R {
     macerator::AutoArch::new().dispatch(work)

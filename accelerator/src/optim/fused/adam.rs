@@ -354,18 +354,27 @@ fn step<E: Real, R: MomentRule<E>>(
         let tensor = step::step(tensor, grad, &mut |p, g, at| {
             let (m, v) = (&mut m[at.clone()], &mut v[at.clone()]);
             let max = &mut highest[at];
-            vectorised(|| advance(speed, rule, p, g, m, v));
+            vectorised(
+                #[inline(always)]
+                || advance(speed, rule, p, g, m, v),
+            );
             match is_first {
                 true => max.copy_from_slice(v),
                 false => raise(max, v),
             }
-            vectorised(|| update_parameters(rule, p, m, max));
+            vectorised(
+                #[inline(always)]
+                || update_parameters(rule, p, m, max),
+            );
         });
         (tensor, Some(max.into_tensor()))
     } else {
         let tensor = step::step(tensor, grad, &mut |p, g, at| {
             let (m, v) = (&mut m[at.clone()], &mut v[at]);
-            vectorised(|| sweep(speed, rule, p, g, m, v));
+            vectorised(
+                #[inline(always)]
+                || sweep(speed, rule, p, g, m, v),
+            );
         });
         (tensor, state.max_moment_2)
     };
@@ -461,9 +470,11 @@ fn sweep<E: Real, R: MomentRule<E>>(
     m: &mut [E],
     v: &mut [E],
 ) {
-    for (((p, g), m), v) in p.iter_mut().zip(g).zip(m).zip(v) {
-        (*m, *v) = speed.moments(rule.gradient(*p, *g), *m, *v);
-        *p = rule.update(*p, *m, *v);
+    let len = p.len();
+    let (g, m, v) = (&g[..len], &mut m[..len], &mut v[..len]);
+    for at in 0..len {
+        (m[at], v[at]) = speed.moments(rule.gradient(p[at], g[at]), m[at], v[at]);
+        p[at] = rule.update(p[at], m[at], v[at]);
     }
 }
 
@@ -477,16 +488,20 @@ fn advance<E: Real, R: MomentRule<E>>(
     m: &mut [E],
     v: &mut [E],
 ) {
-    for (((p, g), m), v) in p.iter().zip(g).zip(m).zip(v) {
-        (*m, *v) = speed.moments(rule.gradient(*p, *g), *m, *v);
+    let len = p.len();
+    let (g, m, v) = (&g[..len], &mut m[..len], &mut v[..len]);
+    for at in 0..len {
+        (m[at], v[at]) = speed.moments(rule.gradient(p[at], g[at]), m[at], v[at]);
     }
 }
 
 /// Updates parameters, and leaves the moments.
 #[inline(always)]
 fn update_parameters<E: Real, R: MomentRule<E>>(rule: R, p: &mut [E], m: &[E], v: &[E]) {
-    for ((p, m), v) in p.iter_mut().zip(m).zip(v) {
-        *p = rule.update(*p, *m, *v);
+    let len = p.len();
+    let (m, v) = (&m[..len], &v[..len]);
+    for at in 0..len {
+        p[at] = rule.update(p[at], m[at], v[at]);
     }
 }
 

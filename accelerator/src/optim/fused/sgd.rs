@@ -198,8 +198,14 @@ impl Momentum {
         let tensor = step::step(tensor, grad, &mut |p, g, at| {
             let v = &mut all[at];
             match self.nesterov {
-                true => vectorised(|| glide(rate, p, g, v, pull, moved, ahead)),
-                false => vectorised(|| glide(rate, p, g, v, pull, moved, |_, v| v)),
+                true => vectorised(
+                    #[inline(always)]
+                    || glide(rate, p, g, v, pull, moved, ahead),
+                ),
+                false => vectorised(
+                    #[inline(always)]
+                    || glide(rate, p, g, v, pull, moved, |_, v| v),
+                ),
             }
         });
         (tensor, Some(velocity.into_tensor()))
@@ -214,11 +220,15 @@ fn slide<E: Real>(
     pull: impl Fn(E, E) -> E + Copy,
 ) -> DispatchTensor {
     step::step(tensor, grad, &mut |p, g, _| {
-        vectorised(|| {
-            for (p, g) in p.iter_mut().zip(g) {
-                *p = *p - pull(*p, *g) * rate;
-            }
-        });
+        vectorised(
+            #[inline(always)]
+            || {
+                let g = &g[..p.len()];
+                for at in 0..p.len() {
+                    p[at] = p[at] - pull(p[at], g[at]) * rate;
+                }
+            },
+        );
     })
 }
 
@@ -233,10 +243,12 @@ fn glide<E: Real>(
     moved: impl Fn(E, E) -> E,
     delta: impl Fn(E, E) -> E,
 ) {
-    for ((p, g), v) in p.iter_mut().zip(g).zip(v) {
-        let gradient = pull(*p, *g);
-        *v = moved(gradient, *v);
-        *p = *p - delta(gradient, *v) * rate;
+    let len = p.len();
+    let (g, v) = (&g[..len], &mut v[..len]);
+    for at in 0..len {
+        let gradient = pull(p[at], g[at]);
+        v[at] = moved(gradient, v[at]);
+        p[at] = p[at] - delta(gradient, v[at]) * rate;
     }
 }
 

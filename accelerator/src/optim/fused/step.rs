@@ -365,7 +365,8 @@ pub(super) fn with_elements<E: Real>(tensor: &DispatchTensor, mut read: impl FnM
     });
 }
 
-/// Runs a loop compiled for the widest vectors that the processor has. Bits do not depend on it.
+/// Runs a loop compiled for the widest vectors that the processor has. Bits do not depend on it. Only a closure that is
+/// `#[inline(always)]` is compiled so; iterators that zip slices in it may not be.
 #[inline(always)]
 pub(super) fn vectorised<R>(work: impl FnOnce() -> R) -> R {
     #[cfg(feature = "flex")]
