@@ -1,8 +1,8 @@
+use accelerator::ops::nn::{
+    Conv2d, Conv2dConfig, Dropout, DropoutConfig, Linear, LinearConfig, MaxPool2d, MaxPool2dConfig,
+};
 use burn::config::Config;
 use burn::module::{Module, ModuleVisitor, Param};
-use burn::nn::conv::{Conv2d, Conv2dConfig};
-use burn::nn::pool::{MaxPool2d, MaxPool2dConfig};
-use burn::nn::{Dropout, DropoutConfig, Linear, LinearConfig};
 use burn::tensor::activation::relu;
 use burn::tensor::{Device, Tensor};
 
@@ -63,8 +63,8 @@ impl Cnn {
     /// assert_eq!(logits.dims(), [2, 10]);
     /// ```
     pub fn forward(&self, images: Tensor<4>) -> Tensor<2> {
-        let x = relu(self.conv1.forward(images));
-        let x = relu(self.conv2.forward(x));
+        let x = self.conv1.forward_relu(images);
+        let x = self.conv2.forward_relu(x);
         let x = self.dropout.forward(self.pool.forward(x)).flatten(1, 3);
         let x = self.dropout.forward(relu(self.dense1.forward(x)));
         self.dense2.forward(x)
@@ -96,6 +96,6 @@ mod tests {
     fn the_weights_are_drawn_at_once() {
         let model = CnnConfig::new().init(&Device::default());
         assert!(model.conv1.weight.is_initialized());
-        assert!(model.dense2.bias.unwrap().is_initialized());
+        assert!(model.dense2.bias.as_ref().unwrap().is_initialized());
     }
 }
