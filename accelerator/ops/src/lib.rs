@@ -176,10 +176,7 @@ pub fn rms_norm<const D: usize>(x: Tensor<D>, gamma: Tensor<1>, epsilon: f64) ->
 ///
 /// Panics if the probability is not in `0.0..1.0`.
 pub fn dropout<const D: usize>(x: Tensor<D>, probability: f64) -> Tensor<D> {
-    assert!(
-        (0.0..1.0).contains(&probability),
-        "the probability of dropout must be in 0.0..1.0, and is {probability}"
-    );
+    assert_probability(probability);
     if probability == 0.0 || !x.device().is_autodiff() {
         return x;
     }
@@ -194,6 +191,13 @@ pub fn dropout<const D: usize>(x: Tensor<D>, probability: f64) -> Tensor<D> {
     let kept = 1.0 - probability;
     let mask = x.random_like(Distribution::Bernoulli(kept));
     x * mask * (1.0 / kept)
+}
+
+fn assert_probability(probability: f64) {
+    assert!(
+        (0.0..1.0).contains(&probability),
+        "the probability of dropout must be in 0.0..1.0, and is {probability}"
+    );
 }
 
 #[cfg(feature = "flex")]
@@ -321,33 +325,50 @@ fn pooled(x: &Tensor<4>, options: &MaxPoolOptions<2>) -> Option<Tensor<4>> {
     serves(&[&x]).then(|| one(x, kernel::max_pool2d(shape)))
 }
 
-/// The pairs of queries and keys that [`attention`] leaves out: where a mask is `true`, `score` takes the place of the
-/// pair's own.
+/// The number of heads of [`attention`], the pairs of queries and keys that it leaves out, and its dropout.
 #[derive(Clone, Debug)]
-pub struct AttentionMask {
+pub struct AttentionOptions {
+    /// The number of heads, among which the width is divided.
+    pub heads: usize,
     /// The keys that are padding, `[batch, keys]`.
     pub padding: Option<Tensor<2, Bool>>,
     /// The keys that a query does not see, `[batch, queries, keys]`.
     pub pairs: Option<Tensor<3, Bool>>,
     /// The score of a pair that is left out.
     pub score: f64,
+    /// The probability of a weight to become zero; see [`dropout`].
+    pub dropout: f64,
 }
 
-/// Scaled dot-product attention: queries of `[batch, queries, width]`, keys and values of `[batch, keys, width]`. The
-/// width is divided among `heads`.
+impl AttentionOptions {
+    /// Leaves out nothing, with this many heads.
+    pub fn new(heads: usize) -> Self {
+        Self {
+            heads,
+            padding: None,
+            pairs: None,
+            score: -1.0e4,
+            dropout: 0.0,
+        }
+    }
+}
+
+/// Scaled dot-product attention: queries of `[batch, queries, width]`, keys and values of `[batch, keys, width]`.
 ///
 /// # Panics
 ///
-/// Panics if the shapes do not fit, or if the width is not a multiple of the number of heads.
+/// Panics if the shapes do not fit, if the width is not a multiple of the number of heads, or if the probability of
+/// dropout is not in `0.0..1.0`.
 pub fn attention(
     query: Tensor<3>,
     key: Tensor<3>,
     value: Tensor<3>,
-    heads: usize,
-    mask: AttentionMask,
+    options: AttentionOptions,
 ) -> Tensor<3> {
+    let heads = options.heads;
     let [batch, queries, width] = query.dims();
     let [_, keys, _] = key.dims();
+    assert_probability(options.dropout);
     assert!(
         heads > 0 && width.is_multiple_of(heads),
         "a width of {width} cannot be divided among {heads} heads"
@@ -358,9 +379,14 @@ pub fn attention(
     {
         let inputs = [&query, &key, &value].map(|input| input.clone().into_dispatch());
         if serves(&inputs.each_ref()) {
+            let drops = options.dropout > 0.0 && query.device().is_autodiff();
             let operation = Attention {
                 heads,
-                mask: Mask::read(&mask, [batch, queries, keys]),
+                mask: Mask::read(&options, [batch, queries, keys]),
+                dropout: drops.then(|| Dropout {
+                    seed: drawn_seed(&query.device()),
+                    probability: options.dropout,
+                }),
             };
             return three(inputs, operation.forward());
         }
@@ -369,19 +395,20 @@ pub fn attention(
     let split = |x: Tensor<3>, rows| x.reshape([batch, rows, heads, head]).swap_dims(1, 2);
     let scores = split(query, queries).matmul(split(key, keys).transpose());
     let mut scores = scores.div_scalar((head as f32).sqrt());
-    if let Some(padding) = mask.padding {
-        scores = scores.mask_fill(padding.reshape([batch, 1, 1, keys]), mask.score);
+    if let Some(padding) = options.padding {
+        scores = scores.mask_fill(padding.reshape([batch, 1, 1, keys]), options.score);
     }
-    if let Some(pairs) = mask.pairs {
-        scores = scores.mask_fill(pairs.reshape([batch, 1, queries, keys]), mask.score);
+    if let Some(pairs) = options.pairs {
+        scores = scores.mask_fill(pairs.reshape([batch, 1, queries, keys]), options.score);
     }
-    let context = activation::softmax(scores, 3).matmul(split(value, keys));
+    let weights = dropout(activation::softmax(scores, 3), options.dropout);
+    let context = weights.matmul(split(value, keys));
     context.swap_dims(1, 2).reshape([batch, queries, width])
 }
 
 #[cfg(feature = "flex")]
 impl Mask {
-    fn read(mask: &AttentionMask, [batch, queries, keys]: [usize; 3]) -> Option<Self> {
+    fn read(mask: &AttentionOptions, [batch, queries, keys]: [usize; 3]) -> Option<Self> {
         if let Some(padding) = &mask.padding {
             assert_eq!(
                 padding.dims(),

@@ -1,9 +1,11 @@
 //! Attention of several heads, from projected queries, keys and values.
 
+use std::borrow::Cow;
 use std::sync::OnceLock;
 
 use burn_flex::FlexTensor;
 
+use super::dropout::Dropout;
 use super::loops::{for_each, for_parts, tensor, values, vectorised};
 use super::math::{dot, exp, largest, sum};
 use super::product::{Matrix, Onto, product};
@@ -15,6 +17,8 @@ use crate::backend::{Backprop, Forward};
 pub(crate) struct Attention {
     pub(crate) heads: usize,
     pub(crate) mask: Option<Mask>,
+    /// The dropout of probabilities.
+    pub(crate) dropout: Option<Dropout>,
 }
 
 /// The scores that attention replaces by a number, before it takes probabilities of them.
@@ -102,8 +106,9 @@ impl Run {
         let mut out = vec![0.0; batch * queries * width];
         for_parts(&mut out, queries * width, |sequence, out| {
             let probabilities = self.probabilities(sequence);
+            let weights = self.weights(sequence, &probabilities);
             for head in 0..heads {
-                let p = &probabilities[head * queries * keys..][..queries * keys];
+                let p = &weights[head * queries * keys..][..queries * keys];
                 let p = Matrix::new(p, [queries, keys], keys);
                 let value = self.head(value, keys, sequence, head);
                 product(
@@ -163,6 +168,18 @@ impl Run {
         all
     }
 
+    /// Returns the weights of values: the probabilities of a sequence, after dropout.
+    fn weights<'a>(&self, sequence: usize, probabilities: &'a [f32]) -> Cow<'a, [f32]> {
+        match self.attention.dropout {
+            None => Cow::Borrowed(probabilities),
+            Some(dropout) => {
+                let mut weights = probabilities.to_vec();
+                dropout.apply_to(&mut weights, sequence * probabilities.len());
+                Cow::Owned(weights)
+            }
+        }
+    }
+
     /// Calls `work` with each key that is masked for a query, and the mask's number.
     fn for_masked(&self, sequence: usize, query: usize, mut work: impl FnMut(usize, f32)) {
         let Some(mask) = &self.attention.mask else {
@@ -217,21 +234,27 @@ impl Run {
                         &again
                     }
                 };
+                let weights = self.weights(sequence, probabilities);
                 let mut dscores = vec![0.0; queries * keys];
                 for head in 0..heads {
                     let p = &probabilities[head * queries * keys..][..queries * keys];
                     let column = head * wide;
                     let g = self.head(g, queries, sequence, head);
-                    let of_p = Matrix::new(p, [queries, keys], keys);
+                    let of_weights = &weights[head * queries * keys..][..queries * keys];
+                    let of_weights = Matrix::new(of_weights, [queries, keys], keys);
                     product(
                         &mut dvalue[column..],
                         width,
                         Onto::Nothing,
-                        of_p.transposed(),
+                        of_weights.transposed(),
                         g,
                     );
                     let value = self.head(value, keys, sequence, head);
                     product(&mut dscores, keys, Onto::Nothing, g, value.transposed());
+                    if let Some(dropout) = self.attention.dropout {
+                        let first = sequence * probabilities.len() + head * queries * keys;
+                        dropout.apply_to(&mut dscores, first);
+                    }
                     let rows = dscores.chunks_exact_mut(keys).zip(p.chunks_exact(keys));
                     for (number, (dscores, p)) in rows.enumerate() {
                         softmax_back(dscores, p, scale);

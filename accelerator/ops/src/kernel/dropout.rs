@@ -24,25 +24,25 @@ impl Dropout {
 
     fn apply(self, x: FlexTensor) -> FlexTensor {
         let x = x.to_contiguous();
-        let of = values(&x);
+        let mut out = values(&x).to_vec();
+        for_parts(&mut out, TASK, |part, out| self.apply_to(out, part * TASK));
+        tensor(out, shape(&x))
+    }
+
+    /// Applies dropout to the values that begin at the place `first` of a tensor.
+    pub(super) fn apply_to(self, part: &mut [f32], first: usize) {
         let limit = (self.probability * (1_u64 << 32) as f64) as u32;
         let scale = (1.0 / (1.0 - self.probability)) as f32;
         let keys = [self.seed as u32, (self.seed >> 32) as u32];
-        let mut out = vec![0.0; of.len()];
-        for_parts(&mut out, TASK, |part, out| {
-            let first = part * TASK;
-            vectorised(
-                #[inline(always)]
-                || {
-                    let x = &of[first..][..out.len()];
-                    for at in 0..out.len() {
-                        let is_kept = number((first + at) as u32, keys) >= limit;
-                        out[at] = if is_kept { x[at] * scale } else { 0.0 };
-                    }
-                },
-            );
-        });
-        tensor(out, shape(&x))
+        vectorised(
+            #[inline(always)]
+            || {
+                for (at, value) in part.iter_mut().enumerate() {
+                    let is_kept = number((first + at) as u32, keys) >= limit;
+                    *value = if is_kept { *value * scale } else { 0.0 };
+                }
+            },
+        );
     }
 }
 

@@ -66,16 +66,26 @@ fn view(tensor: &FlexTensor) -> Matrix<'_> {
     )
 }
 
+/// The number of rows whose sum is added to that of others, so that a small number is not lost in a large sum.
+const BLOCK: usize = 32;
+
 fn column_sums(values: &[f32], rows: usize, columns: usize) -> Vec<f32> {
     let [sums] = sums(rows, [columns], |range, [sums]| {
+        let mut block = vec![0.0; columns];
         vectorised(
             #[inline(always)]
             || {
-                let sums = &mut sums[..columns];
-                for row in range {
-                    let values = &values[row * columns..][..columns];
+                let (sums, block) = (&mut sums[..columns], &mut block[..columns]);
+                for start in range.clone().step_by(BLOCK) {
+                    block.fill(0.0);
+                    for row in start..(start + BLOCK).min(range.end) {
+                        let values = &values[row * columns..][..columns];
+                        for at in 0..columns {
+                            block[at] += values[at];
+                        }
+                    }
                     for at in 0..columns {
-                        sums[at] += values[at];
+                        sums[at] += block[at];
                     }
                 }
             },

@@ -12,7 +12,7 @@ use burn::tensor::{Bool, Device, Tensor};
 use serde::{Deserialize, Serialize};
 
 use super::{config, dropped, layer, normed};
-use crate::AttentionMask;
+use crate::AttentionOptions;
 
 layer! {
     /// Attention of several heads, with its projections.
@@ -93,7 +93,7 @@ impl MultiHeadAttention {
     /// Returns the context of each query, `[batch, queries, width]`: what Burn's `forward` returns beside the attention
     /// weights, which this does not keep.
     ///
-    /// With dropout of the weights, or a quiet softmax, it is computed by Burn's layer.
+    /// With a quiet softmax, it is computed by Burn's layer.
     ///
     /// # Panics
     ///
@@ -104,25 +104,24 @@ impl MultiHeadAttention {
 }
 
 fn context(layer: &burn::nn::attention::MultiHeadAttention, input: MhaInput) -> Tensor<3> {
-    let drops = layer.dropout.prob > 0.0
-        && layer.dropout.training.is_enabled()
-        && input.inputs[0].device().is_autodiff();
-    if layer.quiet_softmax || drops {
+    if layer.quiet_softmax {
         return layer.forward(input.into()).context;
     }
     let [query, key, value] = input.inputs;
     let query = projected(&layer.query, query);
     let key = projected(&layer.key, key);
     let value = projected(&layer.value, value);
-    let mask = AttentionMask {
+    let options = AttentionOptions {
         padding: input.masks.padding,
         pairs: input.masks.pairs,
         score: layer.min_float,
+        dropout: match layer.dropout.training.is_enabled() {
+            true => layer.dropout.prob,
+            false => 0.0,
+        },
+        ..AttentionOptions::new(layer.n_heads)
     };
-    projected(
-        &layer.output,
-        crate::attention(query, key, value, layer.n_heads, mask),
-    )
+    projected(&layer.output, crate::attention(query, key, value, options))
 }
 
 fn projected<const D: usize>(layer: &Linear, input: Tensor<D>) -> Tensor<D> {
