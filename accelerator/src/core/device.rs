@@ -183,8 +183,8 @@ pub(crate) fn configure(device: &mut Device, dtype: FloatDType) -> Result<()> {
 fn graphics(
     place: &Topology,
     oversubscription: Oversubscription,
-) -> Result<burn::tensor::BackendKind> {
-    use burn::tensor::BackendKind::{DefaultDevice, DiscreteGpu};
+) -> Result<burn::tensor::DeviceKind> {
+    use burn::tensor::DeviceKind::{DefaultDevice, DiscreteGpu};
 
     const NAMED: &str = "CUBECL_WGPU_DEFAULT_DEVICE";
 
