@@ -16,4 +16,5 @@ mod clipping;
 mod overlap;
 mod precision;
 mod resuming;
+mod units;
 mod world_size;
