@@ -13,6 +13,8 @@ mod cargo;
 mod chaos;
 mod checkpoint;
 mod config;
+#[path = "../../../tests/src/copies.rs"]
+mod copies;
 mod elastic;
 mod env;
 mod estimate;

@@ -1,7 +1,9 @@
 //! Bad input gets a message and exit code 2 before anything is started.
 
 use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
 
+use crate::copies::copy_program;
 use crate::support::{Folder, Run};
 
 #[test]
@@ -149,7 +151,7 @@ fn a_program_that_is_not_installed_is_named_with_its_installation() {
     let folder = Folder::new();
     // Nothing is beside this one.
     let launcher = folder.path().join("accel-launch");
-    std::fs::copy(env!("CARGO_BIN_EXE_accel-launch"), &launcher).unwrap();
+    copy_program(Path::new(env!("CARGO_BIN_EXE_accel-launch")), &launcher);
     for line in ["submit --help", "submit --name a -- true", "jobs list"] {
         let mut command = folder.prepared(std::process::Command::new(&launcher));
         command.args(line.split(' ')).env("PATH", "/no-such");

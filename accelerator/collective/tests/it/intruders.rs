@@ -134,7 +134,7 @@ fn a_process_of_another_user_is_refused() {
     // The user `nobody` cannot run the program itself if a folder above it is private.
     let folder = tempfile::Builder::new().tempdir_in("/tmp").unwrap();
     let program = folder.path().join("intruder");
-    std::fs::copy(std::env::current_exe().unwrap(), &program).unwrap();
+    crate::copies::copy_program(&std::env::current_exe().unwrap(), &program);
     for path in [folder.path(), &program] {
         use std::os::unix::fs::PermissionsExt;
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o755)).unwrap();

@@ -10,6 +10,8 @@
 mod suite;
 
 mod collectives;
+#[path = "../../../../tests/src/copies.rs"]
+mod copies;
 #[cfg(target_os = "linux")]
 mod exchange;
 #[cfg(target_os = "linux")]

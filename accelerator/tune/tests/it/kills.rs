@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use rustix::process::{Pid, Signal};
 
+use crate::copies::copy_program;
 use crate::support::{
     assert_nothing_left, decisions, ended, in_namespaces, processes, quadratic, search, succeed,
     trial_folder, wait_for_decisions,
@@ -129,7 +130,7 @@ fn kill_after(folder: &Path, arguments: &str, victim: Victim, wait: Duration) {
 fn a_search_whose_program_is_built_anew_continues_with_the_one_it_began_with() {
     let folder = tempfile::tempdir().unwrap();
     let program = folder.path().join("program");
-    fs::copy(quadratic(), &program).unwrap();
+    copy_program(&quadratic(), &program);
     let out = folder.path().join("out");
     let child = Command::new(&program)
         .args(["--quiet", "--num-samples", "3", "--slots", "1", "--out"])

@@ -2,6 +2,8 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by a panic")]
 
+#[path = "../../../../tests/src/copies.rs"]
+mod copies;
 mod faults;
 mod kills;
 mod optuna;

@@ -8,6 +8,7 @@ use std::process::Command;
 use accelerator_track::{Artifact, Capture, Run, Runs};
 use serde_json::json;
 
+use crate::copies::copy_program;
 use crate::support::Folder;
 
 /// The arguments that make this test executable run as the program below.
@@ -83,7 +84,7 @@ fn the_same_bits_are_told() {
 fn the_same_bits_by_another_binary_are_told() {
     let folder = Folder::new();
     let program = folder.path().join("program");
-    fs::copy(std::env::current_exe().unwrap(), &program).unwrap();
+    copy_program(&std::env::current_exe().unwrap(), &program);
     trained_by(&folder, &program);
     // Bytes after an executable's end do not change what it does.
     let mut file = fs::OpenOptions::new().append(true).open(&program).unwrap();
