@@ -26,6 +26,9 @@ pub(crate) struct Chain {
     pub(crate) leaf: DispatchTensor,
     /// The tensors by depth. The one of depth 0 is always there.
     made: BTreeMap<usize, DispatchTensor>,
+    /// The number of nodes that were made.
+    #[cfg(test)]
+    nodes: usize,
 }
 
 impl Anchors {
@@ -49,12 +52,20 @@ impl Chain {
         Self {
             leaf: zero().require_grad().into_dispatch(),
             made: BTreeMap::from([(0, zero().into_dispatch())]),
+            #[cfg(test)]
+            nodes: 0,
             device,
         }
     }
 
     /// Returns anchors of these depths, and forgets those of other depths.
     pub(crate) fn at(&mut self, depths: &[usize]) -> Vec<DispatchTensor> {
+        // Each stands on the next shallower one: from the deepest on, each would be made of a chain of its own.
+        let mut ascending = depths.to_vec();
+        ascending.sort_unstable();
+        for depth in ascending {
+            self.make(depth);
+        }
         let anchors = depths.iter().map(|&depth| self.make(depth)).collect();
         self.made
             .retain(|depth, _| *depth == 0 || depths.contains(depth));
@@ -70,9 +81,28 @@ impl Chain {
         };
         let mut anchor = anchor.clone();
         for _ in from..depth {
+            #[cfg(test)]
+            {
+                self.nodes += 1;
+            }
             anchor = above(anchor.clone(), anchor, Arc::new(HandOn));
         }
         self.made.insert(depth, anchor.clone());
         anchor
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn anchors_of_many_depths_share_one_chain() {
+        let mut chain = Chain::new(Device::default().autodiff());
+        let deepest_first: Vec<usize> = (1..=20).rev().map(|place| place * 30).collect();
+        assert_eq!(chain.at(&deepest_first).len(), 20);
+        assert_eq!(chain.nodes, 600);
+        chain.at(&[600, 45]);
+        assert_eq!(chain.nodes, 615);
     }
 }
