@@ -155,6 +155,7 @@ impl FromStr for Overlap {
 /// assert_eq!(reports[0].state, OverlapState::Learning);
 /// assert_eq!((reports[0].buckets, reports[0].early), (1, 0));
 /// assert_eq!((reports[0].windows, reports[0].early_total, reports[0].repairs), (0, 0, 0));
+/// assert_eq!(reports[0].to_string(), "overlap is learning which gradients are ready when");
 /// # Ok::<(), accelerator::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -175,6 +176,26 @@ pub struct OverlapReport {
     pub windows: u64,
     /// The number of steps in which a rank had sent a bucket before it was complete, so it was reduced once more.
     pub repairs: u32,
+}
+
+impl fmt::Display for OverlapReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            state,
+            buckets,
+            early,
+            late,
+            ..
+        } = self;
+        write!(f, "overlap is {state}")?;
+        if matches!(state, OverlapState::On | OverlapState::GivenUp) {
+            write!(
+                f,
+                "; of {buckets} buckets, {early} were sent before backward ended, and {late} never are"
+            )?;
+        }
+        Ok(())
+    }
 }
 
 /// Tells if buckets are sent while backward runs, and if not, why. The text of a state says what would turn overlap on.
