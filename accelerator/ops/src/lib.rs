@@ -130,7 +130,7 @@ pub fn layer_norm<const D: usize>(
     epsilon: f64,
 ) -> Tensor<D> {
     #[cfg(feature = "flex")]
-    if gamma.dims()[0] == x.dims()[D - 1] {
+    if gamma.dims()[0] == x.dims()[D - 1] && gamma.dims()[0] > 0 {
         let norm = Norm::Layer {
             epsilon: epsilon as f32,
         };
@@ -152,7 +152,7 @@ pub fn layer_norm<const D: usize>(
 /// Divides each row of `[…, width]` by the root of the mean of its squares, and multiplies it by `gamma`.
 pub fn rms_norm<const D: usize>(x: Tensor<D>, gamma: Tensor<1>, epsilon: f64) -> Tensor<D> {
     #[cfg(feature = "flex")]
-    if gamma.dims()[0] == x.dims()[D - 1] {
+    if gamma.dims()[0] == x.dims()[D - 1] && gamma.dims()[0] > 0 {
         let (of, scale) = (x.clone().into_dispatch(), gamma.clone().into_dispatch());
         if serves(&[&of, &scale]) {
             let norm = Norm::Rms {
@@ -378,7 +378,7 @@ pub fn attention(
     #[cfg(feature = "flex")]
     {
         let inputs = [&query, &key, &value].map(|input| input.clone().into_dispatch());
-        if serves(&inputs.each_ref()) {
+        if batch * queries * keys * width > 0 && serves(&inputs.each_ref()) {
             let drops = options.dropout > 0.0 && query.device().is_autodiff();
             let operation = Attention {
                 heads,

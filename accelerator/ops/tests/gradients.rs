@@ -333,6 +333,30 @@ fn what_is_no_number_travels_as_in_burn() {
     assert!(largest.iter::<f32>().all(f32::is_nan));
 }
 
+#[test]
+fn nothing_is_computed_of_nothing() {
+    let device = Device::flex().autodiff();
+    let weight = Tensor::<2>::ones([3, 2], &device).require_grad();
+    let bias = Tensor::<1>::ones([2], &device).require_grad();
+    let x = Tensor::<3>::zeros([0, 4, 3], &device);
+    let y = ops::linear(x, weight.clone(), Some(bias.clone()));
+    assert_eq!(y.dims(), [0, 4, 2]);
+    let gradients = y.sum().backward();
+    let gradient = weight.grad(&gradients).unwrap().into_data();
+    assert!(gradient.iter::<f32>().all(|value| value == 0.0));
+    let images = Tensor::<4>::zeros([0, 1, 5, 5], &device);
+    let kernel = Tensor::<4>::ones([2, 1, 3, 3], &device).require_grad();
+    let y = ops::conv2d(
+        images,
+        kernel.clone(),
+        Some(bias),
+        ConvOptions::new([1, 1], [0, 0], [1, 1], 1),
+    );
+    let y = ops::max_pool2d(y, MaxPoolOptions::new([3, 3]));
+    assert_eq!(y.dims(), [0, 2, 1, 1]);
+    assert!(kernel.grad(&y.sum().backward()).is_some());
+}
+
 /// Tests share the generator of their process: one of them draws at a time.
 fn drawing() -> std::sync::MutexGuard<'static, ()> {
     static DRAWING: std::sync::Mutex<()> = std::sync::Mutex::new(());
