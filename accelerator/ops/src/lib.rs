@@ -71,7 +71,8 @@ pub fn linear<const D: usize>(
             "the bias has a number for each output"
         );
     }
-    if D == 1 || weight.dtype() != input.dtype() {
+    let is_quantized = matches!(weight.dtype(), burn::tensor::DType::QFloat(_));
+    if D == 1 || is_quantized || weight.dtype() != input.dtype() {
         return module::linear(input, weight, bias);
     }
     #[cfg(feature = "flex")]
@@ -129,6 +130,13 @@ pub fn layer_norm<const D: usize>(
     beta: Option<Tensor<1>>,
     epsilon: f64,
 ) -> Tensor<D> {
+    if let Some(beta) = &beta {
+        assert_eq!(
+            beta.dims(),
+            gamma.dims(),
+            "the shift has a number for each scale"
+        );
+    }
     #[cfg(feature = "flex")]
     if gamma.dims()[0] == x.dims()[D - 1] && gamma.dims()[0] > 0 {
         let norm = Norm::Layer {
@@ -151,6 +159,11 @@ pub fn layer_norm<const D: usize>(
 
 /// Divides each row of `[…, width]` by the root of the mean of its squares, and multiplies it by `gamma`.
 pub fn rms_norm<const D: usize>(x: Tensor<D>, gamma: Tensor<1>, epsilon: f64) -> Tensor<D> {
+    assert_eq!(
+        gamma.dims()[0],
+        x.dims()[D - 1],
+        "the scale has a number for each value of a row"
+    );
     #[cfg(feature = "flex")]
     if gamma.dims()[0] == x.dims()[D - 1] && gamma.dims()[0] > 0 {
         let (of, scale) = (x.clone().into_dispatch(), gamma.clone().into_dispatch());
@@ -279,6 +292,11 @@ fn convolved(
     match bias {
         None => serves(&[&x, &weight]).then(|| two([x, weight], kernel::conv2d(shape, then))),
         Some(bias) => {
+            assert_eq!(
+                bias.dims(),
+                [channels_out],
+                "the bias has a number for each output"
+            );
             let bias = bias.clone().into_dispatch();
             serves(&[&x, &weight, &bias])
                 .then(|| three([x, weight, bias], kernel::conv2d(shape, then)))

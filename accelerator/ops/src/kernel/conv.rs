@@ -353,7 +353,7 @@ fn finish(out: &mut [f32], places: usize, bias: Option<&[f32]>, then: Then) {
                     for out in out {
                         let sum = *out + bias;
                         // NaN stays.
-                        *out = if sum < 0.0 { 0.0 } else { sum };
+                        *out = if sum <= 0.0 { 0.0 } else { sum };
                     }
                 }
             },
@@ -370,7 +370,7 @@ fn through_relu(gradient: &[f32], output: &[f32]) -> Vec<f32> {
             || {
                 let (gradient, output) = (&gradient[start..][..len], &output[start..][..len]);
                 for at in 0..len {
-                    masked[at] = if output[at] > 0.0 { gradient[at] } else { 0.0 };
+                    masked[at] = if output[at] <= 0.0 { 0.0 } else { gradient[at] };
                 }
             },
         );

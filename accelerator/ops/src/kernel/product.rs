@@ -33,7 +33,9 @@ impl<'a> Matrix<'a> {
         [row_stride, column_stride]: [usize; 2],
     ) -> Self {
         if rows > 0 && columns > 0 {
-            let last = (rows - 1) * row_stride + (columns - 1) * column_stride;
+            let last = (rows - 1)
+                .saturating_mul(row_stride)
+                .saturating_add((columns - 1).saturating_mul(column_stride));
             assert!(last < values.len(), "a matrix lies within its values");
         }
         Self {
@@ -81,7 +83,7 @@ pub(super) fn product(
         return;
     }
     assert!(columns <= stride || rows == 1, "rows do not overlap");
-    let last = (rows - 1) * stride + columns;
+    let last = (rows - 1).saturating_mul(stride).saturating_add(columns);
     assert!(last <= out.len(), "a product lies within its values");
     // SAFETY: `out` holds the rows, checked above, and nothing else refers to it. It is initialized.
     unsafe { write(out.as_mut_ptr(), stride, onto, left, right) };
@@ -93,7 +95,7 @@ pub(super) fn product(
 ///
 /// Panics if the shapes do not fit.
 pub(super) fn multiplied(left: Matrix<'_>, right: Matrix<'_>) -> Vec<f32> {
-    let count = left.rows * right.columns;
+    let count = left.rows.saturating_mul(right.columns);
     if count == 0 || left.columns == 0 {
         return vec![0.0; count];
     }

@@ -389,9 +389,17 @@ impl Gelu {
         Self(burn::nn::Gelu::new())
     }
 
+    /// Creates the layer that approximates by a hyperbolic tangent.
+    pub fn new_approximate() -> Self {
+        Self(burn::nn::Gelu::new_approximate())
+    }
+
     /// Applies the activation to each value; see [`gelu`](crate::gelu).
     pub fn forward<const D: usize>(&self, input: Tensor<D>) -> Tensor<D> {
-        crate::gelu(input)
+        match self.0.approximate {
+            true => crate::gelu_approximate(input),
+            false => crate::gelu(input),
+        }
     }
 }
 

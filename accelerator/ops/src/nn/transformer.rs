@@ -132,6 +132,7 @@ fn projected<const D: usize>(layer: &Linear, input: Tensor<D>) -> Tensor<D> {
 fn fed_forward(layer: &PositionWiseFeedForward, x: Tensor<3>) -> Tensor<3> {
     let x = projected(&layer.linear_inner, x);
     let x = match &layer.activation {
+        Activation::Gelu(gelu) if gelu.approximate => crate::gelu_approximate(x),
         Activation::Gelu(_) => crate::gelu(x),
         activation => activation.forward(x),
     };
