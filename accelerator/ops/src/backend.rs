@@ -25,7 +25,7 @@ pub(crate) type Backprop<const N: usize> =
     Box<dyn FnOnce(FlexTensor, [bool; N]) -> [Option<FlexTensor>; N] + Send>;
 
 /// Returns `true` if the tensors are of f32, and on a device with operations of this crate.
-pub(crate) fn serves(tensors: &[&DispatchTensor]) -> bool {
+fn serves(tensors: &[&DispatchTensor]) -> bool {
     tensors.iter().all(|tensor| {
         let float = match &tensor.kind {
             DispatchTensorKind::Flex(BackendTensor::Float(float)) => float.dtype(),
@@ -41,22 +41,34 @@ pub(crate) fn serves(tensors: &[&DispatchTensor]) -> bool {
     })
 }
 
-/// Runs an operation on tensors that [`serves`] has accepted.
-pub(crate) fn one<const D: usize>(x: DispatchTensor, operation: Forward<1>) -> Tensor<D> {
-    Tensor::from_dispatch(Dispatch::one(x, operation))
+/// Runs an operation if this crate [`serves`] its input. Only then, the operation is made.
+pub(crate) fn one<const D: usize>(
+    x: DispatchTensor,
+    operation: impl FnOnce() -> Forward<1>,
+) -> Option<Tensor<D>> {
+    serves(&[&x]).then(|| Tensor::from_dispatch(Dispatch::one(x, operation())))
 }
 
-/// The same, of two tensors.
-pub(crate) fn two<const D: usize>([x, y]: [DispatchTensor; 2], operation: Forward<2>) -> Tensor<D> {
-    Tensor::from_dispatch(Dispatch::two(x, y, operation))
+/// The same, of two inputs.
+pub(crate) fn two<const D: usize>(
+    inputs: [DispatchTensor; 2],
+    operation: impl FnOnce() -> Forward<2>,
+) -> Option<Tensor<D>> {
+    serves(&inputs.each_ref()).then(|| {
+        let [x, y] = inputs;
+        Tensor::from_dispatch(Dispatch::two(x, y, operation()))
+    })
 }
 
-/// The same, of three tensors.
+/// The same, of three inputs.
 pub(crate) fn three<const D: usize>(
-    [x, y, z]: [DispatchTensor; 3],
-    operation: Forward<3>,
-) -> Tensor<D> {
-    Tensor::from_dispatch(Dispatch::three(x, y, z, operation))
+    inputs: [DispatchTensor; 3],
+    operation: impl FnOnce() -> Forward<3>,
+) -> Option<Tensor<D>> {
+    serves(&inputs.each_ref()).then(|| {
+        let [x, y, z] = inputs;
+        Tensor::from_dispatch(Dispatch::three(x, y, z, operation()))
+    })
 }
 
 #[backend_extension(Flex, Autodiff)]

@@ -43,7 +43,7 @@ use burn::tensor::ops::{ConvOptions, MaxPoolOptions};
 use burn::tensor::{Bool, Distribution, Int, Tensor, activation, module};
 
 #[cfg(feature = "flex")]
-use crate::backend::{one, serves, three, two};
+use crate::backend::{one, three, two};
 #[cfg(feature = "flex")]
 use crate::kernel::{Attention, ConvShape, Dropout, Elementwise, Mask, Norm, PoolShape, Then};
 
@@ -81,15 +81,12 @@ pub fn linear<const D: usize>(
             input.clone().into_dispatch(),
             weight.clone().into_dispatch(),
         );
-        match &bias {
-            None if serves(&[&x, &w]) => return two([x, w], kernel::linear()),
-            Some(bias) => {
-                let b = bias.clone().into_dispatch();
-                if serves(&[&x, &w, &b]) {
-                    return three([x, w, b], kernel::linear());
-                }
-            }
-            None => {}
+        let y = match bias.clone() {
+            None => two([x, w], kernel::linear),
+            Some(bias) => three([x, w, bias.into_dispatch()], kernel::linear),
+        };
+        if let Some(y) = y {
+            return y;
         }
     }
     linear::linear(input, weight, bias)
@@ -100,11 +97,8 @@ macro_rules! activations {
         $(#[$doc])*
         pub fn $name<const D: usize>(x: Tensor<D>) -> Tensor<D> {
             #[cfg(feature = "flex")]
-            {
-                let of = x.clone().into_dispatch();
-                if serves(&[&of]) {
-                    return one(of, Elementwise::$kernel.forward());
-                }
+            if let Some(y) = one(x.clone().into_dispatch(), || Elementwise::$kernel.forward()) {
+                return y;
             }
             $burns(x)
         }
@@ -143,15 +137,12 @@ pub fn layer_norm<const D: usize>(
             epsilon: epsilon as f32,
         };
         let (of, scale) = (x.clone().into_dispatch(), gamma.clone().into_dispatch());
-        match &beta {
-            None if serves(&[&of, &scale]) => return two([of, scale], norm.forward()),
-            Some(beta) => {
-                let shift = beta.clone().into_dispatch();
-                if serves(&[&of, &scale, &shift]) {
-                    return three([of, scale, shift], norm.forward_with_shift());
-                }
-            }
-            None => {}
+        let y = match beta.clone() {
+            None => two([of, scale], || norm.forward()),
+            Some(beta) => three([of, scale, beta.into_dispatch()], || norm.forward()),
+        };
+        if let Some(y) = y {
+            return y;
         }
     }
     module::layer_norm(x, gamma, beta, epsilon)
@@ -165,13 +156,13 @@ pub fn rms_norm<const D: usize>(x: Tensor<D>, gamma: Tensor<1>, epsilon: f64) ->
         "the scale has a number for each value of a row"
     );
     #[cfg(feature = "flex")]
-    if gamma.dims()[0] == x.dims()[D - 1] && gamma.dims()[0] > 0 {
-        let (of, scale) = (x.clone().into_dispatch(), gamma.clone().into_dispatch());
-        if serves(&[&of, &scale]) {
-            let norm = Norm::Rms {
-                epsilon: epsilon as f32,
-            };
-            return two([of, scale], norm.forward());
+    if gamma.dims()[0] > 0 {
+        let norm = Norm::Rms {
+            epsilon: epsilon as f32,
+        };
+        let inputs = [x.clone().into_dispatch(), gamma.clone().into_dispatch()];
+        if let Some(y) = two(inputs, || norm.forward()) {
+            return y;
         }
     }
     let dtype = x.dtype();
@@ -194,11 +185,13 @@ pub fn dropout<const D: usize>(x: Tensor<D>, probability: f64) -> Tensor<D> {
         return x;
     }
     #[cfg(feature = "flex")]
-    {
-        let of = x.clone().into_dispatch();
-        if serves(&[&of]) && x.shape().num_elements() <= u32::MAX as usize {
-            let seed = drawn_seed(&x.device());
-            return one(of, Dropout { seed, probability }.forward());
+    if x.shape().num_elements() <= u32::MAX as usize {
+        let dropout = || Dropout {
+            seed: drawn_seed(&x.device()),
+            probability,
+        };
+        if let Some(y) = one(x.clone().into_dispatch(), || dropout().forward()) {
+            return y;
         }
     }
     let kept = 1.0 - probability;
@@ -290,7 +283,7 @@ fn convolved(
     };
     let (x, weight) = (x.clone().into_dispatch(), weight.clone().into_dispatch());
     match bias {
-        None => serves(&[&x, &weight]).then(|| two([x, weight], kernel::conv2d(shape, then))),
+        None => two([x, weight], || kernel::conv2d(shape, then)),
         Some(bias) => {
             assert_eq!(
                 bias.dims(),
@@ -298,8 +291,7 @@ fn convolved(
                 "the bias has a number for each output"
             );
             let bias = bias.clone().into_dispatch();
-            serves(&[&x, &weight, &bias])
-                .then(|| three([x, weight, bias], kernel::conv2d(shape, then)))
+            three([x, weight, bias], || kernel::conv2d(shape, then))
         }
     }
 }
@@ -339,8 +331,7 @@ fn pooled(x: &Tensor<4>, options: &MaxPoolOptions<2>) -> Option<Tensor<4>> {
         stride: options.stride,
         padding: options.padding.map(|(begin, _)| begin),
     };
-    let x = x.clone().into_dispatch();
-    serves(&[&x]).then(|| one(x, kernel::max_pool2d(shape)))
+    one(x.clone().into_dispatch(), || kernel::max_pool2d(shape))
 }
 
 /// The number of heads of [`attention`], the pairs of queries and keys that it leaves out, and its dropout.
@@ -394,9 +385,9 @@ pub fn attention(
     assert_eq!(key.dims(), [batch, keys, width], "keys fit the queries");
     assert_eq!(value.dims(), key.dims(), "there is a value for each key");
     #[cfg(feature = "flex")]
-    {
+    if batch * queries * keys * width > 0 {
         let inputs = [&query, &key, &value].map(|input| input.clone().into_dispatch());
-        if batch * queries * keys * width > 0 && serves(&inputs.each_ref()) {
+        let operation = || {
             let drops = options.dropout > 0.0 && query.device().is_autodiff();
             let operation = Attention {
                 heads,
@@ -406,7 +397,10 @@ pub fn attention(
                     probability: options.dropout,
                 }),
             };
-            return three(inputs, operation.forward());
+            operation.forward()
+        };
+        if let Some(y) = three(inputs, operation) {
+            return y;
         }
     }
     let head = width / heads;

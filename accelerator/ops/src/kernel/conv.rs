@@ -6,7 +6,7 @@ use core::ops::Range;
 
 use burn_flex::FlexTensor;
 
-use super::loops::{TASK, for_parts, sums, tensor, values, vectorised};
+use super::loops::{for_parts, mapped_both, sums, tensor, values, vectorised};
 use super::math::sum;
 use super::product::{Matrix, Onto, product};
 use crate::backend::{Backprop, Forward};
@@ -362,20 +362,10 @@ fn finish(out: &mut [f32], places: usize, bias: Option<&[f32]>, then: Then) {
 }
 
 fn through_relu(gradient: &[f32], output: &[f32]) -> Vec<f32> {
-    let mut masked = vec![0.0; gradient.len()];
-    for_parts(&mut masked, TASK, |part, masked| {
-        let (start, len) = (part * TASK, masked.len());
-        vectorised(
-            #[inline(always)]
-            || {
-                let (gradient, output) = (&gradient[start..][..len], &output[start..][..len]);
-                for at in 0..len {
-                    masked[at] = if output[at] <= 0.0 { 0.0 } else { gradient[at] };
-                }
-            },
-        );
-    });
-    masked
+    mapped_both(gradient, output, |gradient, output| {
+        // NaN passes.
+        if output <= 0.0 { 0.0 } else { gradient }
+    })
 }
 
 /// Calls `work` with values that are this thread's, and may be anything.

@@ -2,7 +2,7 @@
 
 use burn_flex::FlexTensor;
 
-use super::loops::{TASK, for_parts, shape, tensor, values, vectorised};
+use super::loops::{mapped, mapped_both, shape, tensor, values};
 use super::math::{erf, exp, tanh};
 use crate::backend::{Backprop, Forward};
 
@@ -74,37 +74,4 @@ fn inner(x: f32) -> f32 {
 #[inline(always)]
 fn sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + exp(-x))
-}
-
-fn mapped(x: &[f32], of: impl Fn(f32) -> f32 + Sync) -> Vec<f32> {
-    let mut out = vec![0.0; x.len()];
-    for_parts(&mut out, TASK, |part, out| {
-        vectorised(
-            #[inline(always)]
-            || {
-                let x = &x[part * TASK..][..out.len()];
-                for at in 0..out.len() {
-                    out[at] = of(x[at]);
-                }
-            },
-        );
-    });
-    out
-}
-
-fn mapped_both(x: &[f32], y: &[f32], of: impl Fn(f32, f32) -> f32 + Sync) -> Vec<f32> {
-    let mut out = vec![0.0; x.len()];
-    for_parts(&mut out, TASK, |part, out| {
-        vectorised(
-            #[inline(always)]
-            || {
-                let len = out.len();
-                let (x, y) = (&x[part * TASK..][..len], &y[part * TASK..][..len]);
-                for at in 0..len {
-                    out[at] = of(x[at], y[at]);
-                }
-            },
-        );
-    });
-    out
 }

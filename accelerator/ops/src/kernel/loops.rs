@@ -56,6 +56,41 @@ pub(super) fn for_each<T: Send>(
     }
 }
 
+/// Returns what `of` makes of each value.
+pub(super) fn mapped(x: &[f32], of: impl Fn(f32) -> f32 + Sync) -> Vec<f32> {
+    let mut out = vec![0.0; x.len()];
+    for_parts(&mut out, TASK, |part, out| {
+        vectorised(
+            #[inline(always)]
+            || {
+                let x = &x[part * TASK..][..out.len()];
+                for at in 0..out.len() {
+                    out[at] = of(x[at]);
+                }
+            },
+        );
+    });
+    out
+}
+
+/// Returns what `of` makes of each pair of values.
+pub(super) fn mapped_both(x: &[f32], y: &[f32], of: impl Fn(f32, f32) -> f32 + Sync) -> Vec<f32> {
+    let mut out = vec![0.0; x.len()];
+    for_parts(&mut out, TASK, |part, out| {
+        vectorised(
+            #[inline(always)]
+            || {
+                let len = out.len();
+                let (x, y) = (&x[part * TASK..][..len], &y[part * TASK..][..len]);
+                for at in 0..len {
+                    out[at] = of(x[at], y[at]);
+                }
+            },
+        );
+    });
+    out
+}
+
 /// Returns the sums of the vectors that `work` adds to for a range of `items`. Ranges are the same for any number of
 /// threads, and so are the bits of the sums.
 pub(super) fn sums<const N: usize>(

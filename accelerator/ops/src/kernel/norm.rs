@@ -13,35 +13,19 @@ pub(crate) enum Norm {
     Rms { epsilon: f32 },
 }
 
-/// The numbers of rows that one task norms.
+/// The number of rows that one task norms.
 const ROWS: usize = 64;
 
 impl Norm {
-    /// Returns the operation on an input, a scale and a shift.
-    pub(crate) fn forward_with_shift(self) -> Forward<3> {
-        Box::new(move |[x, gamma, beta]| {
-            let (x, gamma, beta) = (
-                x.to_contiguous(),
-                gamma.to_contiguous(),
-                beta.to_contiguous(),
-            );
-            let (y, rows) = self.apply(&x, &gamma, Some(&beta));
-            let back: Backprop<3> = Box::new(move |gradient, needs| {
-                let [dx, dgamma, dbeta] = self.back(&x, &gamma, &rows, &gradient, needs[0]);
-                [needs[0].then_some(dx), Some(dgamma), Some(dbeta)]
-            });
-            (y, back)
-        })
-    }
-
-    /// Returns the operation on an input and a scale.
-    pub(crate) fn forward(self) -> Forward<2> {
-        Box::new(move |[x, gamma]| {
-            let (x, gamma) = (x.to_contiguous(), gamma.to_contiguous());
-            let (y, rows) = self.apply(&x, &gamma, None);
-            let back: Backprop<2> = Box::new(move |gradient, needs| {
-                let [dx, dgamma, _] = self.back(&x, &gamma, &rows, &gradient, needs[0]);
-                [needs[0].then_some(dx), Some(dgamma)]
+    /// Returns the operation on an input, a scale, and a shift if there are three inputs.
+    pub(crate) fn forward<const N: usize>(self) -> Forward<N> {
+        Box::new(move |inputs: [FlexTensor; N]| {
+            let inputs = inputs.map(|input| input.to_contiguous());
+            let (y, rows) = self.apply(&inputs[0], &inputs[1], inputs.get(2));
+            let back: Backprop<N> = Box::new(move |gradient, needs| {
+                let gradients = self.back(&inputs[0], &inputs[1], &rows, &gradient, needs[0]);
+                let mut gradients = gradients.into_iter();
+                core::array::from_fn(|_| gradients.next().flatten())
             });
             (y, back)
         })
@@ -107,7 +91,7 @@ impl Norm {
         )
     }
 
-    /// Returns the gradients of the input, the scale and the shift.
+    /// Returns the gradients of the input, if it needs one, the scale and the shift.
     fn back(
         self,
         x: &FlexTensor,
@@ -115,7 +99,7 @@ impl Norm {
         rows: &[Row],
         gradient: &FlexTensor,
         needs_input: bool,
-    ) -> [FlexTensor; 3] {
+    ) -> [Option<FlexTensor>; 3] {
         let gradient = gradient.to_contiguous();
         let (of, gamma, g) = (values(x), values(gamma), values(&gradient));
         let n = gamma.len();
@@ -153,9 +137,9 @@ impl Norm {
             );
         });
         [
-            tensor(dx, if needs_input { shape(x) } else { [0].into() }),
-            tensor(dgamma, [n]),
-            tensor(dbeta, [n]),
+            needs_input.then(|| tensor(dx, shape(x))),
+            Some(tensor(dgamma, [n])),
+            Some(tensor(dbeta, [n])),
         ]
     }
 

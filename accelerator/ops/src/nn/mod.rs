@@ -121,8 +121,8 @@ macro_rules! layer {
 
 /// The configuration of a layer, which holds Burn's configuration of the same name.
 macro_rules! config {
-    ($(#[$doc:meta])* $name:ident($burns:path) -> $layer:ident, new($($argument:ident: $type:ty),*),
-        $($setter:ident($value:ty)),+ $(,)?; init($($device:ident)?)) => {
+    ($(#[$doc:meta])* $name:ident($burns:path) -> $layer:ident, new($($argument:ident: $type:ty),*)
+        $(, $setter:ident($value:ty))*; init($($device:ident)?)) => {
         $(#[$doc])*
         #[derive(Clone, Debug, Deserialize, Serialize)]
         #[serde(transparent)]
@@ -140,7 +140,7 @@ macro_rules! config {
                 pub fn $setter(self, value: $value) -> Self {
                     Self(self.0.$setter(value))
                 }
-            )+
+            )*
 
             /// Creates the layer.
             pub fn init(&self $(, $device: &Device)?) -> $layer {
@@ -192,9 +192,13 @@ impl Linear {
     ///
     /// Panics if the last dimension of the input is not the number of inputs.
     pub fn forward<const D: usize>(&self, input: Tensor<D>) -> Tensor<D> {
-        let bias = self.0.bias.as_ref().map(|bias| bias.val());
-        crate::linear(input, self.0.weight.val(), bias)
+        projected(&self.0, input)
     }
+}
+
+fn projected<const D: usize>(layer: &burn::nn::Linear, input: Tensor<D>) -> Tensor<D> {
+    let bias = layer.bias.as_ref().map(|bias| bias.val());
+    crate::linear(input, layer.weight.val(), bias)
 }
 
 layer! {
@@ -285,28 +289,10 @@ layer! {
     Dropout(burn::nn::Dropout)
 }
 
-/// The configuration of a [`Dropout`] layer.
-#[derive(Clone, Debug, Deserialize, Serialize)]
-#[serde(transparent)]
-pub struct DropoutConfig(burn::nn::DropoutConfig);
-
-impl DropoutConfig {
-    /// The same as the function of this name of Burn's configuration.
-    pub fn new(prob: f64) -> Self {
-        Self(burn::nn::DropoutConfig::new(prob))
-    }
-
-    /// Creates the layer.
-    ///
-    /// # Panics
-    ///
-    /// Panics if the probability is not in `0.0..1.0`.
-    pub fn init(&self) -> Dropout {
-        self.0.init().into()
-    }
+config! {
+    /// The configuration of a [`Dropout`] layer.
+    DropoutConfig(burn::nn::DropoutConfig) -> Dropout, new(prob: f64); init()
 }
-
-impl burn::config::Config for DropoutConfig {}
 
 impl Dropout {
     /// Drops values in training; see [`dropout`](crate::dropout).
@@ -345,7 +331,7 @@ fn normed<const D: usize>(layer: &burn::nn::LayerNorm, input: Tensor<D>) -> Tens
         input.dtype(),
         burn::tensor::DType::F32 | burn::tensor::DType::F64
     );
-    let Some(epsilon) = epsilon(layer).filter(|_| is_wide) else {
+    let Some(epsilon) = is_wide.then(|| epsilon(layer)).flatten() else {
         // Burn norms half-precision values in a wider type.
         return layer.forward(input);
     };
@@ -396,10 +382,14 @@ impl Gelu {
 
     /// Applies the activation to each value; see [`gelu`](crate::gelu).
     pub fn forward<const D: usize>(&self, input: Tensor<D>) -> Tensor<D> {
-        match self.0.approximate {
-            true => crate::gelu_approximate(input),
-            false => crate::gelu(input),
-        }
+        activated(&self.0, input)
+    }
+}
+
+fn activated<const D: usize>(layer: &burn::nn::Gelu, input: Tensor<D>) -> Tensor<D> {
+    match layer.approximate {
+        true => crate::gelu_approximate(input),
+        false => crate::gelu(input),
     }
 }
 

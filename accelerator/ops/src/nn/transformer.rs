@@ -5,13 +5,13 @@ use burn::module::{
     Content, Devices, DisplaySettings, Module, ModuleDisplay, ModuleDisplayDefault, ModuleMapper,
     ModuleVisitor,
 };
+use burn::nn::Initializer;
 use burn::nn::activation::{Activation, ActivationConfig};
 use burn::nn::transformer::PositionWiseFeedForward;
-use burn::nn::{Initializer, Linear};
 use burn::tensor::{Bool, Device, Tensor};
 use serde::{Deserialize, Serialize};
 
-use super::{config, dropped, layer, normed};
+use super::{activated, config, dropped, layer, normed, projected};
 use crate::AttentionOptions;
 
 layer! {
@@ -124,16 +124,10 @@ fn context(layer: &burn::nn::attention::MultiHeadAttention, input: MhaInput) -> 
     projected(&layer.output, crate::attention(query, key, value, options))
 }
 
-fn projected<const D: usize>(layer: &Linear, input: Tensor<D>) -> Tensor<D> {
-    let bias = layer.bias.as_ref().map(|bias| bias.val());
-    crate::linear(input, layer.weight.val(), bias)
-}
-
 fn fed_forward(layer: &PositionWiseFeedForward, x: Tensor<3>) -> Tensor<3> {
     let x = projected(&layer.linear_inner, x);
     let x = match &layer.activation {
-        Activation::Gelu(gelu) if gelu.approximate => crate::gelu_approximate(x),
-        Activation::Gelu(_) => crate::gelu(x),
+        Activation::Gelu(gelu) => activated(gelu, x),
         activation => activation.forward(x),
     };
     projected(&layer.linear_outer, dropped(&layer.dropout, x))
