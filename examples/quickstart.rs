@@ -31,7 +31,7 @@ fn main() -> Result<()> {
         let mut mean = Mean::new();
         for batch in valid.eval() {
             let batch = batch?;
-            mean.update_with(loss(&trained, &batch), batch.real()); // 0 if this rank has no sample left
+            mean.update_with(loss(&trained, &batch), batch.real()); // samples, not padding
         }
         let mean = accelerator.reduce_metric(mean)?; // over all ranks
         print_main!(accelerator, "epoch {epoch}: validation loss {mean:.6}");
