@@ -161,6 +161,10 @@ fn a_specification_that_cannot_be_is_refused_with_its_place() {
     folder
         .launch("tune best nowhere")
         .says("nowhere has no search");
+    folder.refuses(
+        "tune spec.toml --bin train",
+        "only a launch builds programs",
+    );
 }
 
 #[test]
@@ -229,6 +233,7 @@ fn a_search_without_a_report_says_what_one_is() {
     folder
         .launch("tune spec.toml --slots 2 -- echo loss: 1")
         .expect(1)
+        .prints("TERMINATED without a report")
         .says("no trial has reported a number as `loss`");
 }
 

@@ -121,15 +121,16 @@ impl Console {
                 continue;
             }
             let metric = &view.objective.metric;
-            let last = trial.last.as_ref();
-            let iterations = last.map_or(0, |last| last.training_iteration);
-            let value = last.and_then(|last| last.value(metric));
-            let value = value.map_or_else(|| "none".to_owned(), figure);
-            text.push_str(&format!(
-                "{} {} after {iterations} iterations: {metric}={value}\n",
-                trial.name,
-                word(trial.status)
-            ));
+            let (name, word) = (&trial.name, word(trial.status));
+            text.push_str(&match &trial.last {
+                Some(last) => {
+                    let iterations = last.training_iteration;
+                    let value = last.value(metric);
+                    let value = value.map_or_else(|| "none".to_owned(), figure);
+                    format!("{name} {word} after {iterations} iterations: {metric}={value}\n")
+                }
+                None => format!("{name} {word} without a report\n"),
+            });
             if let (TrialStatus::Error, Some(error)) = (trial.status, &trial.error) {
                 text.push_str(&format!("  {}\n", error.replace('\n', "\n  ")));
             }
