@@ -240,6 +240,12 @@ fn in_two_lines(error: &clap::Error) -> String {
     {
         text.push_str(": give the number of ranks per host instead, by --hosts host0:4,host1:4 or --nproc-per-node 4");
     }
+    if let Some(ContextValue::String(option)) = error.get(ContextKind::InvalidArg)
+        && error.kind() == ErrorKind::UnknownArgument
+        && ["--bin", "--example", "--features", "--package"].contains(&option.as_str())
+    {
+        text.push_str(": only a launch builds programs; build it by cargo, and give its path, such as target/release/train");
+    }
     text.push('\n');
     if let Some(ContextValue::StyledStr(usage)) = error.get(ContextKind::Usage) {
         let usage = usage.to_string();

@@ -10,6 +10,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use accelerator_host::cli::{Error, Result, chain};
+use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Args, Parser, Subcommand};
 
 use crate::engine::{Engine, connect};
@@ -82,6 +83,14 @@ pub(crate) fn run(line: impl IntoIterator<Item = OsString>) -> Result<ExitCode> 
         Err(error) => {
             // A closed pipe is not an error.
             let _ = error.print();
+            if let Some(ContextValue::String(option)) = error.get(ContextKind::InvalidArg)
+                && error.kind() == ErrorKind::UnknownArgument
+                && ["--bin", "--example", "--features", "--package"].contains(&option.as_str())
+            {
+                warn(
+                    "a job starts a program that is built already: build it by cargo, and give its path, such as target/release/train",
+                );
+            }
             return Ok(ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(2)));
         }
     };

@@ -24,6 +24,10 @@ fn what_is_wrong_is_named() {
             "NOT_SET_ANYWHERE has no value here",
         ),
         ("submit --name a", "PROGRAM"),
+        (
+            "submit --name a --bin train",
+            "a job starts a program that is built already",
+        ),
         ("submit --name a --nodes 65537 -- true", "1 to 65536"),
         (
             "submit --name a --env ACCEL_TOKEN_FILE=/a -- true",
