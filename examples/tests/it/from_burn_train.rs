@@ -2,6 +2,7 @@
 
 #![allow(
     clippy::print_stdout,
+    clippy::single_range_in_vec_init,
     dead_code,
     unused_imports,
     reason = "the programs are blocks of a document, and only compiled"
