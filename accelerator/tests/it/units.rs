@@ -157,7 +157,7 @@ fn of_ranks(builder: AcceleratorBuilder, ranks: usize, course: Course) -> Vec<Ve
 #[test]
 fn a_training_has_the_same_bits_whatever_units_do() {
     for kind in devices() {
-        for ranks in [1, 3] {
+        for ranks in [1, 2, 3] {
             for course in COURSES {
                 let outcome = |units| {
                     let builder = Accelerator::builder().device(kind).bucket_size(1024);

@@ -26,7 +26,11 @@ impl Encoder {
 
     /// Has 32 rows, of which Burn's `linear` makes one matrix, and a view of each weight.
     fn loss(&self, place: &Place) -> Tensor<1> {
-        let mut x = place.input([4, 8, 16]);
+        self.loss_of([4, 8], place)
+    }
+
+    fn loss_of(&self, [batch, length]: [usize; 2], place: &Place) -> Tensor<1> {
+        let mut x = place.input([batch, length, 16]);
         for layer in &self.layers {
             x = layer.run(x, |layer, x| layer.forward(x, None, None));
         }
@@ -60,6 +64,27 @@ fn units_hand_over_their_gradients_early_where_parameters_are_seen_through_views
                 "{reports:?}"
             );
             assert_eq!(trained(setting(units), Encoder::new, Encoder::loss), plain);
+        }
+    }
+}
+
+#[test]
+fn units_have_the_bits_of_plain_blocks_at_any_number_of_rows() {
+    for kind in devices() {
+        for shape in [[1, 31], [8, 8], [8, 64]] {
+            let loss = move |model: &Encoder, place: &Place| model.loss_of(shape, place);
+            let outcome = |units| {
+                let setting = Setting {
+                    units,
+                    ..Setting::new(kind)
+                };
+                same_bits(setting, Encoder::new, loss);
+                trained(setting, Encoder::new, loss)
+            };
+            let plain = outcome(Units::Plain);
+            for units in [Units::Keep, Units::Recompute] {
+                assert_eq!(outcome(units), plain, "{kind}, {shape:?}, {units}");
+            }
         }
     }
 }
