@@ -144,7 +144,7 @@ impl<const N: usize> Backward<Flex, N> for Step {
     fn backward(self, ops: Ops<Self::State, N>, gradients: &mut Gradients, _: &mut Checkpointer) {
         let gradient = gradients.consume::<Flex>(&ops.node);
         let Some(backprop) = ops.state.take() else {
-            return;
+            unreachable!("Burn consumes a step before it runs it");
         };
         let needs = ops.parents.each_ref().map(Option::is_some);
         for (parent, gradient) in ops.parents.into_iter().zip(backprop(gradient, needs)) {

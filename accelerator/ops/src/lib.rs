@@ -26,7 +26,7 @@
 //!
 //! The functions of this module are what the layers call. Each is one operation of Burn's graph, with a backward pass
 //! of its own, on the Flex backend in f32. On other backends and in other types, it is Burn's own operation, so the same
-//! call works everywhere. Only [`linear`] is one operation on all backends.
+//! call works everywhere. Only [`linear`] is one operation on all backends of this crate's features.
 //!
 //! Results are those of Burn to rounding, and have the same bits for any number of threads. Between processors, they may
 //! differ as Burn's own do, because the products of matrices depend on the instructions that a processor has.
@@ -70,6 +70,16 @@ pub fn linear<const D: usize>(
             [outputs],
             "the bias has a number for each output"
         );
+    }
+    if inputs == 0 || outputs == 0 {
+        // A product over nothing is zero.
+        let mut dims = input.dims();
+        dims[D - 1] = outputs;
+        let sums = Tensor::zeros(dims, (&input.device(), input.dtype()));
+        return match bias {
+            None => sums,
+            Some(bias) => sums + bias.unsqueeze(),
+        };
     }
     let is_quantized = matches!(weight.dtype(), burn::tensor::DType::QFloat(_));
     if D == 1 || is_quantized || weight.dtype() != input.dtype() {
@@ -185,7 +195,7 @@ pub fn dropout<const D: usize>(x: Tensor<D>, probability: f64) -> Tensor<D> {
         return x;
     }
     #[cfg(feature = "flex")]
-    if x.shape().num_elements() <= u32::MAX as usize {
+    if x.shape().num_elements() <= MAX_DROPPED {
         let dropout = || Dropout {
             seed: drawn_seed(&x.device()),
             probability,
@@ -199,11 +209,55 @@ pub fn dropout<const D: usize>(x: Tensor<D>, probability: f64) -> Tensor<D> {
     x * mask * (1.0 / kept)
 }
 
+/// The number of values that the generator of dropout can tell apart.
+#[cfg(feature = "flex")]
+const MAX_DROPPED: usize = u32::MAX as usize;
+
+#[cfg(feature = "flex")]
+fn product(sizes: [usize; 4]) -> usize {
+    sizes.into_iter().fold(1, usize::saturating_mul)
+}
+
 fn assert_probability(probability: f64) {
     assert!(
         (0.0..1.0).contains(&probability),
         "the probability of dropout must be in 0.0..1.0, and is {probability}"
     );
+}
+
+/// Returns the mean cross-entropy of logits of `[rows, classes]` against the class of each row: one operation, which does
+/// not keep the probabilities.
+///
+/// Of no rows, it is NaN.
+///
+/// # Panics
+///
+/// Panics if there is not one target for each row. On the Flex backend, it panics if a target is not one of the classes.
+pub fn cross_entropy(logits: Tensor<2>, targets: Tensor<1, Int>) -> Tensor<1> {
+    assert_eq!(
+        targets.dims(),
+        [logits.dims()[0]],
+        "there is a target for each row of logits"
+    );
+    #[cfg(feature = "flex")]
+    if !logits.dims().contains(&0) {
+        let classes = logits.dims()[1];
+        let read = || {
+            let targets = targets.to_data();
+            let targets = targets.iter::<i64>().map(|target| {
+                let class = usize::try_from(target).ok();
+                class.filter(|class| *class < classes).unwrap_or_else(|| {
+                    panic!("the target {target} is not one of the {classes} classes")
+                })
+            });
+            kernel::cross_entropy(targets.collect())
+        };
+        if let Some(loss) = one(logits.clone().into_dispatch(), read) {
+            return loss;
+        }
+    }
+    let loss = burn::nn::loss::CrossEntropyLossConfig::new().init(&logits.device());
+    loss.forward(logits, targets)
 }
 
 #[cfg(feature = "flex")]
@@ -220,6 +274,10 @@ fn drawn_seed(device: &burn::tensor::Device) -> u64 {
 
 /// Convolves images of `[batch, channels, height, width]` with a weight of `[outputs, channels / groups, height,
 /// width]`.
+///
+/// # Panics
+///
+/// Panics if the shapes do not fit.
 pub fn conv2d(
     x: Tensor<4>,
     weight: Tensor<4>,
@@ -234,6 +292,10 @@ pub fn conv2d(
 }
 
 /// The same as [`conv2d`], followed by a rectified linear unit: one operation, which keeps nothing in between.
+///
+/// # Panics
+///
+/// Panics if the shapes do not fit.
 pub fn conv2d_relu(
     x: Tensor<4>,
     weight: Tensor<4>,
@@ -248,42 +310,47 @@ pub fn conv2d_relu(
 }
 
 #[cfg(feature = "flex")]
-fn convolved(
-    x: &Tensor<4>,
-    weight: &Tensor<4>,
+fn convolved<const D: usize, const SIDES: usize>(
+    x: &Tensor<D>,
+    weight: &Tensor<D>,
     bias: Option<&Tensor<1>>,
-    options: &ConvOptions<2>,
+    options: &ConvOptions<SIDES>,
     then: Then,
-) -> Option<Tensor<4>> {
-    let [batch, channels_in, height, width] = x.dims();
-    let [channels_out, channels, kernel_height, kernel_width] = weight.dims();
-    let kernel = [kernel_height, kernel_width];
-    let input = [height, width];
-    if channels * options.groups != channels_in || !channels_out.is_multiple_of(options.groups) {
+) -> Option<Tensor<D>> {
+    let (inputs, weights) = (x.dims(), weight.dims());
+    let (channels_in, channels_out) = (inputs[1], weights[0]);
+    if weights[1] * options.groups != channels_in || !channels_out.is_multiple_of(options.groups) {
         return None;
     }
-    let mut output = [0; 2];
-    for side in 0..2 {
-        let (begin, end) = options.padding[side];
-        let span = options.dilation[side] * kernel[side].checked_sub(1)? + 1;
-        let slack = (input[side] + begin + end).checked_sub(span)?;
-        output[side] = slack / options.stride[side] + 1;
-    }
-    let shape = ConvShape {
-        batch,
+    let mut shape = ConvShape {
+        batch: inputs[0],
         channels_in,
         channels_out,
-        input,
-        output,
-        kernel,
-        stride: options.stride,
-        padding: options.padding.map(|(begin, _)| begin),
-        dilation: options.dilation,
+        input: [1; 2],
+        output: [1; 2],
+        kernel: [1; 2],
+        stride: [1; 2],
+        padding: [0; 2],
+        dilation: [1; 2],
         groups: options.groups,
     };
+    for side in 0..SIDES {
+        let (input, kernel) = (inputs[2 + side], weights[2 + side]);
+        let (begin, end) = options.padding[side];
+        let span = options.dilation[side] * kernel.checked_sub(1)? + 1;
+        let slack = (input + begin + end).checked_sub(span)?;
+        // The only side of a sequence is the width of an image.
+        let at = 2 - SIDES + side;
+        shape.input[at] = input;
+        shape.output[at] = slack / options.stride[side] + 1;
+        shape.kernel[at] = kernel;
+        shape.stride[at] = options.stride[side];
+        shape.padding[at] = begin;
+        shape.dilation[at] = options.dilation[side];
+    }
     let (x, weight) = (x.clone().into_dispatch(), weight.clone().into_dispatch());
     match bias {
-        None => two([x, weight], || kernel::conv2d(shape, then)),
+        None => two([x, weight], || kernel::convolution(shape, then)),
         Some(bias) => {
             assert_eq!(
                 bias.dims(),
@@ -291,9 +358,27 @@ fn convolved(
                 "the bias has a number for each output"
             );
             let bias = bias.clone().into_dispatch();
-            three([x, weight, bias], || kernel::conv2d(shape, then))
+            three([x, weight, bias], || kernel::convolution(shape, then))
         }
     }
+}
+
+/// Convolves sequences of `[batch, channels, length]` with a weight of `[outputs, channels / groups, length]`.
+///
+/// # Panics
+///
+/// Panics if the shapes do not fit.
+pub fn conv1d(
+    x: Tensor<3>,
+    weight: Tensor<3>,
+    bias: Option<Tensor<1>>,
+    options: ConvOptions<1>,
+) -> Tensor<3> {
+    #[cfg(feature = "flex")]
+    if let Some(y) = convolved(&x, &weight, bias.as_ref(), &options, Then::Nothing) {
+        return y;
+    }
+    module::conv1d(x, weight, bias, options)
 }
 
 /// Returns the largest value of each window of the images.
@@ -339,9 +424,9 @@ fn pooled(x: &Tensor<4>, options: &MaxPoolOptions<2>) -> Option<Tensor<4>> {
 pub struct AttentionOptions {
     /// The number of heads, among which the width is divided.
     pub heads: usize,
-    /// The keys that are padding, `[batch, keys]`.
+    /// The keys that are padding, `[batch, keys]`, or `[1, keys]` for all sequences.
     pub padding: Option<Tensor<2, Bool>>,
-    /// The keys that a query does not see, `[batch, queries, keys]`.
+    /// The keys that a query does not see, `[batch, queries, keys]`, or `[1, queries, keys]` for all sequences.
     pub pairs: Option<Tensor<3, Bool>>,
     /// The score of a pair that is left out.
     pub score: f64,
@@ -384,18 +469,30 @@ pub fn attention(
     );
     assert_eq!(key.dims(), [batch, keys, width], "keys fit the queries");
     assert_eq!(value.dims(), key.dims(), "there is a value for each key");
+    if let Some(mask) = &options.padding {
+        let fits = |batch| mask.dims() == [batch, keys];
+        assert!(fits(batch) || fits(1), "a mask of padding fits the keys");
+    }
+    if let Some(mask) = &options.pairs {
+        let fits = |batch| mask.dims() == [batch, queries, keys];
+        assert!(fits(batch) || fits(1), "a mask fits queries and keys");
+    }
     #[cfg(feature = "flex")]
-    if batch * queries * keys * width > 0 {
+    if ![batch, queries, keys, width].contains(&0)
+        && (options.dropout == 0.0 || product([batch, heads, queries, keys]) <= MAX_DROPPED)
+    {
         let inputs = [&query, &key, &value].map(|input| input.clone().into_dispatch());
         let operation = || {
-            let drops = options.dropout > 0.0 && query.device().is_autodiff();
+            let is_training = query.device().is_autodiff() || key.device().is_autodiff();
+            let drops = options.dropout > 0.0 && is_training;
             let operation = Attention {
                 heads,
-                mask: Mask::read(&options, [batch, queries, keys]),
+                mask: Mask::read(&options),
                 dropout: drops.then(|| Dropout {
                     seed: drawn_seed(&query.device()),
                     probability: options.dropout,
                 }),
+                most_kept: kernel::MOST_KEPT,
             };
             operation.forward()
         };
@@ -408,10 +505,13 @@ pub fn attention(
     let scores = split(query, queries).matmul(split(key, keys).transpose());
     let mut scores = scores.div_scalar((head as f32).sqrt());
     if let Some(padding) = options.padding {
-        scores = scores.mask_fill(padding.reshape([batch, 1, 1, keys]), options.score);
+        let padding = padding.expand([batch, keys]).reshape([batch, 1, 1, keys]);
+        scores = scores.mask_fill(padding, options.score);
     }
     if let Some(pairs) = options.pairs {
-        scores = scores.mask_fill(pairs.reshape([batch, 1, queries, keys]), options.score);
+        let pairs = pairs.expand([batch, queries, keys]);
+        let pairs = pairs.reshape([batch, 1, queries, keys]);
+        scores = scores.mask_fill(pairs, options.score);
     }
     let weights = dropout(activation::softmax(scores, 3), options.dropout);
     let context = weights.matmul(split(value, keys));
@@ -420,21 +520,7 @@ pub fn attention(
 
 #[cfg(feature = "flex")]
 impl Mask {
-    fn read(mask: &AttentionOptions, [batch, queries, keys]: [usize; 3]) -> Option<Self> {
-        if let Some(padding) = &mask.padding {
-            assert_eq!(
-                padding.dims(),
-                [batch, keys],
-                "a mask of padding fits the keys"
-            );
-        }
-        if let Some(pairs) = &mask.pairs {
-            assert_eq!(
-                pairs.dims(),
-                [batch, queries, keys],
-                "a mask fits queries and keys"
-            );
-        }
+    fn read(mask: &AttentionOptions) -> Option<Self> {
         let of_keys = mask
             .padding
             .clone()

@@ -5,20 +5,42 @@
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::backend::ops::ModuleOps;
 use burn::backend::tensor::FloatTensor;
-use burn::backend::{Autodiff, Backend, Dispatch, backend_extension};
-use burn::tensor::Tensor;
+use burn::backend::{Autodiff, Backend, Dispatch, DispatchTensorKind, backend_extension};
+use burn::tensor::{Tensor, module};
 
-/// The same as Burn's `linear`, with the weight and the bias next to the input in the graph.
+/// The same as Burn's `linear`, with the weight and the bias next to the input in the graph, on the backends of this
+/// crate's features.
 pub(crate) fn linear<const D: usize>(
     input: Tensor<D>,
     weight: Tensor<2>,
     bias: Option<Tensor<1>>,
 ) -> Tensor<D> {
+    if !is_enabled(&input.clone().into_dispatch().kind) {
+        return module::linear(input, weight, bias);
+    }
     let (input, weight) = (input.into_dispatch(), weight.into_dispatch());
     Tensor::from_dispatch(match bias {
         Some(bias) => Dispatch::linear_with_bias(input, weight, bias.into_dispatch()),
         None => Dispatch::linear_without_bias(input, weight),
     })
+}
+
+/// Returns `false` for tensors of a backend that the program enables in Burn alone.
+fn is_enabled(kind: &DispatchTensorKind) -> bool {
+    match kind {
+        DispatchTensorKind::Autodiff(kind) => is_enabled(kind),
+        #[cfg(feature = "flex")]
+        DispatchTensorKind::Flex(_) => true,
+        #[cfg(feature = "ndarray")]
+        DispatchTensorKind::NdArray(_) => true,
+        #[cfg(any(feature = "cuda", feature = "wgpu"))]
+        DispatchTensorKind::Cube(_) => true,
+        #[allow(
+            unreachable_patterns,
+            reason = "Burn's features may be more than these"
+        )]
+        _ => false,
+    }
 }
 
 #[backend_extension(

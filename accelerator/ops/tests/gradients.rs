@@ -9,8 +9,9 @@ use accelerator_ops::nn::{self, MhaInput};
 use accelerator_ops::{self as ops, AttentionOptions};
 use burn::backend::DispatchTensor;
 use burn::module::Module;
+use burn::nn::PaddingConfig1d;
 use burn::tensor::ops::{ConvOptions, MaxPoolOptions};
-use burn::tensor::{Bool, DType, Device, Tensor, TensorData, activation, module};
+use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData, activation, module};
 use proptest::prelude::*;
 
 /// The largest difference, relative to the largest number of the same tensor.
@@ -236,6 +237,61 @@ proptest! {
     }
 
     #[test]
+    fn convolutions_of_sequences(
+        (batch, length) in (1_usize..10, 1_usize..40),
+        (groups, inputs, outputs) in (1_usize..4, 1_usize..5, 1_usize..6),
+        (kernel, stride, dilation) in (1_usize..6, 1_usize..4, 1_usize..3),
+        padding in (0_usize..3, 0_usize..3),
+        has_bias: bool,
+        seed: u64,
+    ) {
+        prop_assume!(length + padding.0 + padding.1 > dilation * (kernel - 1));
+        let options =
+            ConvOptions::new_with_padding([stride], [padding], [dilation], groups);
+        let mut data = vec![
+            numbers(&[batch, groups * inputs, length], seed),
+            numbers(&[groups * outputs, inputs, kernel], seed + 1),
+        ];
+        if has_bias {
+            data.push(numbers(&[groups * outputs], seed + 2));
+        }
+        let bias = |leaves: &Leaves| has_bias.then(|| leaves.at::<1>(2));
+        assert_same(
+            &data,
+            |leaves| ops::conv1d(leaves.at(0), leaves.at(1), bias(leaves), options.clone()),
+            // As images: in groups, Burn's gradient of the weight is wrong if the stride leaves a remainder.
+            |leaves| {
+                let options = ConvOptions::new_with_padding(
+                    [1, stride],
+                    [(0, 0), padding],
+                    [1, dilation],
+                    groups,
+                );
+                let [x, weight] = [0, 1].map(|leaf| leaves.at::<3>(leaf).unsqueeze_dim(2));
+                module::conv2d(x, weight, bias(leaves), options).squeeze_dim::<3>(2)
+            },
+        );
+    }
+
+    #[test]
+    fn losses(rows in 16_usize..200, classes in 1_usize..300, size in 0.1_f32..40.0, seed: u64) {
+        let targets = (0..rows as u64).map(|row| (row.wrapping_mul(seed | 1) >> 8) % classes as u64);
+        let targets: Vec<i64> = targets.map(|target| target as i64).collect();
+        let targets = || {
+            let data = TensorData::new(targets.clone(), [rows]);
+            Tensor::<1, Int>::from_data(data, &Device::flex().autodiff())
+        };
+        assert_same(
+            &[numbers(&[rows, classes], seed)],
+            |leaves| ops::cross_entropy(leaves.at::<2>(0) * size, targets()),
+            |leaves| {
+                let chosen = targets().reshape([rows, 1]);
+                -activation::log_softmax(leaves.at::<2>(0) * size, 1).gather(1, chosen).mean()
+            },
+        );
+    }
+
+    #[test]
     fn largest_of_windows(
         planes in [1_usize..6, 1..6],
         (height, width) in (1_usize..20, 1_usize..20),
@@ -355,6 +411,170 @@ fn nothing_is_computed_of_nothing() {
     let y = ops::max_pool2d(y, MaxPoolOptions::new([3, 3]));
     assert_eq!(y.dims(), [0, 2, 1, 1]);
     assert!(kernel.grad(&y.sum().backward()).is_some());
+    let y = ops::linear(
+        Tensor::<2>::zeros([4, 0], &device),
+        Tensor::zeros([0, 2], &device),
+        None,
+    );
+    assert_eq!(y.into_data().try_to_vec::<f32>().unwrap(), [0.0; 8]);
+}
+
+#[test]
+fn a_mask_of_one_sequence_is_that_of_all() {
+    let device = Device::flex();
+    let x = || Tensor::<3>::from_data(numbers(&[3, 5, 8], 1), &device);
+    let context = |padding: Tensor<2, Bool>, pairs: Tensor<3, Bool>| {
+        let options = AttentionOptions {
+            padding: Some(padding),
+            pairs: Some(pairs),
+            ..AttentionOptions::new(2)
+        };
+        ops::attention(x(), x(), x(), options).into_data()
+    };
+    let (padding, pairs) = (mask([1, 5], 2), mask([1, 5, 5], 3));
+    let all = context(
+        padding.clone().expand([3, 5]),
+        pairs.clone().expand([3, 5, 5]),
+    );
+    assert_eq!(context(padding, pairs), all);
+}
+
+#[test]
+#[should_panic(expected = "a mask of padding fits the keys")]
+fn a_mask_that_fits_other_keys_is_refused() {
+    let x = || Tensor::<3>::zeros([3, 5, 8], &Device::flex());
+    let options = AttentionOptions {
+        padding: Some(mask([3, 1], 2)),
+        ..AttentionOptions::new(2)
+    };
+    ops::attention(x(), x(), x(), options);
+}
+
+#[test]
+#[should_panic(expected = "the target 3 is not one of the 3 classes")]
+fn a_target_that_is_no_class_is_refused() {
+    let logits = Tensor::zeros([2, 3], &Device::flex());
+    ops::cross_entropy(logits, Tensor::from_data([0, 3], &Device::flex()));
+}
+
+#[test]
+fn layers_of_sequences_and_losses_are_burns_in_all_settings() {
+    let _drawing = drawing();
+    let device = Device::flex();
+    let close = |ours: TensorData, burns: TensorData| {
+        assert_eq!(ours.shape(), burns.shape());
+        for (ours, burns) in ours.iter::<f32>().zip(burns.iter::<f32>()) {
+            assert!((ours - burns).abs() < 2e-6, "{ours}, {burns}");
+        }
+    };
+    let x = || Tensor::<3>::from_data(numbers(&[2, 4, 11], 1), &device);
+    for (padding, kernel, stride) in [
+        (PaddingConfig1d::Same, 4, 1),
+        (PaddingConfig1d::Same, 3, 2),
+        (PaddingConfig1d::Explicit(2, 0), 3, 1),
+        (PaddingConfig1d::Valid, 2, 3),
+    ] {
+        let config = nn::Conv1dConfig::new(4, 6, kernel).with_padding(padding);
+        let ours = config.with_stride(stride).with_groups(2).init(&device);
+        let burns = burn::nn::conv::Conv1d::from(ours.clone());
+        close(
+            ours.forward(x()).into_data(),
+            burns.forward(x()).into_data(),
+        );
+    }
+    let logits = || activation::softmax(Tensor::<2>::from_data(numbers(&[6, 4], 2), &device), 1);
+    let targets = || Tensor::<1, Int>::from_data([0, 3, 1, 2, 2, 0], &device);
+    let config = nn::CrossEntropyLossConfig::new;
+    for config in [
+        config(),
+        config().with_pad_tokens(Some(vec![2])),
+        config().with_weights(Some(vec![0.5, 1.0, 2.0, 3.0])),
+        config().with_smoothing(Some(0.1)),
+        config().with_logits(false),
+    ] {
+        let ours = config.init(&device);
+        let burns = burn::nn::loss::CrossEntropyLoss::from(ours.clone());
+        let (ours, burns) = (
+            ours.forward(logits(), targets()),
+            burns.forward(logits(), targets()),
+        );
+        close(ours.into_data(), burns.into_data());
+    }
+    let config = nn::MultiHeadAttentionConfig::new(8, 2).with_dropout(0.0);
+    let config = config.with_query_bias(false).with_key_bias(false);
+    let layer = config
+        .with_value_bias(false)
+        .with_output_bias(false)
+        .init(&device);
+    let biases = [&layer.query, &layer.key, &layer.value, &layer.output];
+    assert!(biases.iter().all(|linear| linear.bias.is_none()));
+    let x = || MhaInput::self_attn(Tensor::from_data(numbers(&[2, 5, 8], 3), &device));
+    close(
+        layer.context(x()).into_data(),
+        layer.forward(x()).context.into_data(),
+    );
+}
+
+#[test]
+fn inputs_without_gradient_are_those_of_burn() {
+    let device = Device::flex().autodiff();
+    let data = |number: u64, shape: [usize; 2]| numbers(&shape, number);
+    let leaf = |number, shape, is_trained: bool| {
+        let leaf = Tensor::<2>::from_data(data(number, shape), &device);
+        leaf.set_require_grad(is_trained)
+    };
+    type Linear = fn(Tensor<2>, Tensor<2>, Option<Tensor<1>>) -> Tensor<2>;
+    for trained in [[true, false], [false, true], [false, false]] {
+        let run = |linear: Linear| {
+            let (x, weight) = (leaf(1, [4, 6], trained[0]), leaf(2, [6, 3], trained[1]));
+            let y = linear(x.clone(), weight.clone(), None);
+            let gradients = trained.contains(&true).then(|| y.clone().sum().backward());
+            let of = |leaf: Tensor<2>| Some(leaf.grad(gradients.as_ref()?)?.into_data());
+            let results = [Some(y.into_data()), of(x), of(weight)];
+            results.map(|result| Some(result?.try_to_vec::<f32>().unwrap()))
+        };
+        let (ours, burns) = (run(ops::linear), run(module::linear));
+        for (ours, burns) in ours.iter().zip(&burns) {
+            assert_eq!(ours.is_some(), burns.is_some());
+            let pairs = ours.iter().flatten().zip(burns.iter().flatten());
+            assert!(
+                pairs
+                    .into_iter()
+                    .all(|(ours, burns)| (ours - burns).abs() < 1e-5)
+            );
+        }
+    }
+}
+
+#[test]
+fn products_that_are_divided_among_threads_are_burns() {
+    let options = ConvOptions::new([1, 1], [1, 1], [1, 1], 1);
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(4);
+    pool.build().unwrap().install(|| {
+        assert_same(
+            &[
+                numbers(&[4, 64, 16, 16], 1),
+                numbers(&[64, 64, 3, 3], 2),
+                numbers(&[64], 3),
+            ],
+            |leaves| {
+                ops::conv2d(
+                    leaves.at(0),
+                    leaves.at(1),
+                    Some(leaves.at(2)),
+                    options.clone(),
+                )
+            },
+            |leaves| {
+                module::conv2d(
+                    leaves.at(0),
+                    leaves.at(1),
+                    Some(leaves.at(2)),
+                    options.clone(),
+                )
+            },
+        )
+    });
 }
 
 /// Tests share the generator of their process: one of them draws at a time.
@@ -462,6 +682,7 @@ fn of_layer<M: Module>(layer: &M, run: impl Fn(&M, Tensor<3>) -> Tensor<3>) -> V
 
 #[test]
 fn layers_of_transformers_are_burns() {
+    let _drawing = drawing();
     let device = Device::flex().autodiff();
     let padding = || mask([3, 16], 8);
     let pairs = || mask([3, 16, 16], 9);
@@ -497,6 +718,7 @@ fn layers_of_transformers_are_burns() {
 
 #[test]
 fn a_context_is_that_of_burns_attention_in_all_settings() {
+    let _drawing = drawing();
     let device = Device::flex().autodiff();
     for quiet in [false, true] {
         let config = nn::MultiHeadAttentionConfig::new(24, 3).with_dropout(0.0);
@@ -516,6 +738,7 @@ fn a_context_is_that_of_burns_attention_in_all_settings() {
 
 #[test]
 fn records_and_epsilons_are_burns() {
+    let _drawing = drawing();
     let device = Device::flex();
     let config = nn::LayerNormConfig::new(4).with_epsilon(0.5);
     let (ours, burns) = (config.init(&device), (*config).init(&device));
@@ -545,6 +768,7 @@ fn records_and_epsilons_are_burns() {
 
 #[test]
 fn results_have_the_same_bits_on_any_number_of_threads() {
+    let _drawing = drawing();
     let run = |threads| {
         let pool = rayon::ThreadPoolBuilder::new()
             .num_threads(threads)
@@ -582,7 +806,29 @@ fn results_have_the_same_bits_on_any_number_of_threads() {
                     ops::gelu(y)
                 },
             );
-            [convolution, attention, norm].concat()
+            let linear = run(
+                &[
+                    numbers(&[700, 130], 7),
+                    numbers(&[130, 90], 8),
+                    numbers(&[90], 9),
+                ],
+                DType::F32,
+                |leaves| {
+                    let y = ops::linear(leaves.at::<2>(0), leaves.at(1), Some(leaves.at(2)));
+                    ops::rms_norm(y, leaves.at(2), 1e-5)
+                },
+            );
+            let dropped = run(&[numbers(&[900, 130], 7)], DType::F32, |leaves| {
+                leaves.at::<2>(0).device().seed(5);
+                ops::dropout(leaves.at::<2>(0), 0.3)
+            });
+            let loss = run(&[numbers(&[300, 500], 7)], DType::F32, |leaves| {
+                let targets = (0..300).collect::<Vec<i64>>();
+                let targets = TensorData::new(targets, [300]);
+                let device = leaves.at::<2>(0).device();
+                ops::cross_entropy(leaves.at(0), Tensor::from_data(targets, &device))
+            });
+            [convolution, attention, norm, linear, dropped, loss].concat()
         })
     };
     let one = run(1);

@@ -19,20 +19,22 @@ pub(crate) struct Attention {
     pub(crate) mask: Option<Mask>,
     /// The dropout of probabilities.
     pub(crate) dropout: Option<Dropout>,
+    /// The number of probabilities above which they are computed again in backward, rather than kept.
+    pub(crate) most_kept: usize,
 }
 
 /// The scores that attention replaces by a number, before it takes probabilities of them.
 #[derive(Clone, Debug)]
 pub(crate) struct Mask {
     pub(crate) number: f32,
-    /// One for each key of each sequence.
+    /// One for each key of each sequence, or of the only one, which is that of all.
     pub(crate) of_keys: Option<Vec<bool>>,
-    /// One for each key of each query of each sequence.
+    /// One for each key of each query of each sequence, or of the only one, which is that of all.
     pub(crate) of_pairs: Option<Vec<bool>>,
 }
 
-/// The number of probabilities above which they are computed again in backward, rather than kept: 64 MiB.
-const KEPT: usize = 1 << 24;
+/// The usual `most_kept` of an [`Attention`]: 64 MiB.
+pub(crate) const MOST_KEPT: usize = 1 << 24;
 
 impl Attention {
     pub(crate) fn forward(self) -> Forward<3> {
@@ -119,7 +121,7 @@ impl Run {
                     value,
                 );
             }
-            if self.sizes.batch * probabilities.len() <= KEPT {
+            if self.sizes.batch * probabilities.len() <= self.attention.most_kept {
                 let _ = self.kept[sequence].set(probabilities);
             }
         });
@@ -189,9 +191,12 @@ impl Run {
         let of_keys = mask
             .of_keys
             .as_ref()
-            .map(|mask| &mask[sequence * keys..][..keys]);
+            .map(|mask| &mask[sequence * keys % mask.len()..][..keys]);
         let pairs = (sequence * queries + query) * keys;
-        let of_pairs = mask.of_pairs.as_ref().map(|mask| &mask[pairs..][..keys]);
+        let of_pairs = mask
+            .of_pairs
+            .as_ref()
+            .map(|mask| &mask[pairs % mask.len()..][..keys]);
         for is_masked in [of_keys, of_pairs].into_iter().flatten() {
             for (key, _) in is_masked
                 .iter()
@@ -310,4 +315,36 @@ fn softmax_back(gradients: &mut [f32], probabilities: &[f32], scale: f32) {
             }
         },
     );
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn probabilities_that_are_not_kept_are_computed_again() {
+        let numbers = |seed: f32| {
+            let values = (0..2 * 9 * 8).map(|at| (at as f32 * seed).sin());
+            tensor(values.collect(), [2, 9, 8])
+        };
+        let run = |most_kept| {
+            let attention = Attention {
+                heads: 2,
+                mask: None,
+                dropout: Some(Dropout {
+                    seed: 7,
+                    probability: 0.3,
+                }),
+                most_kept,
+            };
+            let (y, back) = attention.forward()([numbers(0.3), numbers(0.7), numbers(1.1)]);
+            let gradients = back(numbers(1.7), [true; 3]);
+            let gradients = gradients.into_iter().flatten();
+            gradients
+                .chain([y])
+                .map(|it| values(&it).to_vec())
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(run(0), run(MOST_KEPT));
+    }
 }

@@ -1,4 +1,4 @@
-//! Convolutions of two dimensions, as products with the patches of each image.
+//! Convolutions of images and of sequences, which are images of one row, as products with the patches of each image.
 
 use core::cell::RefCell;
 use core::mem::take;
@@ -6,7 +6,7 @@ use core::ops::Range;
 
 use burn_flex::FlexTensor;
 
-use super::loops::{for_parts, mapped_both, sums, tensor, values, vectorised};
+use super::loops::{self, for_parts, mapped_both, sums, tensor, values, vectorised};
 use super::math::sum;
 use super::product::{Matrix, Onto, product};
 use crate::backend::{Backprop, Forward};
@@ -35,27 +35,30 @@ pub(crate) enum Then {
 }
 
 /// Returns the operation on images, a weight, and a bias if there are three inputs.
-pub(crate) fn conv2d<const N: usize>(shape: ConvShape, then: Then) -> Forward<N> {
+pub(crate) fn convolution<const N: usize>(shape: ConvShape, then: Then) -> Forward<N> {
     Box::new(move |inputs: [FlexTensor; N]| {
         let inputs = inputs.map(|input| input.to_contiguous());
         let [x, weight] = [0, 1].map(|input| values(&inputs[input]));
         let y = shape.forward(x, weight, inputs.get(2).map(values), then);
-        let y = tensor(y, shape.output_shape());
+        let mut output_shape = loops::shape(&inputs[0]);
+        output_shape[1] = shape.channels_out;
+        let sides = output_shape.num_dims() - 2;
+        for (side, size) in shape.output[2 - sides..].iter().enumerate() {
+            output_shape[2 + side] = *size;
+        }
+        let y = tensor(y, output_shape);
         let kept = (then == Then::Relu).then(|| y.clone());
         let back: Backprop<N> = Box::new(move |gradient, needs| {
             let mut gradient = gradient.to_contiguous();
             if let Some(y) = &kept {
-                gradient = tensor(
-                    through_relu(values(&gradient), values(y)),
-                    shape.output_shape(),
-                );
+                gradient = tensor(through_relu(values(&gradient), values(y)), loops::shape(y));
             }
             let g = values(&gradient);
             let [x, weight] = [0, 1].map(|input| values(&inputs[input]));
             core::array::from_fn(|input| {
                 let gradient_of = || match input {
-                    0 => tensor(shape.back_to_input(weight, g), shape.input_shape()),
-                    1 => tensor(shape.back_to_weight(x, g), shape.weight_shape()),
+                    0 => tensor(shape.back_to_input(weight, g), loops::shape(&inputs[0])),
+                    1 => tensor(shape.back_to_weight(x, g), loops::shape(&inputs[1])),
                     _ => tensor(shape.back_to_bias(g), [shape.channels_out]),
                 };
                 needs[input].then(gradient_of)
@@ -66,24 +69,6 @@ pub(crate) fn conv2d<const N: usize>(shape: ConvShape, then: Then) -> Forward<N>
 }
 
 impl ConvShape {
-    fn input_shape(&self) -> [usize; 4] {
-        [self.batch, self.channels_in, self.input[0], self.input[1]]
-    }
-
-    fn output_shape(&self) -> [usize; 4] {
-        [
-            self.batch,
-            self.channels_out,
-            self.output[0],
-            self.output[1],
-        ]
-    }
-
-    fn weight_shape(&self) -> [usize; 4] {
-        let channels = self.channels_in / self.groups;
-        [self.channels_out, channels, self.kernel[0], self.kernel[1]]
-    }
-
     /// The number of values of an input image.
     fn image(&self) -> usize {
         self.channels_in * self.input[0] * self.input[1]

@@ -2,6 +2,7 @@
 
 mod attention;
 mod conv;
+mod cross_entropy;
 mod dropout;
 mod elementwise;
 mod linear;
@@ -11,8 +12,9 @@ mod norm;
 mod pool;
 mod product;
 
-pub(crate) use self::attention::{Attention, Mask};
-pub(crate) use self::conv::{ConvShape, Then, conv2d};
+pub(crate) use self::attention::{Attention, MOST_KEPT, Mask};
+pub(crate) use self::conv::{ConvShape, Then, convolution};
+pub(crate) use self::cross_entropy::cross_entropy;
 pub(crate) use self::dropout::Dropout;
 pub(crate) use self::elementwise::Elementwise;
 pub(crate) use self::linear::linear;

@@ -12,9 +12,9 @@ use burn::module::{
     Content, Devices, DisplaySettings, Module, ModuleDisplay, ModuleDisplayDefault, ModuleMapper,
     ModuleVisitor,
 };
-use burn::nn::{Initializer, LinearLayout, PaddingConfig2d};
+use burn::nn::{Initializer, LinearLayout, PaddingConfig1d, PaddingConfig2d};
 use burn::tensor::ops::{ConvOptions, MaxPoolOptions};
-use burn::tensor::{Device, Tensor};
+use burn::tensor::{Device, Int, Tensor};
 use serde::{Deserialize, Serialize};
 
 pub use self::transformer::{
@@ -175,7 +175,8 @@ macro_rules! config {
 pub(crate) use {config, layer};
 
 layer! {
-    /// A linear layer, `input · weight + bias`, which is one operation of the graph on every backend.
+    /// A linear layer, `input · weight + bias`, which is one operation of the graph on every backend of this crate's
+    /// features.
     Linear(burn::nn::Linear)
 }
 
@@ -237,6 +238,43 @@ impl Conv2d {
 }
 
 layer! {
+    /// A convolution of one dimension.
+    Conv1d(burn::nn::conv::Conv1d)
+}
+
+config! {
+    /// The configuration of a [`Conv1d`] layer.
+    Conv1dConfig(burn::nn::conv::Conv1dConfig) -> Conv1d,
+    new(channels_in: usize, channels_out: usize, kernel_size: usize),
+    with_stride(usize), with_dilation(usize), with_groups(usize), with_padding(PaddingConfig1d), with_bias(bool),
+    with_initializer(Initializer); init(device)
+}
+
+impl Conv1d {
+    /// Convolves sequences of `[batch, channels, length]`; see [`conv1d`](crate::conv1d).
+    ///
+    /// # Panics
+    ///
+    /// Panics if the shapes do not fit.
+    pub fn forward(&self, input: Tensor<3>) -> Tensor<3> {
+        let Self(layer) = self;
+        let padding = match layer.padding {
+            PaddingConfig1d::Valid => (0, 0),
+            PaddingConfig1d::Explicit(left, right) => (left, right),
+            PaddingConfig1d::Same => same_padding(input.dims()[2], layer.kernel_size, layer.stride),
+        };
+        let options = ConvOptions::new_with_padding(
+            [layer.stride],
+            [padding],
+            [layer.dilation],
+            layer.groups,
+        );
+        let bias = layer.bias.as_ref().map(|bias| bias.val());
+        crate::conv1d(input, layer.weight.val(), bias, options)
+    }
+}
+
+layer! {
     /// The largest value of each window of an image.
     MaxPool2d(burn::nn::pool::MaxPool2d)
 }
@@ -261,7 +299,7 @@ impl MaxPool2d {
     }
 }
 
-/// Returns the padding at the begin and the end of each side.
+/// Returns the padding at the beginning and the end of each side.
 fn padding(
     padding: &PaddingConfig2d,
     input: &Tensor<4>,
@@ -272,16 +310,21 @@ fn padding(
     match *padding {
         PaddingConfig2d::Valid => [(0, 0); 2],
         PaddingConfig2d::Explicit(top, left, bottom, right) => [(top, bottom), (left, right)],
-        PaddingConfig2d::Same => {
-            let same = |side: usize, size: usize| {
-                let outputs = size.div_ceil(stride[side]);
-                let span = (outputs - 1) * stride[side] + kernel[side];
-                let total = span.saturating_sub(size);
-                (total / 2, total - total / 2)
-            };
-            [same(0, height), same(1, width)]
-        }
+        PaddingConfig2d::Same => [
+            same_padding(height, kernel[0], stride[0]),
+            same_padding(width, kernel[1], stride[1]),
+        ],
     }
+}
+
+/// Returns the padding at both ends of a side of this size that gives it one output for each stride.
+fn same_padding(size: usize, kernel: usize, stride: usize) -> (usize, usize) {
+    let Some(last) = size.div_ceil(stride).checked_sub(1) else {
+        return (0, 0);
+    };
+    let span = last * stride + kernel;
+    let total = span.saturating_sub(size);
+    (total / 2, total - total / 2)
 }
 
 layer! {
@@ -361,6 +404,45 @@ impl RmsNorm {
     /// Norms each row of `[…, width]`.
     pub fn forward<const D: usize>(&self, input: Tensor<D>) -> Tensor<D> {
         crate::rms_norm(input, self.0.gamma.val(), self.0.epsilon)
+    }
+}
+
+layer! {
+    /// The mean cross-entropy of logits; see [`cross_entropy`](crate::cross_entropy).
+    CrossEntropyLoss(burn::nn::loss::CrossEntropyLoss)
+}
+
+config! {
+    /// The configuration of a [`CrossEntropyLoss`].
+    CrossEntropyLossConfig(burn::nn::loss::CrossEntropyLossConfig) -> CrossEntropyLoss, new(),
+    with_pad_tokens(Option<Vec<usize>>), with_weights(Option<Vec<f32>>), with_smoothing(Option<f32>), with_logits(bool);
+    init(device)
+}
+
+impl Default for CrossEntropyLossConfig {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl CrossEntropyLoss {
+    /// Returns the loss of logits of `[rows, classes]` against the class of each row.
+    ///
+    /// With padding, weights, smoothing, or probabilities in place of logits, Burn's layer computes it.
+    ///
+    /// # Panics
+    ///
+    /// Panics as [`cross_entropy`](crate::cross_entropy) does.
+    pub fn forward(&self, logits: Tensor<2>, targets: Tensor<1, Int>) -> Tensor<1> {
+        let Self(layer) = self;
+        let is_plain = layer.logits
+            && layer.pad_tokens.is_none()
+            && layer.weights.is_none()
+            && layer.smoothing.is_none();
+        match is_plain {
+            true => crate::cross_entropy(logits, targets),
+            false => layer.forward(logits, targets),
+        }
     }
 }
 

@@ -7,6 +7,7 @@ use burn::module::{
 };
 use burn::nn::Initializer;
 use burn::nn::activation::{Activation, ActivationConfig};
+use burn::nn::attention::MhaOutput;
 use burn::nn::transformer::PositionWiseFeedForward;
 use burn::tensor::{Bool, Device, Tensor};
 use serde::{Deserialize, Serialize};
@@ -23,7 +24,8 @@ config! {
     /// The configuration of a [`MultiHeadAttention`] layer.
     MultiHeadAttentionConfig(burn::nn::attention::MultiHeadAttentionConfig) -> MultiHeadAttention,
     new(d_model: usize, n_heads: usize),
-    with_dropout(f64), with_min_float(f64), with_quiet_softmax(bool), with_initializer(Initializer); init(device)
+    with_dropout(f64), with_min_float(f64), with_quiet_softmax(bool), with_initializer(Initializer),
+    with_query_bias(bool), with_key_bias(bool), with_value_bias(bool), with_output_bias(bool); init(device)
 }
 
 /// The input of attention: queries, keys and values, each of `[batch, length, width]`, and the keys to leave out.
@@ -90,16 +92,25 @@ impl From<MhaInput> for burn::nn::attention::MhaInput {
 }
 
 impl MultiHeadAttention {
-    /// Returns the context of each query, `[batch, queries, width]`: what Burn's `forward` returns beside the attention
-    /// weights, which this does not keep.
+    /// Returns the context of each query, `[batch, queries, width]`, and not the attention weights, which
+    /// [`forward`](Self::forward) returns too.
     ///
-    /// With a quiet softmax, it is computed by Burn's layer.
+    /// Burn's layer computes it if the softmax is quiet.
     ///
     /// # Panics
     ///
     /// Panics if the shapes do not fit.
     pub fn context(&self, input: MhaInput) -> Tensor<3> {
         context(&self.0, input)
+    }
+
+    /// Returns the context and the attention weights, as Burn's layer computes them.
+    ///
+    /// # Panics
+    ///
+    /// Panics if the shapes do not fit.
+    pub fn forward(&self, input: MhaInput) -> MhaOutput {
+        self.0.forward(input.into())
     }
 }
 
