@@ -97,6 +97,15 @@ fn from_accelerate(
     Ok(())
 }
 
+fn tensors(x: Tensor<2>) {
+    let means = x.clone().mean_dim(1).squeeze_dim::<1>(1);
+    let classes = x.clone().argmax(1).squeeze_dim::<1>(1);
+    let column = means.unsqueeze_dim::<2>(1);
+    let flat: Tensor<1> = x.clone().reshape([-1]);
+    let rows = x.clone().slice([0..2]);
+    let total: f64 = x.sum().into_scalar();
+}
+
 fn from_burn_train(
     accelerator: &Accelerator,
     (model, valid): (Model, PreparedLoader<Pairs>),
@@ -275,17 +284,22 @@ fn code_of_documents_is_compiled() {
         .flat_map(|folder| files(folder, "rs"))
         .map(bare)
         .collect();
+    let library = fs::read_to_string(root.join("accelerator/src/lib.rs")).unwrap();
     let mut found = 0;
     let mut missing = Vec::new();
     for document in files(&root.join("docs"), "md").chain([root.join("README.md")]) {
         let name = document.file_name().unwrap().to_str().unwrap().to_owned();
         let text = fs::read_to_string(&document).unwrap();
+        if DOCTESTS.contains(&name.as_str()) {
+            let include = format!("#[doc = include_str!(\"../../docs/{name}\")]");
+            assert!(library.contains(&include), "{include}");
+            continue;
+        }
+        let (blocks, plain) = (text.matches("```rust"), text.matches("```rust\n"));
+        assert_eq!(blocks.count(), plain.count(), "{name} has attributes");
         for block in text.split("```rust\n").skip(1) {
             let block = block.split("```").next().unwrap();
             found += 1;
-            if DOCTESTS.contains(&name.as_str()) {
-                continue;
-            }
             if !sources.iter().any(|source| has_in_order(source, block)) {
                 missing.push(format!("{name}: it is not compiled:\n{block}"));
             }
