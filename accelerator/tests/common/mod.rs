@@ -154,6 +154,9 @@ pub fn connected<T: Send>(
 
 /// Runs an ignored test of this program in a process of its own with the variable set. Tells whether it succeeded, and
 /// returns its output.
+///
+/// # Panics
+/// Panics if there is no such test.
 pub fn child(test: &str, name: &str, value: &str) -> (bool, String) {
     let output = std::process::Command::new(std::env::current_exe().unwrap())
         .args(["--exact", test, "--ignored", "--nocapture"])
@@ -161,6 +164,7 @@ pub fn child(test: &str, name: &str, value: &str) -> (bool, String) {
         .output()
         .unwrap();
     let [stdout, stderr] = [&output.stdout, &output.stderr].map(|it| String::from_utf8_lossy(it));
+    assert!(stdout.contains("running 1 test"), "{test}: {stdout}");
     (output.status.success(), format!("{stdout}{stderr}"))
 }
 

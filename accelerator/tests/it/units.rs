@@ -9,7 +9,7 @@ use accelerator::collective::Launch;
 use accelerator::nn::{Operations, SyncBatchNorm, Unit, Units};
 use accelerator::optim::Sharded;
 use accelerator::train::TrainingArguments;
-use accelerator::{AcceleratorBuilder, Overlap, prelude::*};
+use accelerator::{AcceleratorBuilder, Overlap, OverlapState, prelude::*};
 use burn::module::{Lora, Module};
 use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
 use burn::optim::AdamWConfig;
@@ -192,6 +192,43 @@ fn a_training_in_half_precision_has_the_same_bits_whatever_units_do() {
             let expected = outcome(Units::Plain);
             for units in [Units::Keep, Units::Recompute] {
                 assert_eq!(outcome(units), expected, "{precision}, {overlap}, {units}");
+            }
+        }
+    }
+}
+
+#[test]
+fn units_hand_over_their_gradients_early_in_half_precision() {
+    for precision in [Precision::Bf16, Precision::F16] {
+        for units in [Units::Keep, Units::Recompute] {
+            let builder = Accelerator::builder()
+                .device(BackendKind::Flex)
+                .bucket_size(256)
+                .precision(precision)
+                .overlap(Overlap::On)
+                .units(units);
+            let reports = builder.launch(2, |accelerator| {
+                let model = Net::new(&accelerator.device());
+                let (mut model, mut optimizer) =
+                    accelerator.prepare((model, AdamWConfig::new().init()))?;
+                for step in 0..6 {
+                    let place = (step * 2 + accelerator.rank()) as f32;
+                    let batch = Column {
+                        numbers: Vec::new(),
+                        values: Tensor::full([8, 1], place / 8.0, &accelerator.device()),
+                    };
+                    let loss = model.loss(&accelerator, &batch);
+                    let gradients = accelerator.backward(loss, &model, 8)?;
+                    model = optimizer.step(0.01, model, gradients);
+                }
+                accelerator.overlap_report(&model)
+            });
+            for report in reports.unwrap() {
+                assert_eq!((report.state, report.repairs), (OverlapState::On, 0));
+                assert!(
+                    report.early * 2 > report.buckets,
+                    "{precision}, {units}: {report:?}"
+                );
             }
         }
     }
