@@ -66,6 +66,8 @@ struct Trained {
     allocated: f64,
     /// The peak of resident memory, minus the memory before the model was built, in MiB.
     resident: f64,
+    /// The median duration of the forward pass, without the first step, in seconds.
+    forward: f64,
     /// The median duration of a step, without the first, in seconds.
     step: f64,
     loss: f64,
@@ -78,6 +80,7 @@ struct Line {
     parameters: usize,
     allocated: Interval,
     resident: Interval,
+    forward: Interval,
     step: Interval,
     loss: f64,
 }
@@ -90,7 +93,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         return Ok(());
     }
     args.output.header(format_args!(
-        "{} layers of width {}, batches of {} x {}\n{:>10}  {:>24}  {:>24}  {:>24}  {:>9}",
+        "{} layers of width {}, batches of {} x {}\n{:>10}  {:>24}  {:>24}  {:>24}  {:>24}  {:>9}",
         args.layers,
         args.width,
         args.batch,
@@ -98,6 +101,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         "units",
         "allocated, MiB",
         "resident, MiB",
+        "forward, s",
         "step, s",
         "loss"
     ));
@@ -115,6 +119,7 @@ fn main() -> Result<(), Box<dyn Error>> {
             parameters: config(&args).init(&Device::default()).num_params(),
             allocated: of(|result| result.allocated),
             resident: of(|result| result.resident),
+            forward: of(|result| result.forward),
             step: of(|result| result.step),
             loss: results.first().map_or(f64::NAN, |result| result.loss),
         })?;
@@ -156,10 +161,12 @@ fn train(args: &Args, units: Units) -> Result<Trained, Box<dyn Error>> {
     };
     let tokens = tensor(0).reshape([args.batch, args.length]);
     let next = tensor(1);
-    let (mut steps, mut loss) = (Vec::new(), f64::NAN);
+    let (mut forwards, mut steps, mut loss) = (Vec::new(), Vec::new(), f64::NAN);
     for _ in 0..args.steps {
         let start = Instant::now();
         let error = model.loss(tokens.clone(), next.clone(), args.parts);
+        // The CPU computes at once.
+        forwards.push(start.elapsed().as_secs_f64());
         let gradients = accelerator.backward(error, &model, rows as f64)?;
         loss = gradients.loss().unwrap_or(f64::NAN);
         model = optimizer.step(1e-4, model, gradients);
@@ -168,6 +175,7 @@ fn train(args: &Args, units: Units) -> Result<Trained, Box<dyn Error>> {
     Ok(Trained {
         allocated: f64::from(ALLOCATED.peak_usage_as_mb()),
         resident: (peak_memory().unwrap_or(0) - before) as f64 / 1024.0,
+        forward: Interval::of(forwards.split_off(1)).median,
         step: Interval::of(steps.split_off(1)).median,
         loss,
     })
@@ -179,8 +187,9 @@ impl fmt::Display for Line {
             [self.allocated, self.resident].map(|size| format!("{size:.0}"));
         write!(
             f,
-            "{:>10}  {allocated:>24}  {resident:>24}  {:>24}  {:>9.6}",
+            "{:>10}  {allocated:>24}  {resident:>24}  {:>24}  {:>24}  {:>9.6}",
             self.units,
+            format!("{:.3}", self.forward),
             format!("{:.3}", self.step),
             self.loss
         )
