@@ -7,6 +7,7 @@ use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{self, ExitCode};
 
+use accelerator_host::cli::BUILD_OPTIONS;
 use accelerator_host::process::find_installed;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Args, Command, CommandFactory, FromArgMatches, Parser, Subcommand};
@@ -242,9 +243,9 @@ fn in_two_lines(error: &clap::Error) -> String {
     }
     if let Some(ContextValue::String(option)) = error.get(ContextKind::InvalidArg)
         && error.kind() == ErrorKind::UnknownArgument
-        && ["--bin", "--example", "--features", "--package"].contains(&option.as_str())
+        && BUILD_OPTIONS.contains(&option.as_str())
     {
-        text.push_str(": only a launch builds programs; build it by cargo, and give its path, such as target/release/train");
+        text.push_str("; only a launch builds programs: build it by cargo, and give its path, such as target/release/train");
     }
     text.push('\n');
     if let Some(ContextValue::StyledStr(usage)) = error.get(ContextKind::Usage) {

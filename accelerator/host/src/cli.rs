@@ -19,6 +19,18 @@ pub struct Error {
     source: Option<Arc<dyn StdError + Send + Sync>>,
 }
 
+/// Options by which a launch builds its program, and which commands that start a built one do not have.
+pub const BUILD_OPTIONS: [&str; 8] = [
+    "--bin",
+    "--example",
+    "--features",
+    "--no-default-features",
+    "--package",
+    "--profile",
+    "--release",
+    "-p",
+];
+
 /// A result whose error is an [`Error`].
 pub type Result<T> = std::result::Result<T, Error>;
 

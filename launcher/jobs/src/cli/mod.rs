@@ -9,7 +9,7 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use accelerator_host::cli::{Error, Result, chain};
+use accelerator_host::cli::{BUILD_OPTIONS, Error, Result, chain};
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Args, Parser, Subcommand};
 
@@ -85,7 +85,7 @@ pub(crate) fn run(line: impl IntoIterator<Item = OsString>) -> Result<ExitCode> 
             let _ = error.print();
             if let Some(ContextValue::String(option)) = error.get(ContextKind::InvalidArg)
                 && error.kind() == ErrorKind::UnknownArgument
-                && ["--bin", "--example", "--features", "--package"].contains(&option.as_str())
+                && BUILD_OPTIONS.contains(&option.as_str())
             {
                 warn(
                     "a job starts a program that is built already: build it by cargo, and give its path, such as target/release/train",
