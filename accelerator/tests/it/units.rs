@@ -203,12 +203,14 @@ fn units_hand_over_their_gradients_early_in_half_precision() {
         for units in [Units::Keep, Units::Recompute] {
             let builder = Accelerator::builder()
                 .device(BackendKind::Flex)
-                .bucket_size(256)
+                .bucket_size(1024)
                 .precision(precision)
                 .overlap(Overlap::On)
                 .units(units);
             let reports = builder.launch(2, |accelerator| {
-                let model = Net::new(&accelerator.device());
+                let mut model = Net::new(&accelerator.device());
+                let more = (0..8).flat_map(|_| Net::new(&accelerator.device()).blocks);
+                model.blocks.extend(more);
                 let (mut model, mut optimizer) =
                     accelerator.prepare((model, AdamWConfig::new().init()))?;
                 for step in 0..6 {
