@@ -3,7 +3,7 @@
 use burn_flex::FlexTensor;
 
 use super::loops::{mapped, mapped_both, shape, tensor, values};
-use super::math::{erf, exp, tanh};
+use super::math::{erf, exp};
 use crate::backend::{Backprop, Forward};
 
 /// An activation with a kernel.
@@ -33,7 +33,7 @@ impl Elementwise {
             Self::Gelu => mapped(x, |x| {
                 0.5 * x * (1.0 + erf(x * core::f32::consts::FRAC_1_SQRT_2))
             }),
-            Self::GeluTanh => mapped(x, |x| 0.5 * x * (1.0 + tanh(inner(x)))),
+            Self::GeluTanh => mapped(x, |x| x * sigmoid(2.0 * inner(x))),
             Self::Silu => mapped(x, |x| x * sigmoid(x)),
         }
     }
@@ -47,10 +47,12 @@ impl Elementwise {
                 g * x.mul_add(density, below)
             }),
             Self::GeluTanh => mapped_both(of, g, |x, g| {
-                let t = tanh(inner(x));
-                let slope = ROOT_TWO_BY_PI * (3.0 * CUBIC * x).mul_add(x, 1.0);
-                let right = 0.5 * x * t.mul_add(-t, 1.0) * slope;
-                g * (0.5 * (1.0 + t) + right)
+                let u = 2.0 * inner(x);
+                let slope = 2.0 * ROOT_TWO_BY_PI * (3.0 * CUBIC * x).mul_add(x, 1.0);
+                // The slope of the sigmoid, without the difference of two numbers close to one.
+                let e = exp(-u.abs());
+                let steepness = e / ((1.0 + e) * (1.0 + e));
+                g * (x * steepness).mul_add(slope, sigmoid(u))
             }),
             Self::Silu => mapped_both(of, g, |x, g| {
                 let s = sigmoid(x);
@@ -65,7 +67,8 @@ const ONE_BY_ROOT_TWO_PI: f32 = 0.398_942_3;
 const ROOT_TWO_BY_PI: f32 = 0.797_884_6;
 const CUBIC: f32 = 0.044_715;
 
-/// The argument of the hyperbolic tangent by which GELU is approximated.
+/// The argument of the hyperbolic tangent by which GELU is approximated: half the sum of one and the tangent is the
+/// sigmoid of twice the argument.
 #[inline(always)]
 fn inner(x: f32) -> f32 {
     ROOT_TWO_BY_PI * (CUBIC * x * x).mul_add(x, x)
