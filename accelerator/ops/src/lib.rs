@@ -228,7 +228,7 @@ fn assert_probability(probability: f64) {
 /// Returns the mean cross-entropy of logits of `[rows, classes]` against the class of each row: one operation, which does
 /// not keep the probabilities.
 ///
-/// Of no rows, it is NaN.
+/// The loss of no rows is NaN.
 ///
 /// # Panics
 ///
@@ -336,16 +336,14 @@ fn convolved<const D: usize, const SIDES: usize>(
     };
     for side in 0..SIDES {
         let (input, kernel) = (inputs[2 + side], weights[2 + side]);
-        let (begin, end) = options.padding[side];
         let span = options.dilation[side] * kernel.checked_sub(1)? + 1;
-        let slack = (input + begin + end).checked_sub(span)?;
         // The only side of a sequence is the width of an image.
         let at = 2 - SIDES + side;
         shape.input[at] = input;
-        shape.output[at] = slack / options.stride[side] + 1;
+        shape.output[at] = windows(input, options.padding[side], span, options.stride[side])?;
         shape.kernel[at] = kernel;
         shape.stride[at] = options.stride[side];
-        shape.padding[at] = begin;
+        shape.padding[at] = options.padding[side].0;
         shape.dilation[at] = options.dilation[side];
     }
     let (x, weight) = (x.clone().into_dispatch(), weight.clone().into_dispatch());
@@ -361,6 +359,12 @@ fn convolved<const D: usize, const SIDES: usize>(
             three([x, weight, bias], || kernel::convolution(shape, then))
         }
     }
+}
+
+/// Returns the number of windows of this span along a side, or `None` if none fits.
+#[cfg(feature = "flex")]
+fn windows(size: usize, (begin, end): (usize, usize), span: usize, stride: usize) -> Option<usize> {
+    Some((size + begin + end).checked_sub(span)? / stride + 1)
 }
 
 /// Convolves sequences of `[batch, channels, length]` with a weight of `[outputs, channels / groups, length]`.
@@ -405,8 +409,8 @@ fn pooled(x: &Tensor<4>, options: &MaxPoolOptions<2>) -> Option<Tensor<4>> {
         if begin.max(end) >= options.kernel_size[side] {
             return None;
         }
-        let slack = (input[side] + begin + end).checked_sub(options.kernel_size[side])?;
-        output[side] = slack / options.stride[side] + 1;
+        let (span, stride) = (options.kernel_size[side], options.stride[side]);
+        output[side] = windows(input[side], (begin, end), span, stride)?;
     }
     let shape = PoolShape {
         planes: [batch, channels],
@@ -505,13 +509,11 @@ pub fn attention(
     let scores = split(query, queries).matmul(split(key, keys).transpose());
     let mut scores = scores.div_scalar((head as f32).sqrt());
     if let Some(padding) = options.padding {
-        let padding = padding.expand([batch, keys]).reshape([batch, 1, 1, keys]);
+        let padding = padding.unsqueeze_dim::<3>(1).unsqueeze_dim::<4>(1);
         scores = scores.mask_fill(padding, options.score);
     }
     if let Some(pairs) = options.pairs {
-        let pairs = pairs.expand([batch, queries, keys]);
-        let pairs = pairs.reshape([batch, 1, queries, keys]);
-        scores = scores.mask_fill(pairs, options.score);
+        scores = scores.mask_fill(pairs.unsqueeze_dim::<4>(1), options.score);
     }
     let weights = dropout(activation::softmax(scores, 3), options.dropout);
     let context = weights.matmul(split(value, keys));

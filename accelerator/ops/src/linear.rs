@@ -15,10 +15,11 @@ pub(crate) fn linear<const D: usize>(
     weight: Tensor<2>,
     bias: Option<Tensor<1>>,
 ) -> Tensor<D> {
-    if !is_enabled(&input.clone().into_dispatch().kind) {
-        return module::linear(input, weight, bias);
+    let input = input.into_dispatch();
+    if !is_enabled(&input.kind) {
+        return module::linear(Tensor::from_dispatch(input), weight, bias);
     }
-    let (input, weight) = (input.into_dispatch(), weight.into_dispatch());
+    let weight = weight.into_dispatch();
     Tensor::from_dispatch(match bias {
         Some(bias) => Dispatch::linear_with_bias(input, weight, bias.into_dispatch()),
         None => Dispatch::linear_without_bias(input, weight),

@@ -439,22 +439,25 @@ fn nothing_is_computed_of_nothing() {
 
 #[test]
 fn a_mask_of_one_sequence_is_that_of_all() {
-    let device = Device::flex();
-    let x = || Tensor::<3>::from_data(numbers(&[3, 5, 8], 1), &device);
-    let context = |padding: Tensor<2, Bool>, pairs: Tensor<3, Bool>| {
-        let options = AttentionOptions {
-            padding: Some(padding),
-            pairs: Some(pairs),
-            ..AttentionOptions::new(2)
+    // In f64, Burn computes.
+    for dtype in [DType::F32, DType::F64] {
+        let device = Device::flex();
+        let x = || Tensor::<3>::from_data(numbers(&[3, 5, 8], 1), (&device, dtype));
+        let context = |padding: Tensor<2, Bool>, pairs: Tensor<3, Bool>| {
+            let options = AttentionOptions {
+                padding: Some(padding),
+                pairs: Some(pairs),
+                ..AttentionOptions::new(2)
+            };
+            ops::attention(x(), x(), x(), options).into_data()
         };
-        ops::attention(x(), x(), x(), options).into_data()
-    };
-    let (padding, pairs) = (mask([1, 5], 2), mask([1, 5, 5], 3));
-    let all = context(
-        padding.clone().expand([3, 5]),
-        pairs.clone().expand([3, 5, 5]),
-    );
-    assert_eq!(context(padding, pairs), all);
+        let (padding, pairs) = (mask([1, 5], 2), mask([1, 5, 5], 3));
+        let all = context(
+            padding.clone().expand([3, 5]),
+            pairs.clone().expand([3, 5, 5]),
+        );
+        assert_eq!(context(padding, pairs), all);
+    }
 }
 
 #[test]

@@ -49,10 +49,12 @@ impl Elementwise {
             Self::GeluTanh => mapped_both(of, g, |x, g| {
                 let u = 2.0 * inner(x);
                 let slope = 2.0 * ROOT_TWO_BY_PI * (3.0 * CUBIC * x).mul_add(x, 1.0);
-                // The slope of the sigmoid, without the difference of two numbers close to one.
                 let e = exp(-u.abs());
-                let steepness = e / ((1.0 + e) * (1.0 + e));
-                g * (x * steepness).mul_add(slope, sigmoid(u))
+                let larger = 1.0 / (1.0 + e);
+                let s = if u < 0.0 { e * larger } else { larger };
+                // The slope of the sigmoid `s`, without the difference of two numbers close to one.
+                let steepness = e * larger * larger;
+                g * (x * steepness).mul_add(slope, s)
             }),
             Self::Silu => mapped_both(of, g, |x, g| {
                 let s = sigmoid(x);
@@ -67,8 +69,8 @@ const ONE_BY_ROOT_TWO_PI: f32 = 0.398_942_3;
 const ROOT_TWO_BY_PI: f32 = 0.797_884_6;
 const CUBIC: f32 = 0.044_715;
 
-/// The argument of the hyperbolic tangent by which GELU is approximated: half the sum of one and the tangent is the
-/// sigmoid of twice the argument.
+/// The argument of the hyperbolic tangent by which GELU is approximated. With it, `(1 + tanh(u)) / 2` is the sigmoid of
+/// `2 · u`.
 #[inline(always)]
 fn inner(x: f32) -> f32 {
     ROOT_TWO_BY_PI * (CUBIC * x * x).mul_add(x, x)
