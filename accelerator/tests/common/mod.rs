@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use accelerator::collective::internal::{GroupExt, LaunchExt, Rendezvous, StoreHost, StoreServer};
 use accelerator::collective::{Launch, Topology, TransportKind};
+use accelerator::nn::Unit;
 use accelerator::optim::Manual;
 use accelerator::prelude::*;
 use accelerator::{AcceleratorBuilder, Weight};
@@ -15,6 +16,7 @@ use burn::data::dataloader::batcher::Batcher;
 use burn::data::dataset::InMemDataset;
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::nn::loss::{MseLoss, Reduction};
+use burn::nn::transformer::{TransformerEncoderConfig, TransformerEncoderLayer};
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::SgdConfig;
 use burn::tensor::{Device, Tensor, TensorData};
@@ -54,6 +56,30 @@ pub fn loader(samples: usize, batch_size: usize) -> accelerator::data::Loader<Co
     LoaderBuilder::new(ColumnBatcher)
         .batch_size(batch_size)
         .build(columns(samples))
+}
+
+/// An encoder whose layers are units.
+#[derive(Debug, Module)]
+pub struct Encoder {
+    layers: Vec<Unit<TransformerEncoderLayer>>,
+}
+
+impl Encoder {
+    pub fn new(layers: usize, dropout: f64, device: &Device) -> Self {
+        let config = TransformerEncoderConfig::new(16, 32, 2, layers).with_dropout(dropout);
+        let layer = || Unit::new(TransformerEncoderLayer::new(&config, device));
+        Self {
+            layers: (0..layers).map(|_| layer()).collect(),
+        }
+    }
+
+    /// Returns a loss of sequences of `[batch, length, 16]`.
+    pub fn loss(&self, x: Tensor<3>) -> Tensor<1> {
+        let x = self.layers.iter().fold(x, |x, layer| {
+            layer.run(x, |layer, x| layer.forward(x, None, None))
+        });
+        x.powi_scalar(2).mean()
+    }
 }
 
 /// Returns a line whose weights are known.

@@ -1,37 +1,13 @@
 //! Blocks of a model that are recomputed.
 
-use accelerator::nn::{Unit, Units};
+use accelerator::nn::Units;
 use accelerator::prelude::*;
 use accelerator::{Overlap, Oversubscription};
-use burn::module::Module;
-use burn::nn::transformer::{TransformerEncoderConfig, TransformerEncoderLayer};
 use burn::optim::AdamWConfig;
-use burn::tensor::{Device, Tensor, TensorData};
+use burn::tensor::{Tensor, TensorData};
 
-use crate::common::flat;
+use crate::common::{Encoder, flat};
 use crate::harness::is_there;
-
-#[derive(Debug, Module)]
-struct Encoder {
-    layers: Vec<Unit<TransformerEncoderLayer>>,
-}
-
-impl Encoder {
-    fn new(device: &Device) -> Self {
-        let config = TransformerEncoderConfig::new(16, 32, 2, 2).with_dropout(0.3);
-        let layer = || Unit::new(TransformerEncoderLayer::new(&config, device));
-        Self {
-            layers: (0..2).map(|_| layer()).collect(),
-        }
-    }
-
-    fn loss(&self, x: Tensor<3>) -> Tensor<1> {
-        let x = self.layers.iter().fold(x, |x, layer| {
-            layer.run(x, |layer, x| layer.forward(x, None, None))
-        });
-        x.powi_scalar(2).mean()
-    }
-}
 
 /// Trains one rank or two for three steps of 32 rows.
 fn train(units: Units, ranks: usize) -> Vec<Vec<f32>> {
@@ -42,7 +18,7 @@ fn train(units: Units, ranks: usize) -> Vec<Vec<f32>> {
         .units(units)
         .seed(4)
         .launch(ranks, |accelerator| {
-            let model = accelerator.init(Encoder::new);
+            let model = accelerator.init(|device| Encoder::new(2, 0.3, device));
             let (mut model, mut optimizer) =
                 accelerator.prepare((model, AdamWConfig::new().init()))?;
             for step in 0..3 {

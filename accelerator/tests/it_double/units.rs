@@ -4,13 +4,12 @@
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 
-use accelerator::nn::{self, Unit, Units};
+use accelerator::nn::{self, Units};
 use accelerator::prelude::*;
 use accelerator::{Overlap, Tensors};
 use burn::module::{Module, Param};
 use burn::nn::BatchNormConfig;
 use burn::nn::loss::CrossEntropyLossConfig;
-use burn::nn::transformer::{TransformerEncoderConfig, TransformerEncoderLayer};
 use burn::optim::AdamWConfig;
 use burn::tensor::activation::{sigmoid, silu, softmax};
 use burn::tensor::module::conv2d;
@@ -18,7 +17,7 @@ use burn::tensor::ops::ConvOptions;
 use burn::tensor::{Bool, Device, FloatDType, Gradients, Int, Tensor, TensorData};
 use serde::Deserialize;
 
-use crate::common::child;
+use crate::common::{Encoder, child};
 
 #[derive(Deserialize)]
 struct Fixture {
@@ -310,11 +309,6 @@ fn gradients_are_those_of_pytorchs_checkpoints() {
     }
 }
 
-#[derive(Debug, Module)]
-struct Encoder {
-    layers: Vec<Unit<TransformerEncoderLayer>>,
-}
-
 /// Trains an encoder of units in f64 for three steps; returns the values of each rank.
 fn trained(units: Units, ranks: usize, dropout: f64) -> Vec<Vec<f64>> {
     Accelerator::builder()
@@ -326,13 +320,7 @@ fn trained(units: Units, ranks: usize, dropout: f64) -> Vec<Vec<f64>> {
         .units(units)
         .seed(4)
         .launch(ranks, |accelerator| {
-            let config = TransformerEncoderConfig::new(16, 32, 2, 3).with_dropout(dropout);
-            let model = accelerator.init(|device| {
-                let layer = || Unit::new(TransformerEncoderLayer::new(&config, device));
-                Encoder {
-                    layers: (0..3).map(|_| layer()).collect(),
-                }
-            });
+            let model = accelerator.init(|device| Encoder::new(3, dropout, device));
             let (mut model, mut optimizer) =
                 accelerator.prepare((model, AdamWConfig::new().init()))?;
             for step in 0..6 {
@@ -341,12 +329,9 @@ fn trained(units: Units, ranks: usize, dropout: f64) -> Vec<Vec<f64>> {
                     (place as f64 * 0.37).sin()
                 });
                 let values = TensorData::new(values.collect::<Vec<_>>(), [4, 8, 16]);
-                let x = Tensor::<3>::from_data(values, &accelerator.device());
-                let x = model.layers.iter().fold(x, |x, layer| {
-                    layer.run(x, |layer, x| layer.forward(x, None, None))
-                });
-                let loss = x.powi_scalar(2).mean();
-                let gradients = accelerator.backward(loss, &model, 4)?.clip_norm(0.5);
+                let x = Tensor::from_data(values, &accelerator.device());
+                let gradients = accelerator.backward(model.loss(x), &model, 4)?;
+                let gradients = gradients.clip_norm(0.5);
                 model = optimizer.step(0.01, model, gradients);
             }
             Ok(crate::values(&model))

@@ -1,41 +1,20 @@
 //! Overlap of models whose blocks are units.
 
 use accelerator::OverlapState;
-use accelerator::nn::{Unit, Units};
-use burn::module::Module;
-use burn::nn::transformer::{TransformerEncoderConfig, TransformerEncoderLayer};
+use accelerator::nn::Units;
 use burn::nn::{Linear, LinearConfig};
 use burn::tensor::{Device, Tensor};
 
 use super::harness::{Place, Setting, same_bits, trained};
-use crate::common::devices;
+use crate::common::{Encoder, devices};
 
-#[derive(Debug, Module)]
-struct Encoder {
-    layers: Vec<Unit<TransformerEncoderLayer>>,
+fn encoder(device: &Device) -> Encoder {
+    Encoder::new(3, 0.0, device)
 }
 
-impl Encoder {
-    fn new(device: &Device) -> Self {
-        let config = TransformerEncoderConfig::new(16, 32, 2, 3).with_dropout(0.0);
-        let layer = || Unit::new(TransformerEncoderLayer::new(&config, device));
-        Self {
-            layers: (0..3).map(|_| layer()).collect(),
-        }
-    }
-
-    /// Has 32 rows, of which Burn's `linear` makes one matrix, and a view of each weight.
-    fn loss(&self, place: &Place) -> Tensor<1> {
-        self.loss_of([4, 8], place)
-    }
-
-    fn loss_of(&self, [batch, length]: [usize; 2], place: &Place) -> Tensor<1> {
-        let mut x = place.input([batch, length, 16]);
-        for layer in &self.layers {
-            x = layer.run(x, |layer, x| layer.forward(x, None, None));
-        }
-        x.powi_scalar(2).mean()
-    }
+/// Has 32 rows, of which Burn's `linear` makes one matrix, and a view of each weight.
+fn loss(model: &Encoder, place: &Place) -> Tensor<1> {
+    model.loss(place.input([4, 8, 16]))
 }
 
 #[test]
@@ -46,13 +25,13 @@ fn units_hand_over_their_gradients_early_where_parameters_are_seen_through_views
             units,
             ..Setting::new(kind)
         };
-        let plain = trained(setting(Units::Plain), Encoder::new, Encoder::loss);
-        for report in same_bits(setting(Units::Plain), Encoder::new, Encoder::loss) {
+        let plain = trained(setting(Units::Plain), encoder, loss);
+        for report in same_bits(setting(Units::Plain), encoder, loss) {
             assert!(report.early * 4 < report.buckets, "{report:?}");
             assert_eq!(report.early + report.late, report.buckets);
         }
         for units in [Units::Keep, Units::Recompute] {
-            let reports = same_bits(setting(units), Encoder::new, Encoder::loss);
+            let reports = same_bits(setting(units), encoder, loss);
             for report in &reports {
                 assert_eq!((report.state, report.repairs), (OverlapState::On, 0));
                 assert!(report.late * 4 < report.buckets, "{report:?}");
@@ -63,7 +42,7 @@ fn units_hand_over_their_gradients_early_where_parameters_are_seen_through_views
                     .all(|report| report.early * 4 > report.buckets * 3),
                 "{reports:?}"
             );
-            assert_eq!(trained(setting(units), Encoder::new, Encoder::loss), plain);
+            assert_eq!(trained(setting(units), encoder, loss), plain);
         }
     }
 }
@@ -72,14 +51,16 @@ fn units_hand_over_their_gradients_early_where_parameters_are_seen_through_views
 fn units_have_the_bits_of_plain_blocks_at_any_number_of_rows() {
     for kind in devices() {
         for shape in [[1, 31], [8, 8], [8, 64]] {
-            let loss = move |model: &Encoder, place: &Place| model.loss_of(shape, place);
+            let [batch, length] = shape;
+            let loss =
+                move |model: &Encoder, place: &Place| model.loss(place.input([batch, length, 16]));
             let outcome = |units| {
                 let setting = Setting {
                     units,
                     ..Setting::new(kind)
                 };
-                same_bits(setting, Encoder::new, loss);
-                trained(setting, Encoder::new, loss)
+                same_bits(setting, encoder, loss);
+                trained(setting, encoder, loss)
             };
             let plain = outcome(Units::Plain);
             for units in [Units::Keep, Units::Recompute] {
