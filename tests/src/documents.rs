@@ -1,4 +1,4 @@
-//! The command lines in the documents of this repository.
+//! The documents of this repository, and the command lines in them.
 
 use std::fs;
 use std::iter::once;
@@ -9,15 +9,8 @@ use std::path::{Path, PathBuf};
 /// Only code blocks of a shell are read. Comments are left out, as is what comes before `program` in a line, such as
 /// `srun`. `repository` is the folder of the README.
 pub(super) fn commands(repository: &Path, program: &str) -> Vec<Vec<String>> {
-    let mut documents: Vec<PathBuf> = fs::read_dir(repository.join("docs"))
-        .unwrap()
-        .map(|entry| entry.unwrap().path())
-        .filter(|path| path.extension().is_some_and(|extension| extension == "md"))
-        .collect();
-    documents.push(repository.join("README.md"));
-    documents.sort();
     let mut commands = Vec::new();
-    for document in documents {
+    for document in documents(repository) {
         let text = fs::read_to_string(&document).unwrap();
         for block in shell_blocks(&text) {
             let lines = block.replace("\\\n", " ");
@@ -25,6 +18,18 @@ pub(super) fn commands(repository: &Path, program: &str) -> Vec<Vec<String>> {
         }
     }
     commands
+}
+
+/// Returns the README and the documents in `docs/`.
+pub(super) fn documents(repository: &Path) -> Vec<PathBuf> {
+    let mut documents: Vec<PathBuf> = fs::read_dir(repository.join("docs"))
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+        .filter(|path| path.extension().is_some_and(|extension| extension == "md"))
+        .collect();
+    documents.push(repository.join("README.md"));
+    documents.sort();
+    documents
 }
 
 fn shell_blocks(text: &str) -> impl Iterator<Item = &str> {

@@ -25,6 +25,8 @@ use burn::optim::{AdamWConfig, SgdConfig};
 use burn::tensor::{Device, Int, Tensor};
 use serde::{Deserialize, Serialize};
 
+use crate::listing;
+
 type Manual = PreparedOptimizer<accelerator::optim::Manual>;
 type Model = Linear;
 
@@ -278,16 +280,19 @@ fn trial(
 #[test]
 fn code_of_documents_is_compiled() {
     let root = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/.."));
-    let sources = ["", "tests/it"].map(|folder| root.join("examples").join(folder));
-    let sources: Vec<String> = sources
+    let folders = ["examples", "examples/tests/it"].map(|folder| root.join(folder));
+    let entries = folders
         .iter()
-        .flat_map(|folder| files(folder, "rs"))
-        .map(bare)
+        .flat_map(|folder| fs::read_dir(folder).unwrap());
+    let files = entries.map(|entry| entry.unwrap().path());
+    let sources: Vec<String> = files
+        .filter(|path| path.extension().is_some_and(|it| it == "rs"))
+        .map(|path| bare(&fs::read_to_string(path).unwrap()))
         .collect();
     let library = fs::read_to_string(root.join("accelerator/src/lib.rs")).unwrap();
     let mut found = 0;
     let mut missing = Vec::new();
-    for document in files(&root.join("docs"), "md").chain([root.join("README.md")]) {
+    for document in listing::documents(root) {
         let name = document.file_name().unwrap().to_str().unwrap().to_owned();
         let text = fs::read_to_string(&document).unwrap();
         if DOCTESTS.contains(&name.as_str()) {
@@ -315,7 +320,7 @@ fn has_in_order(source: &str, block: &str) -> bool {
     let lines: Vec<&str> = block.lines().collect();
     lines
         .split(|line| line.trim_start().starts_with("// …"))
-        .map(|part| bare_text(&part.join("\n")))
+        .map(|part| bare(&part.join("\n")))
         .all(|part| match rest.split_once(&part) {
             Some((_, after)) => {
                 rest = after;
@@ -325,12 +330,8 @@ fn has_in_order(source: &str, block: &str) -> bool {
         })
 }
 
-fn bare(path: PathBuf) -> String {
-    bare_text(&fs::read_to_string(path).unwrap())
-}
-
 /// Drops comments, blanks, and the commas that the formatter adds.
-fn bare_text(code: &str) -> String {
+fn bare(code: &str) -> String {
     let lines = code
         .lines()
         .map(|line| line.split("//").next().unwrap_or_default());
@@ -341,14 +342,4 @@ fn bare_text(code: &str) -> String {
     code.replace(",)", ")")
         .replace(",]", "]")
         .replace(",}", "}")
-}
-
-fn files(folder: &Path, extension: &str) -> impl Iterator<Item = PathBuf> {
-    let files = fs::read_dir(folder)
-        .unwrap()
-        .map(|entry| entry.unwrap().path());
-    let files: Vec<_> = files
-        .filter(|path| path.extension().is_some_and(|it| it == extension))
-        .collect();
-    files.into_iter()
 }

@@ -4,6 +4,8 @@
 
 use std::path::{Path, PathBuf};
 
+use crate::listing;
+
 fn path_of(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
 }
@@ -106,13 +108,11 @@ fn the_url_in_the_readme_is_that_of_the_packages() {
 
 #[test]
 fn links_of_documents_lead_somewhere() {
-    let documents = std::fs::read_dir(path_of("../docs")).unwrap();
-    let documents = documents.map(|entry| entry.unwrap().path());
-    let documents = documents.filter(|path| path.extension().is_some_and(|kind| kind == "md"));
-    let others = ["../README.md", "../CONTRIBUTING.md", "README.md"].map(path_of);
+    let documents = listing::documents(&path_of(".."));
+    let others = ["../CONTRIBUTING.md", "README.md"].map(path_of);
     let mut checked = 0;
     let mut broken = Vec::new();
-    for document in documents.chain(others) {
+    for document in documents.into_iter().chain(others) {
         let text = std::fs::read_to_string(&document).unwrap();
         for link in links(&text).filter(|link| !link.contains("://")) {
             let (file, anchor) = link.split_once('#').unwrap_or((link, ""));
