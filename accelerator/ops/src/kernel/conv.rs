@@ -98,94 +98,106 @@ impl ConvShape {
             && self.input == self.output
     }
 
+    /// The number of images whose places are columns of one product. A product of few columns packs a weight for little
+    /// else.
+    fn together(&self) -> usize {
+        const COLUMNS: usize = 256;
+        (COLUMNS / self.places().max(1)).clamp(1, self.batch.max(1))
+    }
+
+    /// The weight of a group, of a row for each channel of its output.
+    fn weight<'a>(&self, weight: &'a [f32], outputs: &Range<usize>) -> Matrix<'a> {
+        let patch = self.patch();
+        Matrix::new(
+            &weight[outputs.start * patch..],
+            [outputs.len(), patch],
+            patch,
+        )
+    }
+
     fn forward(&self, x: &[f32], weight: &[f32], bias: Option<&[f32]>, then: Then) -> Vec<f32> {
-        let (places, patch) = (self.places(), self.patch());
+        let (places, together) = (self.places(), self.together());
+        let of_image = (self.channels_out * places).max(1);
         let mut out = vec![0.0; self.batch * self.channels_out * places];
-        for_parts(
-            &mut out,
-            (self.channels_out * places).max(1),
-            |image, out| {
-                let x = &x[image * self.image()..][..self.image()];
-                for group in 0..self.groups {
-                    let [inputs, outputs] = self.group(group);
-                    let weight = Matrix::new(
-                        &weight[outputs.start * patch..],
-                        [outputs.len(), patch],
-                        patch,
-                    );
-                    let out = &mut out[outputs.start * places..];
-                    self.with_patches(x, inputs, |patches| {
-                        let patches = Matrix::new(patches, [patch, places], places);
-                        product(out, places, Onto::Nothing, weight, patches);
-                    });
-                }
+        for_parts(&mut out, together * of_image, |part, out| {
+            let images = Images::new(self, part * together, out.len() / of_image);
+            for group in 0..self.groups {
+                let [inputs, outputs] = self.group(group);
+                let weight = self.weight(weight, &outputs);
+                let spare = images.spare(&outputs);
+                self.with_patches(x, images, inputs, spare, |patches, spare| {
+                    if images.count == 1 {
+                        let out = &mut out[outputs.start * places..];
+                        return product(out, places, Onto::Nothing, weight, patches);
+                    }
+                    product(spare, images.columns, Onto::Nothing, weight, patches);
+                    for (channel, row) in outputs.zip(spare.chunks_exact(images.columns)) {
+                        for (image, row) in row.chunks_exact(places).enumerate() {
+                            let start = image * of_image + channel * places;
+                            out[start..][..places].copy_from_slice(row);
+                        }
+                    }
+                });
+            }
+            for out in out.chunks_exact_mut(of_image) {
                 finish(out, places, bias, then);
-            },
-        );
+            }
+        });
         out
     }
 
     fn back_to_input(&self, weight: &[f32], g: &[f32]) -> Vec<f32> {
-        let (places, patch) = (self.places(), self.patch());
+        let (places, patch, together) = (self.places(), self.patch(), self.together());
+        let of_image = self.image().max(1);
         let mut dx = vec![0.0; self.batch * self.image()];
-        for_parts(&mut dx, self.image().max(1), |image, dx| {
-            let g = &g[image * self.channels_out * places..];
+        for_parts(&mut dx, together * of_image, |part, dx| {
+            let images = Images::new(self, part * together, dx.len() / of_image);
             for group in 0..self.groups {
                 let [inputs, outputs] = self.group(group);
-                let weight = Matrix::new(
-                    &weight[outputs.start * patch..],
-                    [outputs.len(), patch],
-                    patch,
-                );
-                let g = Matrix::new(
-                    &g[outputs.start * places..],
-                    [outputs.len(), places],
-                    places,
-                );
-                if self.is_pointwise() {
-                    let dx = &mut dx[inputs.start * places..];
-                    product(dx, places, Onto::Nothing, weight.transposed(), g);
-                } else {
-                    with_scratch(patch * places, |patches| {
-                        product(patches, places, Onto::Nothing, weight.transposed(), g);
-                        self.add_patches(patches, inputs, dx);
-                    });
-                }
+                let weight = self.weight(weight, &outputs).transposed();
+                let spare = images.spare(&outputs);
+                with_scratch(patch * images.columns + spare, |scratch| {
+                    let (patches, spare) = scratch.split_at_mut(patch * images.columns);
+                    let g = self.outputs(g, images, outputs, spare);
+                    if self.is_pointwise() && images.count == 1 {
+                        let dx = &mut dx[inputs.start * places..];
+                        return product(dx, places, Onto::Nothing, weight, g);
+                    }
+                    product(patches, images.columns, Onto::Nothing, weight, g);
+                    self.add_patches(patches, images, inputs, dx);
+                });
             }
         });
         dx
     }
 
     fn back_to_weight(&self, x: &[f32], g: &[f32]) -> Vec<f32> {
-        let (places, patch) = (self.places(), self.patch());
+        let (patch, together) = (self.patch(), self.together());
         let outputs_each = self.channels_out / self.groups;
+        let parts = self.batch.div_ceil(together);
         // Transposed, `[groups, patch, outputs]`, so that the longer side is that of the rows.
-        let [transposed] = sums(self.batch, [self.channels_out * patch], |images, [dw]| {
-            for image in images {
-                let x = &x[image * self.image()..][..self.image()];
-                let g = &g[image * self.channels_out * places..];
+        let [transposed] = sums(parts, [self.channels_out * patch], |parts, [dw]| {
+            for part in parts {
+                let first = part * together;
+                let images = Images::new(self, first, together.min(self.batch - first));
                 for group in 0..self.groups {
                     let [inputs, outputs] = self.group(group);
-                    let g = Matrix::new(
-                        &g[outputs.start * places..],
-                        [outputs.len(), places],
-                        places,
-                    );
                     let dw = &mut dw[group * patch * outputs_each..];
-                    self.with_patches(x, inputs, |patches| {
-                        let patches = Matrix::new(patches, [patch, places], places);
-                        product(dw, outputs_each, Onto::Values, patches, g.transposed());
+                    let spare = images.spare(&outputs);
+                    self.with_patches(x, images, inputs, spare, |patches, spare| {
+                        let g = self.outputs(g, images, outputs, spare).transposed();
+                        product(dw, outputs_each, Onto::Values, patches, g);
                     });
                 }
             }
         });
         let mut dw = vec![0.0; transposed.len()];
-        for (output, dw) in dw.chunks_exact_mut(patch.max(1)).enumerate() {
-            let (group, output) = (output / outputs_each, output % outputs_each);
-            let from = &transposed[group * patch * outputs_each + output..];
-            for (dw, value) in dw.iter_mut().zip(from.iter().step_by(outputs_each)) {
-                *dw = *value;
-            }
+        let group = (patch * outputs_each).max(1);
+        for (dw, from) in dw
+            .chunks_exact_mut(group)
+            .zip(transposed.chunks_exact(group))
+        {
+            transpose(dw, from, outputs_each);
         }
         dw
     }
@@ -206,26 +218,65 @@ impl ConvShape {
         sums
     }
 
-    /// Calls `work` with the patches of an image: a row for each value of a patch, of one column for each place.
-    fn with_patches(&self, x: &[f32], channels: Range<usize>, work: impl FnOnce(&[f32])) {
-        let [height, width] = self.input;
-        if self.is_pointwise() {
-            return work(&x[channels.start * height * width..channels.end * height * width]);
+    /// Calls `work` with the patches of images, a row for each value of a patch, of one column for each place, and with
+    /// room for `spare` values.
+    fn with_patches(
+        &self,
+        x: &[f32],
+        images: Images,
+        channels: Range<usize>,
+        spare: usize,
+        work: impl FnOnce(Matrix<'_>, &mut [f32]),
+    ) {
+        let (plane, columns) = (self.input[0] * self.input[1], images.columns);
+        let x = &x[images.first * self.image()..];
+        let sizes = [self.patch(), columns];
+        if self.is_pointwise() && images.count == 1 {
+            let patches = Matrix::new(&x[channels.start * plane..], sizes, columns);
+            return work(patches, &mut []);
         }
-        let places = self.places();
-        with_scratch(self.patch() * places, |patches| {
-            let mut planes = patches.chunks_exact_mut(places.max(1));
+        with_scratch(self.patch() * columns + spare, |scratch| {
+            let (patches, spare) = scratch.split_at_mut(self.patch() * columns);
+            let mut rows = patches.chunks_exact_mut(columns.max(1));
             self.for_offsets(channels, |channel, offset| {
-                let Some(plane) = planes.next() else { return };
-                let image = &x[channel * height * width..][..height * width];
-                self.copy_plane(plane, image, offset);
+                let Some(row) = rows.next() else { return };
+                for (image, places) in row.chunks_exact_mut(self.places()).enumerate() {
+                    let x = &x[image * self.image() + channel * plane..][..plane];
+                    self.copy_plane(places, x, offset);
+                }
             });
-            work(patches);
+            work(Matrix::new(patches, sizes, columns), spare);
         });
+    }
+
+    /// Returns the gradients of the outputs of images, of a row for each channel. Several images are copied to `spare`.
+    fn outputs<'a>(
+        &self,
+        g: &'a [f32],
+        images: Images,
+        channels: Range<usize>,
+        spare: &'a mut [f32],
+    ) -> Matrix<'a> {
+        let (places, columns) = (self.places(), images.columns);
+        let g = &g[images.first * self.channels_out * places..];
+        let sizes = [channels.len(), columns];
+        if images.count == 1 {
+            return Matrix::new(&g[channels.start * places..], sizes, columns);
+        }
+        for (channel, row) in channels.zip(spare.chunks_exact_mut(columns)) {
+            for (image, row) in row.chunks_exact_mut(places).enumerate() {
+                let start = (image * self.channels_out + channel) * places;
+                row.copy_from_slice(&g[start..][..places]);
+            }
+        }
+        Matrix::new(spare, sizes, columns)
     }
 
     /// Copies what all places see of a channel through one value of the kernel.
     fn copy_plane(&self, plane: &mut [f32], image: &[f32], offset: [usize; 2]) {
+        if self.stride == [1, 1] && self.input[1] == self.output[1] {
+            return self.shift_plane(plane, image, offset);
+        }
         let (Seen { start, end, first }, stride) = (self.seen(offset[1]), self.stride[1]);
         for (place, row) in plane.chunks_exact_mut(self.output[1]).enumerate() {
             let Some(line) = self.line(place, offset[0]) else {
@@ -245,17 +296,39 @@ impl ConvShape {
         }
     }
 
-    /// Adds patches to the image that they are of.
-    fn add_patches(&self, patches: &[f32], channels: Range<usize>, dx: &mut [f32]) {
-        let [height, width] = self.input;
-        let mut planes = patches.chunks_exact(self.places().max(1));
+    /// The same, if lines of places are as long as those of the image: it copies all lines at once, and then clears what is
+    /// padding.
+    fn shift_plane(&self, plane: &mut [f32], image: &[f32], offset: [usize; 2]) {
+        let (width, Seen { start, end, first }) = (self.input[1], self.seen(offset[1]));
+        let places = 0..self.output[0];
+        let mut lines = places.filter_map(|place| Some((place, self.line(place, offset[0])?)));
+        let Some((top, line)) = lines.next().filter(|_| start < end) else {
+            return plane.fill(0.0);
+        };
+        let bottom = lines.next_back().map_or(top, |(place, _)| place) + 1;
+        let (from, to) = (top * width + start, (bottom - 1) * width + end);
+        plane[..from].fill(0.0);
+        plane[to..].fill(0.0);
+        plane[from..to].copy_from_slice(&image[line * width + first..][..to - from]);
+        for row in plane[top * width..bottom * width].chunks_exact_mut(width) {
+            row[..start].fill(0.0);
+            row[end..].fill(0.0);
+        }
+    }
+
+    /// Adds patches to the images that they are of.
+    fn add_patches(&self, patches: &[f32], images: Images, channels: Range<usize>, dx: &mut [f32]) {
+        let plane = self.input[0] * self.input[1];
+        let mut rows = patches.chunks_exact(images.columns.max(1));
         self.for_offsets(channels, |channel, offset| {
-            let Some(plane) = planes.next() else { return };
-            let image = &mut dx[channel * height * width..][..height * width];
-            vectorised(
-                #[inline(always)]
-                || self.add_plane(plane, image, offset),
-            );
+            let Some(row) = rows.next() else { return };
+            for (image, places) in row.chunks_exact(self.places()).enumerate() {
+                let dx = &mut dx[image * self.image() + channel * plane..][..plane];
+                vectorised(
+                    #[inline(always)]
+                    || self.add_plane(places, dx, offset),
+                );
+            }
         });
     }
 
@@ -315,6 +388,32 @@ impl ConvShape {
     }
 }
 
+/// Images whose places are the columns of one product.
+#[derive(Clone, Copy)]
+struct Images {
+    first: usize,
+    count: usize,
+    columns: usize,
+}
+
+impl Images {
+    fn new(shape: &ConvShape, first: usize, count: usize) -> Self {
+        Self {
+            first,
+            count,
+            columns: count * shape.places(),
+        }
+    }
+
+    /// The number of values of these channels of the output, if they have to be copied.
+    fn spare(self, channels: &Range<usize>) -> usize {
+        match self.count {
+            1 => 0,
+            _ => channels.len() * self.columns,
+        }
+    }
+}
+
 /// The places from `start` to `end`, the first of which sees the column `first`.
 #[derive(Clone, Copy)]
 struct Seen {
@@ -343,6 +442,21 @@ fn finish(out: &mut [f32], places: usize, bias: Option<&[f32]>, then: Then) {
                 }
             },
         );
+    }
+}
+
+/// Writes the transposed of a matrix with rows of this length, block by block, so that neither side misses the cache.
+fn transpose(out: &mut [f32], from: &[f32], columns: usize) {
+    const SIDE: usize = 16;
+    let rows = from.len() / columns;
+    for top in (0..rows).step_by(SIDE) {
+        for left in (0..columns).step_by(SIDE) {
+            for column in left..(left + SIDE).min(columns) {
+                for row in top..(top + SIDE).min(rows) {
+                    out[column * rows + row] = from[row * columns + column];
+                }
+            }
+        }
     }
 }
 
