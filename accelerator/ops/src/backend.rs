@@ -71,6 +71,17 @@ pub(crate) fn three<const D: usize>(
     })
 }
 
+/// The same, of four inputs.
+pub(crate) fn four<const D: usize>(
+    inputs: [DispatchTensor; 4],
+    operation: impl FnOnce() -> Forward<4>,
+) -> Option<Tensor<D>> {
+    serves(&inputs.each_ref()).then(|| {
+        let [x, y, z, w] = inputs;
+        Tensor::from_dispatch(Dispatch::four(x, y, z, w, operation()))
+    })
+}
+
 #[backend_extension(Flex, Autodiff)]
 trait Operations: Backend {
     fn one(x: FloatTensor<Self>, operation: Forward<1>) -> FloatTensor<Self>;
@@ -82,6 +93,14 @@ trait Operations: Backend {
         y: FloatTensor<Self>,
         z: FloatTensor<Self>,
         operation: Forward<3>,
+    ) -> FloatTensor<Self>;
+
+    fn four(
+        x: FloatTensor<Self>,
+        y: FloatTensor<Self>,
+        z: FloatTensor<Self>,
+        w: FloatTensor<Self>,
+        operation: Forward<4>,
     ) -> FloatTensor<Self>;
 }
 
@@ -96,6 +115,16 @@ impl Operations for Flex {
 
     fn three(x: FlexTensor, y: FlexTensor, z: FlexTensor, operation: Forward<3>) -> FlexTensor {
         operation([x, y, z]).0
+    }
+
+    fn four(
+        x: FlexTensor,
+        y: FlexTensor,
+        z: FlexTensor,
+        w: FlexTensor,
+        operation: Forward<4>,
+    ) -> FlexTensor {
+        operation([x, y, z, w]).0
     }
 }
 
@@ -115,6 +144,16 @@ impl<C: CheckpointStrategy> Operations for Autodiff<Flex, C> {
         operation: Forward<3>,
     ) -> FloatTensor<Self> {
         place::<C, 3>([x, y, z], operation)
+    }
+
+    fn four(
+        x: FloatTensor<Self>,
+        y: FloatTensor<Self>,
+        z: FloatTensor<Self>,
+        w: FloatTensor<Self>,
+        operation: Forward<4>,
+    ) -> FloatTensor<Self> {
+        place::<C, 4>([x, y, z, w], operation)
     }
 }
 

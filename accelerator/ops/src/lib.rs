@@ -39,11 +39,12 @@ mod backend;
 #[cfg(feature = "flex")]
 mod kernel;
 
+use burn::tensor::module::BatchNormTrainOutput;
 use burn::tensor::ops::{ConvOptions, MaxPoolOptions};
 use burn::tensor::{Bool, Distribution, Int, Tensor, activation, module};
 
 #[cfg(feature = "flex")]
-use crate::backend::{one, three, two};
+use crate::backend::{four, one, three, two};
 #[cfg(feature = "flex")]
 use crate::kernel::{Attention, ConvShape, Dropout, Elementwise, Mask, Norm, PoolShape, Then};
 
@@ -158,6 +159,46 @@ pub fn layer_norm<const D: usize>(
     module::layer_norm(x, gamma, beta, epsilon)
 }
 
+/// Subtracts from each channel of `[batch, channels, …]` its mean in this batch, divides it by its standard deviation,
+/// multiplies it by `gamma`, and adds `beta`. Returns the mean and the biased variance of each channel, too.
+///
+/// # Panics
+///
+/// Panics if the shapes do not fit.
+pub fn batch_norm_train<const D: usize>(
+    x: Tensor<D>,
+    gamma: Tensor<1>,
+    beta: Tensor<1>,
+    epsilon: f64,
+) -> BatchNormTrainOutput<D> {
+    #[cfg(feature = "flex")]
+    if D > 2 && gamma.dims()[0] == x.dims()[1] && !x.dims().contains(&0) {
+        assert_eq!(
+            beta.dims(),
+            gamma.dims(),
+            "the shift has a number for each scale"
+        );
+        let statistics = kernel::Statistics::default();
+        let inputs = [
+            x.clone().into_dispatch(),
+            gamma.clone().into_dispatch(),
+            beta.clone().into_dispatch(),
+        ];
+        let y = three(inputs, || {
+            kernel::batch_norm(epsilon as f32, statistics.clone())
+        });
+        if let Some((output, [mean, variance])) = y.zip(statistics.get()) {
+            let of = |values: &Vec<f32>| Tensor::from_data(values.as_slice(), &x.device());
+            return BatchNormTrainOutput {
+                output,
+                mean: of(mean),
+                variance: of(variance),
+            };
+        }
+    }
+    module::batch_norm_train(x, gamma, beta, epsilon)
+}
+
 /// Divides each row of `[…, width]` by the root of the mean of its squares, and multiplies it by `gamma`.
 pub fn rms_norm<const D: usize>(x: Tensor<D>, gamma: Tensor<1>, epsilon: f64) -> Tensor<D> {
     assert_eq!(
@@ -270,6 +311,44 @@ fn drawn_seed(device: &burn::tensor::Device) -> u64 {
         seed = (seed << 32) | half as u64;
     }
     seed
+}
+
+/// Runs the steps of a long short-term memory, if there is a kernel: see [`kernel::lstm`].
+#[cfg(feature = "flex")]
+fn lstm(
+    products: Tensor<3>,
+    weight: Tensor<2>,
+    hidden: Tensor<2>,
+    cell: Tensor<2>,
+) -> Option<Tensor<3>> {
+    let ([batch, _, gates], [width, _]) = (products.dims(), weight.dims());
+    assert_eq!(
+        weight.dims(),
+        [width, gates],
+        "the weight has four columns for each row"
+    );
+    assert_eq!(
+        hidden.dims(),
+        [batch, width],
+        "there is a hidden state for each sequence"
+    );
+    assert_eq!(
+        cell.dims(),
+        hidden.dims(),
+        "there is a cell for each hidden state"
+    );
+    let inputs = [
+        products.into_dispatch(),
+        weight.into_dispatch(),
+        hidden.into_dispatch(),
+        cell.into_dispatch(),
+    ];
+    four(inputs, kernel::lstm)
+}
+
+#[cfg(not(feature = "flex"))]
+fn lstm(_: Tensor<3>, _: Tensor<2>, _: Tensor<2>, _: Tensor<2>) -> Option<Tensor<3>> {
+    None
 }
 
 /// Convolves images of `[batch, channels, height, width]` with a weight of `[outputs, channels / groups, height,

@@ -3,7 +3,7 @@
 use burn_flex::FlexTensor;
 
 use super::loops::{mapped, mapped_both, shape, tensor, values};
-use super::math::{erf, exp};
+use super::math::{erf, exp, sigmoid};
 use crate::backend::{Backprop, Forward};
 
 /// An activation with a kernel.
@@ -74,9 +74,4 @@ const CUBIC: f32 = 0.044_715;
 #[inline(always)]
 fn inner(x: f32) -> f32 {
     ROOT_TWO_BY_PI * (CUBIC * x * x).mul_add(x, x)
-}
-
-#[inline(always)]
-fn sigmoid(x: f32) -> f32 {
-    1.0 / (1.0 + exp(-x))
 }

@@ -27,6 +27,12 @@ pub(super) fn exp(x: f32) -> f32 {
     if x < -87.33 { 0.0 } else { y }
 }
 
+/// Returns the logistic function, `1 / (1 + e^-x)`.
+#[inline(always)]
+pub(super) fn sigmoid(x: f32) -> f32 {
+    1.0 / (1.0 + exp(-x))
+}
+
 /// Returns the error function to 2e-7.
 ///
 /// The rational function is that of Eigen's `perf`.
@@ -72,13 +78,19 @@ pub(super) fn sum(values: &[f32], of: impl Fn(f32) -> f32) -> f32 {
 /// Returns the sum of products, in the order of [`sum`].
 #[inline(always)]
 pub(super) fn dot(left: &[f32], right: &[f32]) -> f32 {
+    sum_of_pairs(left, right, |left, right| left * right)
+}
+
+/// Returns the sum of `of` over all pairs, in the order of [`sum`].
+#[inline(always)]
+pub(super) fn sum_of_pairs(left: &[f32], right: &[f32], of: impl Fn(f32, f32) -> f32) -> f32 {
     let mut lanes = [0.0_f32; LANES];
     let (lefts, rights) = (left.chunks_exact(LANES), right.chunks_exact(LANES));
     let rest = lefts.remainder().iter().zip(rights.remainder());
-    let rest: f32 = rest.map(|(left, right)| left * right).sum();
+    let rest: f32 = rest.map(|(&left, &right)| of(left, right)).sum();
     for (left, right) in lefts.zip(rights) {
         for at in 0..LANES {
-            lanes[at] = left[at].mul_add(right[at], lanes[at]);
+            lanes[at] += of(left[at], right[at]);
         }
     }
     lanes.iter().sum::<f32>() + rest

@@ -3,6 +3,7 @@
 //! A layer holds Burn's layer of the same name, to which it dereferences, and converts from it and to it. Fields, and
 //! methods that are not here, are those of Burn's layer. Records and model files of one can be loaded into the other.
 
+mod lstm;
 mod transformer;
 
 use core::fmt;
@@ -17,6 +18,7 @@ use burn::tensor::ops::{ConvOptions, MaxPoolOptions};
 use burn::tensor::{Device, Int, Tensor};
 use serde::{Deserialize, Serialize};
 
+pub use self::lstm::{Lstm, LstmConfig};
 pub use self::transformer::{
     MhaInput, MultiHeadAttention, MultiHeadAttentionConfig, TransformerEncoder,
     TransformerEncoderConfig, TransformerEncoderInput, TransformerEncoderLayer,
@@ -388,6 +390,44 @@ fn epsilon(layer: &burn::nn::LayerNorm) -> Option<f64> {
     let mut attributes = content.attributes.iter();
     let epsilon = attributes.find(|attribute| attribute.name == "epsilon")?;
     epsilon.value.parse().ok()
+}
+
+layer! {
+    /// A norm of each channel; see [`batch_norm_train`](crate::batch_norm_train).
+    BatchNorm(burn::nn::BatchNorm)
+}
+
+config! {
+    /// The configuration of a [`BatchNorm`] layer.
+    BatchNormConfig(burn::nn::BatchNormConfig) -> BatchNorm, new(num_features: usize),
+    with_epsilon(f64), with_momentum(f64); init(device)
+}
+
+impl BatchNorm {
+    /// Norms each channel of `[batch, channels, …]`: in training, by the statistics of the batch, which move the running
+    /// statistics; otherwise, by the running statistics.
+    ///
+    /// # Panics
+    ///
+    /// Panics if the shapes do not fit.
+    pub fn forward<const D: usize>(&self, input: Tensor<D>) -> Tensor<D> {
+        let Self(layer) = self;
+        let device = input.device();
+        if !device.is_autodiff() || !layer.training.is_enabled() {
+            return layer.forward(input);
+        }
+        let (gamma, beta) = (layer.gamma.val(), layer.beta.val());
+        let result = crate::batch_norm_train(input, gamma, beta, layer.epsilon);
+        let averages = [
+            (&layer.running_mean, result.mean),
+            (&layer.running_var, result.variance),
+        ];
+        for (running, of_batch) in averages {
+            let value = running.value_sync().to_device(&device) * (1.0 - layer.momentum);
+            running.update((value + of_batch.detach() * layer.momentum).detach());
+        }
+        result.output
+    }
 }
 
 layer! {
