@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measures training steps of the models of `benches/cpu_step.rs` with PyTorch, in turns with that program.
+"""Measures training steps of the models of `benches/cpu_step` with PyTorch, in turns with that program.
 
     cargo bench -p accelerator-benches --bench cpu_step --no-run      # prints the program's path
     tests/trainer/install
@@ -42,11 +42,11 @@ def train(o):
             return self.dense2(F.dropout(F.relu(self.dense1(x)), o.dropout))
 
     class Transformer(nn.Module):
-        def __init__(self):
+        def __init__(self, width, layers, length):
             super().__init__()
-            layer = nn.TransformerEncoderLayer(64, 4, 256, o.dropout, "gelu", batch_first=True)
-            self.tokens, self.places = nn.Embedding(1024, 64), nn.Embedding(32, 64)
-            self.encoder, self.output = nn.TransformerEncoder(layer, 2), nn.Linear(64, 10)
+            layer = nn.TransformerEncoderLayer(width, 4, 4 * width, o.dropout, "gelu", batch_first=True)
+            self.tokens, self.places = nn.Embedding(1024, width), nn.Embedding(length, width)
+            self.encoder, self.output = nn.TransformerEncoder(layer, layers), nn.Linear(width, 10)
 
         def forward(self, tokens):
             x = self.encoder(self.tokens(tokens) + self.places.weight)
@@ -61,12 +61,57 @@ def train(o):
             x = F.dropout(F.relu(self.first(x)), o.dropout)
             return self.third(F.dropout(F.relu(self.second(x)), o.dropout))
 
-    model, batch, x = {
-        "cnn": lambda: (Cnn(), 64, torch.randn(64, 1, 28, 28)),
-        "transformer": lambda: (Transformer(), 16, torch.randint(1024, (16, 32))),
-        "mlp": lambda: (Mlp(), 128, torch.randn(128, 784)),
+    class Convolution(nn.Sequential):
+        def __init__(self, before, after, size, stride):
+            convolution = nn.Conv2d(before, after, size, stride, size // 2, bias=False)
+            super().__init__(convolution, nn.BatchNorm2d(after))
+
+    class Block(nn.Module):
+        def __init__(self, before, after, stride):
+            super().__init__()
+            self.first, self.second = Convolution(before, after, 3, stride), Convolution(after, after, 3, 1)
+            self.shortcut = Convolution(before, after, 1, stride) if stride > 1 else nn.Identity()
+
+        def forward(self, x):
+            return F.relu(self.second(F.relu(self.first(x))) + self.shortcut(x))
+
+    class Resnet(nn.Module):
+        def __init__(self):
+            super().__init__()
+            stages = [(64, 64, 1), (64, 128, 2), (128, 256, 2), (256, 512, 2)]
+            blocks = [block for a, b, stride in stages for block in (Block(a, b, stride), Block(b, b, 1))]
+            self.first, self.blocks, self.output = Convolution(3, 64, 3, 1), nn.Sequential(*blocks), nn.Linear(512, 10)
+
+        def forward(self, x):
+            return self.output(self.blocks(F.relu(self.first(x))).mean((2, 3)))
+
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm, self.output = nn.LSTM(28, 128, batch_first=True), nn.Linear(128, 10)
+
+        def forward(self, x):
+            return self.output(F.dropout(self.lstm(x)[1][0][0], o.dropout))
+
+    class Text(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.convolution, self.output = nn.Embedding(10000, 128), nn.Conv1d(128, 128, 3), nn.Linear(128, 10)
+
+        def forward(self, words):
+            x = F.relu(self.convolution(self.words(words).transpose(1, 2))).amax(2)
+            return self.output(F.dropout(x, o.dropout))
+
+    model, x = {
+        "cnn": lambda: (Cnn(), torch.randn(64, 1, 28, 28)),
+        "transformer": lambda: (Transformer(64, 2, 32), torch.randint(1024, (16, 32))),
+        "mlp": lambda: (Mlp(), torch.randn(128, 784)),
+        "resnet": lambda: (Resnet(), torch.randn(16, 3, 32, 32)),
+        "wide-transformer": lambda: (Transformer(256, 4, 128), torch.randint(1024, (16, 128))),
+        "lstm": lambda: (Recurrent(), torch.randn(32, 28, 28)),
+        "text": lambda: (Text(), torch.randint(1024, (32, 64))),
     }[o.model]()
-    targets = torch.arange(batch) % 10
+    targets = torch.arange(len(x)) % 10
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     steps = []
     for _ in range(o.steps + 5):
@@ -80,8 +125,8 @@ def train(o):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("program", nargs="?", help="the program of benches/cpu_step.rs")
-    parser.add_argument("--models", default="cnn,transformer,mlp")
+    parser.add_argument("program", nargs="?", help="the program of benches/cpu_step")
+    parser.add_argument("--models", default="cnn,transformer,mlp,resnet,wide-transformer,lstm,text")
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--steps", type=int, default=30)
@@ -103,7 +148,7 @@ def main():
                 found[side].append(float(run.stdout))
         for side, steps in found.items():
             ratio = median(step / first for step, first in zip(steps, found["PyTorch"]))
-            print(f"{model:>12}  {side:>8}  {median(steps):8.2f} ms  {ratio:.2f}", flush=True)
+            print(f"{model:>16}  {side:>8}  {median(steps):8.2f} ms  {ratio:.2f}", flush=True)
 
 
 main()
