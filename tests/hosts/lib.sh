@@ -185,6 +185,39 @@ slurm_down() {
     ! grep -qF "$1/munge" "/proc/$pid/cmdline" 2>/dev/null || kill -9 "$pid" 2>/dev/null || true
 }
 
+# ssh_up NET DIR COUNT: starts an sshd on each host, which sees a folder of its own in DIR/apart. DIR/ssh_config is for
+# its clients.
+ssh_up() {
+    local net=$1 dir=$2 i
+    mkdir -p /run/sshd "$dir/apart"
+    ssh-keygen -q -t ed25519 -N '' -f "$dir/id"
+    for i in $(seq "$3"); do
+        ssh-keygen -q -t ed25519 -N '' -f "$dir/hostkey$i"
+        echo "* $(cut -d' ' -f1,2 "$dir/hostkey$i.pub")" >>"$dir/known_hosts"
+        cat >"$dir/sshd$i.conf" <<CONF
+ListenAddress 10.77.0.$i
+ListenAddress fd77::$i
+HostKey $dir/hostkey$i
+PidFile $dir/sshd$i.pid
+AuthorizedKeysFile $dir/id.pub
+StrictModes no
+PasswordAuthentication no
+PermitRootLogin prohibit-password
+UsePAM no
+CONF
+        ip netns exec "$net-h$i" timeout -k 5 60 unshare --uts --mount sh -c "mount -t tmpfs tmpfs $dir/apart; hostname host$i; exec /usr/sbin/sshd -f $dir/sshd$i.conf -E $dir/sshd$i.log" \
+            || return 1
+    done
+    cat >"$dir/ssh_config" <<CONF
+Host *
+  User root
+  IdentityFile $dir/id
+  IdentitiesOnly yes
+  UserKnownHostsFile $dir/known_hosts
+  StrictHostKeyChecking yes
+CONF
+}
+
 # net_iptables: prints the path of iptables, preferably of the legacy one: it needs less of the kernel.
 net_iptables() { command -v iptables-legacy || command -v iptables; }
 
