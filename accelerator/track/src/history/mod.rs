@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use crate::error::{Error, Kind, Result};
 use crate::journal::{self, Followed, Follower, RankJournals, RunLock};
-use crate::record::{EndStatus, Entry, Number, Record, RunId};
+use crate::record::{Entry, Number, Record, RunId};
 use crate::run_files::blob_path;
 use crate::sink::Delivery;
 pub use parts::{
@@ -96,11 +96,7 @@ impl RunHistory {
         match &self.end {
             _ if self.is_written_now => RunStatus::Running,
             None => RunStatus::Interrupted,
-            Some(end) => match end.status {
-                EndStatus::Finished => RunStatus::Finished,
-                EndStatus::Failed => RunStatus::Failed,
-                EndStatus::Preempted => RunStatus::Preempted,
-            },
+            Some(end) => end.status.into(),
         }
     }
 
@@ -193,6 +189,7 @@ impl RunHistory {
                     launch,
                     resumed: None,
                     provenance,
+                    end: None,
                 });
             }
             Record::Rewind { to } => {
@@ -298,11 +295,15 @@ impl RunHistory {
             Record::Checkpoint { step, .. } => self.checkpoints.push(step),
             Record::Lost { entries } => self.lost_entries += entries,
             Record::End { status, failure } => {
-                self.end = Some(RunEnd {
+                let end = RunEnd {
                     status,
                     failure,
                     ms,
-                });
+                };
+                if let Some(attempt) = self.attempts.last_mut() {
+                    attempt.end = Some(end.clone());
+                }
+                self.end = Some(end);
             }
         }
     }

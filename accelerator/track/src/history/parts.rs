@@ -36,6 +36,16 @@ impl fmt::Display for RunStatus {
     }
 }
 
+impl From<EndStatus> for RunStatus {
+    fn from(status: EndStatus) -> Self {
+        match status {
+            EndStatus::Finished => Self::Finished,
+            EndStatus::Failed => Self::Failed,
+            EndStatus::Preempted => Self::Preempted,
+        }
+    }
+}
+
 /// A start of the program.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
@@ -52,6 +62,8 @@ pub struct RunAttempt {
     pub resumed: Option<Option<u64>>,
     /// The program's origin and machine, as recorded.
     pub provenance: Value,
+    /// Its end, if that is recorded.
+    pub end: Option<RunEnd>,
 }
 
 /// The value of a hyperparameter.

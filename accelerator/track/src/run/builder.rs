@@ -234,6 +234,13 @@ impl RunBuilder {
         if attempt > 0 {
             journal.append(now, Record::Rewind { to });
         }
+        let changes = changes(&journal.hyperparameters, &settings.hyperparameters);
+        if !changes.is_empty() {
+            warn(&format!(
+                "the run {name} continues with other hyperparameters: {}; for a run of its own, start without its checkpoint",
+                changes.join("; ")
+            ));
+        }
         if !settings.hyperparameters.is_empty() {
             let set = settings.hyperparameters.clone();
             journal.append(now, Record::Param { set });
@@ -279,6 +286,15 @@ impl std::fmt::Debug for RunBuilder {
             .field("settings", &self.settings)
             .finish_non_exhaustive()
     }
+}
+
+/// Lists the hyperparameters that are set to other values than a run had.
+pub(super) fn changes(had: &BTreeMap<String, Value>, set: &BTreeMap<String, Value>) -> Vec<String> {
+    let changes = set.iter().filter_map(|(key, value)| {
+        let had = had.get(key).filter(|had| *had != value)?;
+        Some(format!("{key} is {value}, and was {had}"))
+    });
+    changes.collect()
 }
 
 /// Returns the tags that the starter of the program set, such as `accel-launch runs reproduce`.

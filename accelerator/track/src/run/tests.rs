@@ -3,9 +3,11 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use super::builder::changes;
+use super::settings::flatten;
 use super::*;
 use crate::history::{RunHistory, RunStatus};
-use crate::record::Entry;
+use crate::record::{EndStatus, Entry};
 use crate::sink::{CsvFile, Origin, RunInfo, Sink, SinkPosition};
 use crate::system::SystemSampler;
 use crate::tensorboard::TensorBoard;
@@ -70,6 +72,14 @@ fn what_was_logged_comes_back() {
 }
 
 #[test]
+fn hyperparameters_that_changed_are_named() {
+    let of = |value| flatten(&value).unwrap();
+    let had = of(serde_json::json!({ "lr": 0.1, "model": { "width": 3 }, "seed": 1 }));
+    let set = of(serde_json::json!({ "lr": 0.01, "model": { "width": 3 }, "epochs": 2 }));
+    assert_eq!(changes(&had, &set), ["lr is 0.01, and was 0.1"]);
+}
+
+#[test]
 fn one_process_writes_a_run() {
     let runs = tempfile::tempdir().unwrap();
     let run = start(runs.path(), "a");
@@ -108,6 +118,9 @@ fn a_run_continues_where_its_checkpoint_was() {
         [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0), (5, 2.0)]
     );
     let history = RunHistory::read(&folder).unwrap();
+    let ends = history.attempts.iter().map(|attempt| attempt.end.as_ref());
+    let ends: Vec<_> = ends.map(|end| end.map(|end| end.status)).collect();
+    assert_eq!(ends, [None, Some(EndStatus::Finished)]);
     assert_eq!(history.attempts.len(), 2);
     assert_eq!(history.attempts[1].resumed, Some(Some(3)));
 }

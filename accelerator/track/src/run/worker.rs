@@ -1,6 +1,6 @@
 //! The thread that writes the journal, and the queue before it; and the end of a run whose job has failed.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -163,6 +163,8 @@ pub(super) struct Journal {
     /// The name of a point, made in place.
     key: String,
     last_step: Option<u64>,
+    /// The hyperparameters that it had when it was opened.
+    pub(super) hyperparameters: BTreeMap<String, Value>,
     has_warned: bool,
     _lock: RunLock,
 }
@@ -176,6 +178,7 @@ impl Journal {
             series: HashMap::new(),
             key: String::new(),
             last_step: None,
+            hyperparameters: BTreeMap::new(),
             has_warned: false,
             _lock: lock,
         }
@@ -185,6 +188,7 @@ impl Journal {
     pub(super) fn reopen(folder: PathBuf, lock: RunLock) -> Result<(Self, (RunId, String))> {
         let (mut head, mut attempts, mut last_step) = (None, 0, None);
         let mut series = HashMap::new();
+        let mut hyperparameters = BTreeMap::new();
         let path = folder.join(JOURNAL);
         // Another file, or a newer journal, stays as it is: opening cuts off what is not intact.
         journal::first_entry(&path)?;
@@ -194,6 +198,7 @@ impl Journal {
             Record::Series { i, key } => {
                 series.insert(key, i);
             }
+            Record::Param { set } => hyperparameters.extend(set),
             Record::Rewind { to } => last_step = to,
             record => last_step = last_step.max(record.step()),
         })?;
@@ -217,6 +222,7 @@ impl Journal {
             attempts,
             series,
             last_step,
+            hyperparameters,
             ..Self::new(folder, lock, writer)
         };
         Ok((this, (run, name)))

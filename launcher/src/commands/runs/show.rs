@@ -14,7 +14,7 @@ use serde_json::Value;
 
 use super::{RunsFolder, label, row, value_text};
 use crate::error::{Error, Result};
-use crate::text::{age, columns, duration, figure, json, note, plain, print, short, utc};
+use crate::text::{age, columns, duration, figure, json, note, plain, print, short, size, utc};
 
 #[derive(Args, Clone, Debug)]
 pub(super) struct ShowArgs {
@@ -48,6 +48,8 @@ struct RunDetails<'a> {
     media: BTreeMap<&'static str, usize>,
     /// The last value of each measurement, by rank.
     system: BTreeMap<usize, BTreeMap<&'a str, Number>>,
+    /// The largest value of each measurement, by rank.
+    system_max: BTreeMap<usize, BTreeMap<&'a str, Number>>,
     /// The points of the metrics that were asked for.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     points: Vec<&'a Series>,
@@ -75,11 +77,6 @@ impl<'a> RunDetails<'a> {
             };
             *media.entry(kind).or_default() += 1;
         }
-        let last = |(name, points): (&'a String, &'a Vec<accelerator_track::SystemPoint>)| {
-            Some((name.as_str(), Number(points.last()?.value)))
-        };
-        let of_rank = |values: &'a BTreeMap<_, _>| values.iter().filter_map(last).collect();
-        let system = history.system.iter();
         let points = metrics.iter().map(|key| {
             history
                 .series(key)
@@ -90,9 +87,8 @@ impl<'a> RunDetails<'a> {
             starts: &history.attempts,
             checkpoints: &history.checkpoints,
             media,
-            system: system
-                .map(|(&rank, values)| (rank, of_rank(values)))
-                .collect(),
+            system: measured(history, |points| points.last().copied()),
+            system_max: measured(history, |points| points.iter().copied().reduce(f64::max)),
             points: points.collect::<Result<_>>()?,
         })
     }
@@ -186,18 +182,30 @@ impl<'a> RunDetails<'a> {
     }
 
     fn attempts(&self) -> Vec<Vec<String>> {
-        let mut rows = vec![row(["number", "started", "ranks", "from"])];
-        rows.extend(self.starts.iter().map(|start| {
+        let mut rows = vec![row(["number", "started", "ranks", "from", "end"])];
+        let last = self.starts.len();
+        rows.extend(self.starts.iter().zip(1..).map(|(start, number)| {
             let from = match start.resumed {
                 None => "the start".to_owned(),
                 Some(None) => "the start again".to_owned(),
                 Some(Some(step)) => format!("step {step}"),
+            };
+            let status = match &start.end {
+                _ if number == last => self.summary.status.to_string(),
+                None => RunStatus::Interrupted.to_string(),
+                Some(end) => RunStatus::from(end.status).to_string(),
+            };
+            let failure = start.end.as_ref().and_then(|end| end.failure.as_ref());
+            let end = match failure {
+                None => status,
+                Some(failure) => format!("{status}: {}", short(&value_text(failure))),
             };
             vec![
                 start.attempt.to_string(),
                 time(start.started_ms),
                 start.world.to_string(),
                 from,
+                end,
             ]
         }));
         only_with_rows(rows)
@@ -216,16 +224,41 @@ impl<'a> RunDetails<'a> {
     }
 
     fn measured(&self) -> Vec<Vec<String>> {
-        let mut rows = vec![row(["rank", "what", "last"])];
+        let mut rows = vec![row(["rank", "what", "last", "max"])];
         for (rank, values) in &self.system {
-            rows.extend(
-                values
-                    .iter()
-                    .map(|(name, value)| vec![rank.to_string(), plain(name), figure(value.0)]),
-            );
+            rows.extend(values.iter().map(|(name, last)| {
+                let shown = |value: f64| match name.ends_with("memory") {
+                    true => size(value as u64),
+                    false => figure(value),
+                };
+                let max = self
+                    .system_max
+                    .get(rank)
+                    .and_then(|values| values.get(name));
+                let max = max.map_or_else(String::new, |max| shown(max.0));
+                vec![rank.to_string(), plain(name), shown(last.0), max]
+            }));
         }
         only_with_rows(rows)
     }
+}
+
+/// Returns a number of each measurement, by rank.
+fn measured(
+    history: &RunHistory,
+    of: impl Fn(&[f64]) -> Option<f64>,
+) -> BTreeMap<usize, BTreeMap<&str, Number>> {
+    let mut ranks: BTreeMap<_, BTreeMap<_, _>> = BTreeMap::new();
+    for (&rank, measurements) in &history.system {
+        for (name, points) in measurements {
+            let values: Vec<f64> = points.iter().map(|point| point.value).collect();
+            if let Some(number) = of(&values) {
+                let of_rank = ranks.entry(rank).or_default();
+                of_rank.insert(name.as_str(), Number(number));
+            }
+        }
+    }
+    ranks
 }
 
 fn unknown_metric(history: &RunHistory, key: &str) -> Error {
