@@ -300,6 +300,10 @@ fn a_default_of_one_process_is_said_once() {
         .expect(0)
         .says("starting 1 process; --num-processes N starts more");
     assert_eq!(ended.text(), "1\n");
+    folder
+        .launch("show.sh -n 2")
+        .expect(0)
+        .says("--num-processes N starts more, before the program, which gets -n");
     assert_eq!(folder.launch("--quiet show.sh").expect(0).stderr, "");
     assert_eq!(folder.launch("-n 1 show.sh").expect(0).stderr, "");
 }

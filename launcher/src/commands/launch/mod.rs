@@ -159,7 +159,13 @@ impl Launch<'_> {
         }
         let options = self.options;
         if !options.quiet && options.num_processes.is_none() && options.hosts() == 1 {
-            output.note("starting 1 process; --num-processes N starts more");
+            let note = "starting 1 process; --num-processes N starts more";
+            match found.number_of_processes() {
+                None => output.note(note),
+                Some(option) => {
+                    output.note(&format!("{note}, before the program, which gets {option}"))
+                }
+            }
         }
         if !options.quiet {
             found.warn_of_misplaced(output);

@@ -106,7 +106,6 @@ impl<'a> FoundProgram<'a> {
             _ => return,
         };
         let launcher_options = [
-            "--num-processes",
             "--gpu-ids",
             "--log-dir",
             "--features",
@@ -114,16 +113,28 @@ impl<'a> FoundProgram<'a> {
             "--profile",
             "--release",
         ];
-        let misplaced = self
-            .arguments
-            .iter()
-            .find(|argument| launcher_options.iter().any(|option| argument == option));
-        if let Some(option) = misplaced {
+        if let Some(option) = self.argument(&launcher_options) {
             output.note(&format!(
-                "{} stands after `{target}` and goes to the program; the launcher's options come before it",
-                option.to_string_lossy()
+                "{option} stands after `{target}` and goes to the program; the launcher's options come before it"
             ));
         }
+    }
+
+    /// Returns the option by which the program is told a number of processes.
+    pub(super) fn number_of_processes(&self) -> Option<&'static str> {
+        self.argument(&[
+            "-n",
+            "-np",
+            "--num-processes",
+            "--num_processes",
+            "--nproc-per-node",
+        ])
+    }
+
+    /// Returns the first of these options that the program gets.
+    fn argument(&self, options: &[&'static str]) -> Option<&'static str> {
+        let given = |option: &&str| self.arguments.iter().any(|argument| argument == option);
+        options.iter().copied().find(given)
     }
 }
 
