@@ -128,7 +128,7 @@ pub(crate) fn check_all(group: &ProcessGroup, mine: &[Term]) -> Result<()> {
     match differ.is_empty() {
         true => Ok(()),
         false => Err(Error::config(format!(
-            "{}; start every rank with the same",
+            "{}; it must be the same on every rank, in the code, the arguments and the environment",
             differ.join("; ")
         ))),
     }

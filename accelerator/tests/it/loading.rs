@@ -299,7 +299,10 @@ fn a_data_set_that_draws_for_each_read_is_refused_on_several_ranks() {
             "`weighted`",
         ];
         assert_contains(&text, &words);
-        assert!(!text.contains("start every rank with the same"), "{text}");
+        assert!(
+            !text.contains("must be the same on every rank, in the code"),
+            "{text}"
+        );
     }
     // A single process may draw at random.
     let accelerator = Accelerator::new().unwrap();
