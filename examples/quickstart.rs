@@ -17,7 +17,7 @@ fn main() -> Result<()> {
     let accelerator = Accelerator::new()?; // the rank and device of this process
     let model = LinearConfig::new(1, 1).init(&accelerator.device());
     let loader = || LoaderBuilder::from_fn(points_and_targets);
-    let train = loader().batch_size(32).shuffle(42).build(points(4000));
+    let train = loader().batch_size(32).shuffle(42).build(points(4000)); // 32 samples per rank
     let valid = loader().batch_size(100).build(points(1001));
     let parts = (model, AdamConfig::new().init(), train, valid);
     let (mut model, mut optimizer, train, valid) = accelerator.prepare(parts)?;
