@@ -92,7 +92,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         println!("{}", train(&args)?);
         return Ok(());
     }
-    args.output.header("milliseconds a step");
+    args.output.header("milliseconds per step");
     for &model in &args.model {
         let mut results = vec![Vec::new(); args.layers.len()];
         for _ in 0..args.rounds {
@@ -204,7 +204,7 @@ impl fmt::Display for Line {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "{:>12}  {:>5}  {:.2}",
+            "{:>16}  {:>5}  {:.2}",
             format!("{:?}", self.model),
             format!("{:?}", self.layers),
             self.step

@@ -1,6 +1,6 @@
-//! The models that are measured, each with the layers of Burn and of `accelerator::ops`.
+//! The measured models, built once with Burn's layers and once with those of `accelerator::ops`.
 
-/// The models, of layers by these imports.
+/// Defines the models with the layers that the imports bring into scope.
 macro_rules! models {
     ($module:ident, [$($imports:tt)*], $rectified:item) => {
         pub(super) mod $module {

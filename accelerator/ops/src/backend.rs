@@ -41,6 +41,11 @@ fn serves(tensors: &[&DispatchTensor]) -> bool {
     })
 }
 
+/// Returns `true` if operations of this crate run on such a tensor.
+pub(crate) fn is_served<const D: usize>(tensor: &Tensor<D>) -> bool {
+    serves(&[&tensor.clone().into_dispatch()])
+}
+
 /// Runs an operation if this crate [`serves`] its input. Only then, the operation is made.
 pub(crate) fn one<const D: usize>(
     x: DispatchTensor,

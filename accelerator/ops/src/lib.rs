@@ -44,7 +44,7 @@ use burn::tensor::ops::{ConvOptions, MaxPoolOptions};
 use burn::tensor::{Bool, Distribution, Int, Tensor, activation, module};
 
 #[cfg(feature = "flex")]
-use crate::backend::{four, one, three, two};
+use crate::backend::{one, three, two};
 #[cfg(feature = "flex")]
 use crate::kernel::{Attention, ConvShape, Dropout, Elementwise, Mask, Norm, PoolShape, Then};
 
@@ -139,7 +139,7 @@ pub fn layer_norm<const D: usize>(
         assert_eq!(
             beta.dims(),
             gamma.dims(),
-            "the shift has a number for each scale"
+            "`beta` must have the same shape as `gamma`"
         );
     }
     #[cfg(feature = "flex")]
@@ -159,8 +159,8 @@ pub fn layer_norm<const D: usize>(
     module::layer_norm(x, gamma, beta, epsilon)
 }
 
-/// Subtracts from each channel of `[batch, channels, …]` its mean in this batch, divides it by its standard deviation,
-/// multiplies it by `gamma`, and adds `beta`. Returns the mean and the biased variance of each channel, too.
+/// Normalizes each channel of `[batch, channels, …]` by its mean and standard deviation in this batch, multiplies it by
+/// `gamma`, and adds `beta`. Also returns each channel's mean and biased variance.
 ///
 /// # Panics
 ///
@@ -176,7 +176,7 @@ pub fn batch_norm_train<const D: usize>(
         assert_eq!(
             beta.dims(),
             gamma.dims(),
-            "the shift has a number for each scale"
+            "`beta` must have the same shape as `gamma`"
         );
         let statistics = kernel::Statistics::default();
         let inputs = [
@@ -188,7 +188,8 @@ pub fn batch_norm_train<const D: usize>(
             kernel::batch_norm(epsilon as f32, statistics.clone())
         });
         if let Some((output, [mean, variance])) = y.zip(statistics.get()) {
-            let of = |values: &Vec<f32>| Tensor::from_data(values.as_slice(), &x.device());
+            let of =
+                |values: &Vec<f32>| Tensor::from_data(values.as_slice(), (&x.device(), x.dtype()));
             return BatchNormTrainOutput {
                 output,
                 mean: of(mean),
@@ -311,44 +312,6 @@ fn drawn_seed(device: &burn::tensor::Device) -> u64 {
         seed = (seed << 32) | half as u64;
     }
     seed
-}
-
-/// Runs the steps of a long short-term memory, if there is a kernel: see [`kernel::lstm`].
-#[cfg(feature = "flex")]
-fn lstm(
-    products: Tensor<3>,
-    weight: Tensor<2>,
-    hidden: Tensor<2>,
-    cell: Tensor<2>,
-) -> Option<Tensor<3>> {
-    let ([batch, _, gates], [width, _]) = (products.dims(), weight.dims());
-    assert_eq!(
-        weight.dims(),
-        [width, gates],
-        "the weight has four columns for each row"
-    );
-    assert_eq!(
-        hidden.dims(),
-        [batch, width],
-        "there is a hidden state for each sequence"
-    );
-    assert_eq!(
-        cell.dims(),
-        hidden.dims(),
-        "there is a cell for each hidden state"
-    );
-    let inputs = [
-        products.into_dispatch(),
-        weight.into_dispatch(),
-        hidden.into_dispatch(),
-        cell.into_dispatch(),
-    ];
-    four(inputs, kernel::lstm)
-}
-
-#[cfg(not(feature = "flex"))]
-fn lstm(_: Tensor<3>, _: Tensor<2>, _: Tensor<2>, _: Tensor<2>) -> Option<Tensor<3>> {
-    None
 }
 
 /// Convolves images of `[batch, channels, height, width]` with a weight of `[outputs, channels / groups, height,

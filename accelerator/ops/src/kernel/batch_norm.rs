@@ -46,7 +46,7 @@ pub(crate) fn batch_norm(epsilon: f32, statistics: Statistics) -> Forward<3> {
             },
         );
         let output = tensor(out, shape(&x));
-        // Nobody else sets them.
+        // Nothing else sets them.
         let _ = statistics.set([mean.clone(), variance]);
         let back: Backprop<3> = Box::new(move |gradient, [needs_input, ..]| {
             let gradient = gradient.to_contiguous();
@@ -62,7 +62,7 @@ pub(crate) fn batch_norm(epsilon: f32, statistics: Statistics) -> Forward<3> {
                 #[inline(always)]
                 |channel, x, g| {
                     let mean = mean[channel];
-                    scale[channel] * sum_of_pairs(x, g, |x, g| (x - mean) * g)
+                    scale[channel] * sum_of_pairs(x, g, |sum, x, g| (x - mean).mul_add(g, sum))
                 },
             );
             let mut dx = vec![0.0; if needs_input { g.len() } else { 0 }];
@@ -91,7 +91,7 @@ pub(crate) fn batch_norm(epsilon: f32, statistics: Statistics) -> Forward<3> {
     })
 }
 
-/// The numbers of each channel of each item of a batch lie next to each other: a plane.
+/// The layout of a `[batch, channels, …]` tensor. A plane is the contiguous values of one channel of one item.
 #[derive(Clone, Copy)]
 struct Planes {
     batch: usize,
@@ -115,7 +115,7 @@ impl Planes {
         (self.batch * self.len) as f32
     }
 
-    /// Returns the means of each channel. `sum` gets a channel, and one of its planes.
+    /// Returns the mean of each channel. `sum` gets a channel's index and one of its planes.
     fn means(self, x: &[f32], sum: impl Fn(usize, &[f32]) -> f32 + Sync) -> Vec<f32> {
         self.means_of_pairs(
             x,
@@ -125,7 +125,7 @@ impl Planes {
         )
     }
 
-    /// The same, of planes of two inputs.
+    /// Like [`means`](Self::means), but `sum` gets the planes of two inputs.
     fn means_of_pairs(
         self,
         x: &[f32],
@@ -148,7 +148,7 @@ impl Planes {
         means
     }
 
-    /// Calls `work` with the channel and the values of each plane of `out`, and with those of the inputs.
+    /// Calls `work` for each plane of `out`, with its channel and the matching planes of the inputs.
     fn for_each(
         self,
         out: &mut [f32],
@@ -167,5 +167,33 @@ impl Planes {
                 );
             }
         });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn channels_have_the_statistics_that_are_told() {
+        let x = [1.0, 2.0, 3.0, 4.0, 10.0, 10.0, 20.0, 20.0];
+        let statistics = Statistics::default();
+        let operation = batch_norm(0.0, statistics.clone());
+        let inputs = [
+            tensor(x.to_vec(), [2, 2, 2]),
+            tensor(vec![1.0, 2.0], [2]),
+            tensor(vec![0.0, 5.0], [2]),
+        ];
+        let (y, _) = operation(inputs);
+        let [mean, variance] = statistics.get().unwrap();
+        assert_eq!(mean[..], [5.75, 11.75]);
+        assert_eq!(variance[..], [18.1875, 68.1875]);
+        let of = |x: f32, channel: usize| {
+            let normed = (x - mean[channel]) / variance[channel].sqrt();
+            normed * [1.0, 2.0][channel] + [0.0, 5.0][channel]
+        };
+        for (at, (x, y)) in x.iter().zip(values(&y)).enumerate() {
+            assert!((of(*x, at / 2 % 2) - y).abs() < 1e-6);
+        }
     }
 }

@@ -98,14 +98,14 @@ impl ConvShape {
             && self.input == self.output
     }
 
-    /// The number of images whose places are columns of one product. A product of few columns packs a weight for little
-    /// else.
-    fn together(&self) -> usize {
+    /// The number of images whose places together form the columns of one matrix product. With few columns, packing the
+    /// weight costs more than the product.
+    fn images_per_product(&self) -> usize {
         const COLUMNS: usize = 256;
         (COLUMNS / self.places().max(1)).clamp(1, self.batch.max(1))
     }
 
-    /// The weight of a group, of a row for each channel of its output.
+    /// The weight of a group, with one row per output channel.
     fn weight<'a>(&self, weight: &'a [f32], outputs: &Range<usize>) -> Matrix<'a> {
         let patch = self.patch();
         Matrix::new(
@@ -116,7 +116,7 @@ impl ConvShape {
     }
 
     fn forward(&self, x: &[f32], weight: &[f32], bias: Option<&[f32]>, then: Then) -> Vec<f32> {
-        let (places, together) = (self.places(), self.together());
+        let (places, together) = (self.places(), self.images_per_product());
         let of_image = (self.channels_out * places).max(1);
         let mut out = vec![0.0; self.batch * self.channels_out * places];
         for_parts(&mut out, together * of_image, |part, out| {
@@ -124,14 +124,14 @@ impl ConvShape {
             for group in 0..self.groups {
                 let [inputs, outputs] = self.group(group);
                 let weight = self.weight(weight, &outputs);
-                let spare = images.spare(&outputs);
-                self.with_patches(x, images, inputs, spare, |patches, spare| {
+                let staging = images.staging(&outputs);
+                self.with_patches(x, images, inputs, staging, |patches, staging| {
                     if images.count == 1 {
                         let out = &mut out[outputs.start * places..];
                         return product(out, places, Onto::Nothing, weight, patches);
                     }
-                    product(spare, images.columns, Onto::Nothing, weight, patches);
-                    for (channel, row) in outputs.zip(spare.chunks_exact(images.columns)) {
+                    product(staging, images.columns, Onto::Nothing, weight, patches);
+                    for (channel, row) in outputs.zip(staging.chunks_exact(images.columns)) {
                         for (image, row) in row.chunks_exact(places).enumerate() {
                             let start = image * of_image + channel * places;
                             out[start..][..places].copy_from_slice(row);
@@ -147,7 +147,7 @@ impl ConvShape {
     }
 
     fn back_to_input(&self, weight: &[f32], g: &[f32]) -> Vec<f32> {
-        let (places, patch, together) = (self.places(), self.patch(), self.together());
+        let (places, patch, together) = (self.places(), self.patch(), self.images_per_product());
         let of_image = self.image().max(1);
         let mut dx = vec![0.0; self.batch * self.image()];
         for_parts(&mut dx, together * of_image, |part, dx| {
@@ -155,14 +155,21 @@ impl ConvShape {
             for group in 0..self.groups {
                 let [inputs, outputs] = self.group(group);
                 let weight = self.weight(weight, &outputs).transposed();
-                let spare = images.spare(&outputs);
-                with_scratch(patch * images.columns + spare, |scratch| {
-                    let (patches, spare) = scratch.split_at_mut(patch * images.columns);
-                    let g = self.outputs(g, images, outputs, spare);
-                    if self.is_pointwise() && images.count == 1 {
-                        let dx = &mut dx[inputs.start * places..];
-                        return product(dx, places, Onto::Nothing, weight, g);
-                    }
+                let staging = images.staging(&outputs);
+                if self.is_pointwise() && images.count == 1 {
+                    let g = self.outputs(g, images, outputs, &mut []);
+                    product(
+                        &mut dx[inputs.start * places..],
+                        places,
+                        Onto::Nothing,
+                        weight,
+                        g,
+                    );
+                    continue;
+                }
+                with_scratch(patch * images.columns + staging, |scratch| {
+                    let (patches, staging) = scratch.split_at_mut(patch * images.columns);
+                    let g = self.outputs(g, images, outputs, staging);
                     product(patches, images.columns, Onto::Nothing, weight, g);
                     self.add_patches(patches, images, inputs, dx);
                 });
@@ -172,7 +179,7 @@ impl ConvShape {
     }
 
     fn back_to_weight(&self, x: &[f32], g: &[f32]) -> Vec<f32> {
-        let (patch, together) = (self.patch(), self.together());
+        let (patch, together) = (self.patch(), self.images_per_product());
         let outputs_each = self.channels_out / self.groups;
         let parts = self.batch.div_ceil(together);
         // Transposed, `[groups, patch, outputs]`, so that the longer side is that of the rows.
@@ -183,9 +190,9 @@ impl ConvShape {
                 for group in 0..self.groups {
                     let [inputs, outputs] = self.group(group);
                     let dw = &mut dw[group * patch * outputs_each..];
-                    let spare = images.spare(&outputs);
-                    self.with_patches(x, images, inputs, spare, |patches, spare| {
-                        let g = self.outputs(g, images, outputs, spare).transposed();
+                    let staging = images.staging(&outputs);
+                    self.with_patches(x, images, inputs, staging, |patches, staging| {
+                        let g = self.outputs(g, images, outputs, staging).transposed();
                         product(dw, outputs_each, Onto::Values, patches, g);
                     });
                 }
@@ -218,14 +225,14 @@ impl ConvShape {
         sums
     }
 
-    /// Calls `work` with the patches of images, a row for each value of a patch, of one column for each place, and with
-    /// room for `spare` values.
+    /// Calls `work` with the patches of the images as a matrix (one row per value of a patch, one column per place) and
+    /// with a scratch slice of `staging` values.
     fn with_patches(
         &self,
         x: &[f32],
         images: Images,
         channels: Range<usize>,
-        spare: usize,
+        staging: usize,
         work: impl FnOnce(Matrix<'_>, &mut [f32]),
     ) {
         let (plane, columns) = (self.input[0] * self.input[1], images.columns);
@@ -235,8 +242,8 @@ impl ConvShape {
             let patches = Matrix::new(&x[channels.start * plane..], sizes, columns);
             return work(patches, &mut []);
         }
-        with_scratch(self.patch() * columns + spare, |scratch| {
-            let (patches, spare) = scratch.split_at_mut(self.patch() * columns);
+        with_scratch(self.patch() * columns + staging, |scratch| {
+            let (patches, staging) = scratch.split_at_mut(self.patch() * columns);
             let mut rows = patches.chunks_exact_mut(columns.max(1));
             self.for_offsets(channels, |channel, offset| {
                 let Some(row) = rows.next() else { return };
@@ -245,17 +252,18 @@ impl ConvShape {
                     self.copy_plane(places, x, offset);
                 }
             });
-            work(Matrix::new(patches, sizes, columns), spare);
+            work(Matrix::new(patches, sizes, columns), staging);
         });
     }
 
-    /// Returns the gradients of the outputs of images, of a row for each channel. Several images are copied to `spare`.
+    /// Returns the gradients of the images' outputs as a matrix with one row per channel. If there are several images,
+    /// copies them to `staging`.
     fn outputs<'a>(
         &self,
         g: &'a [f32],
         images: Images,
         channels: Range<usize>,
-        spare: &'a mut [f32],
+        staging: &'a mut [f32],
     ) -> Matrix<'a> {
         let (places, columns) = (self.places(), images.columns);
         let g = &g[images.first * self.channels_out * places..];
@@ -263,13 +271,13 @@ impl ConvShape {
         if images.count == 1 {
             return Matrix::new(&g[channels.start * places..], sizes, columns);
         }
-        for (channel, row) in channels.zip(spare.chunks_exact_mut(columns)) {
+        for (channel, row) in channels.zip(staging.chunks_exact_mut(columns)) {
             for (image, row) in row.chunks_exact_mut(places).enumerate() {
                 let start = (image * self.channels_out + channel) * places;
                 row.copy_from_slice(&g[start..][..places]);
             }
         }
-        Matrix::new(spare, sizes, columns)
+        Matrix::new(staging, sizes, columns)
     }
 
     /// Copies what all places see of a channel through one value of the kernel.
@@ -296,8 +304,8 @@ impl ConvShape {
         }
     }
 
-    /// The same, if lines of places are as long as those of the image: it copies all lines at once, and then clears what is
-    /// padding.
+    /// Like [`copy_plane`](Self::copy_plane), for a stride of 1 and an output as wide as the input: copies all lines at
+    /// once, then zeroes the padding.
     fn shift_plane(&self, plane: &mut [f32], image: &[f32], offset: [usize; 2]) {
         let (width, Seen { start, end, first }) = (self.input[1], self.seen(offset[1]));
         let places = 0..self.output[0];
@@ -316,7 +324,7 @@ impl ConvShape {
         }
     }
 
-    /// Adds patches to the images that they are of.
+    /// Adds patches back to the images from which they came.
     fn add_patches(&self, patches: &[f32], images: Images, channels: Range<usize>, dx: &mut [f32]) {
         let plane = self.input[0] * self.input[1];
         let mut rows = patches.chunks_exact(images.columns.max(1));
@@ -388,7 +396,7 @@ impl ConvShape {
     }
 }
 
-/// Images whose places are the columns of one product.
+/// Consecutive images whose places form the columns of one matrix product.
 #[derive(Clone, Copy)]
 struct Images {
     first: usize,
@@ -405,8 +413,8 @@ impl Images {
         }
     }
 
-    /// The number of values of these channels of the output, if they have to be copied.
-    fn spare(self, channels: &Range<usize>) -> usize {
+    /// The number of output values of these channels to copy; 0 for a single image.
+    fn staging(self, channels: &Range<usize>) -> usize {
         match self.count {
             1 => 0,
             _ => channels.len() * self.columns,
@@ -445,7 +453,8 @@ fn finish(out: &mut [f32], places: usize, bias: Option<&[f32]>, then: Then) {
     }
 }
 
-/// Writes the transposed of a matrix with rows of this length, block by block, so that neither side misses the cache.
+/// Writes the transpose of a matrix whose rows have length `columns`, block by block, so that both reads and writes use
+/// the cache.
 fn transpose(out: &mut [f32], from: &[f32], columns: usize) {
     const SIDE: usize = 16;
     let rows = from.len() / columns;

@@ -1,20 +1,20 @@
-//! A long short-term memory, over all steps of its sequences at once.
+//! An LSTM, over all steps of its sequences in one operation.
 
 use burn_flex::FlexTensor;
 
 use super::loops::{for_each, shape, tensor, values, vectorised};
-use super::math::{exp, sigmoid};
+use super::math::{sigmoid, tanh};
 use super::product::{Matrix, Onto, multiplied, product};
 use crate::backend::{Backprop, Forward};
 
 /// The number of sequences that one task computes.
 const AT_ONCE: usize = 16;
 
-/// Returns the operation on `[batch, steps, 4 · width]` products of inputs and weights, the weight of the hidden state
-/// `[width, 4 · width]`, and the hidden state and the cell before the first step, `[batch, width]` each. The four parts
-/// of a product are those of the input gate, the forget gate, the output gate and the cell.
+/// Returns the operation. Its inputs are the products of the layer's inputs and weights, `[batch, steps, 4 · width]`; the
+/// weight of the hidden state, `[width, 4 · width]`; and the initial hidden state and cell, `[batch, width]` each. Each
+/// product consists of four parts: input gate, forget gate, output gate and cell.
 ///
-/// The output, `[batch, steps + 1, width]`, holds the hidden state after each step, and then the last cell.
+/// The output, `[batch, steps + 1, width]`, holds the hidden state after each step, followed by the final cell.
 pub(crate) fn lstm() -> Forward<4> {
     Box::new(|inputs: [FlexTensor; 4]| {
         let inputs = inputs.map(|input| input.to_contiguous());
@@ -103,7 +103,7 @@ struct Sequences {
 }
 
 impl Sequences {
-    /// Computes some sequences. At first, `gates` holds the products of their inputs.
+    /// Computes the given sequences. On entry, `gates` holds the products of their inputs.
     fn forward(
         self,
         gates: &mut [f32],
@@ -145,8 +145,8 @@ impl Sequences {
         }
     }
 
-    /// Replaces the gates of some sequences by the gradients of their products, and adds those of the states before the
-    /// first step to `d_hidden` and `d_cell`, which are zero.
+    /// Replaces the gates of the given sequences by the gradients of their products, and stores the gradients of the
+    /// states before the first step in `d_hidden` and `d_cell`, which hold zeros on entry.
     fn back(
         self,
         gates: &mut [f32],
@@ -184,20 +184,20 @@ impl Sequences {
     }
 }
 
-/// Computes the gates, the cell and the hidden state of one sequence after a step. At first, `gates` holds their sums.
+/// Computes the gates, the cell and the hidden state of one sequence after a step. On entry, `gates` holds the gates' sums.
 #[inline(always)]
 fn forward_of_row(gates: &mut [f32], cell: &[f32], after: &mut [f32], hidden: &mut [f32]) {
     let width = hidden.len();
     let (input, rest) = gates.split_at_mut(width);
     let (forget, rest) = rest.split_at_mut(width);
-    let (output, value) = rest.split_at_mut(width);
-    let (cell, after, value) = (&cell[..width], &mut after[..width], &mut value[..width]);
+    let (output, candidate) = rest.split_at_mut(width);
+    let (cell, after, candidate) = (&cell[..width], &mut after[..width], &mut candidate[..width]);
     for at in 0..width {
         input[at] = sigmoid(input[at]);
         forget[at] = sigmoid(forget[at]);
         output[at] = sigmoid(output[at]);
-        value[at] = tanh(value[at]);
-        after[at] = forget[at].mul_add(cell[at], input[at] * value[at]);
+        candidate[at] = tanh(candidate[at]);
+        after[at] = forget[at].mul_add(cell[at], input[at] * candidate[at]);
         hidden[at] = output[at] * tanh(after[at]);
     }
 }
@@ -215,29 +215,23 @@ fn back_of_row(
     let width = d_cell.len();
     let (input, rest) = gates.split_at_mut(width);
     let (forget, rest) = rest.split_at_mut(width);
-    let (output, value) = rest.split_at_mut(width);
-    let (cell, after, value) = (&cell[..width], &after[..width], &mut value[..width]);
+    let (output, candidate) = rest.split_at_mut(width);
+    let (cell, after, candidate) = (&cell[..width], &after[..width], &mut candidate[..width]);
     let (gradient, d_hidden) = (&gradient[..width], &d_hidden[..width]);
     for at in 0..width {
-        let (i, f, o, v) = (input[at], forget[at], output[at], value[at]);
+        let (i, f, o, v) = (input[at], forget[at], output[at], candidate[at]);
         let d_hidden = gradient[at] + d_hidden[at];
         let top = tanh(after[at]);
         let d_after = (d_hidden * o).mul_add(slope_of_tanh(top), d_cell[at]);
         output[at] = d_hidden * top * o * (1.0 - o);
         input[at] = d_after * v * i * (1.0 - i);
         forget[at] = d_after * cell[at] * f * (1.0 - f);
-        value[at] = d_after * i * slope_of_tanh(v);
+        candidate[at] = d_after * i * slope_of_tanh(v);
         d_cell[at] = d_after * f;
     }
 }
 
-#[inline(always)]
-fn tanh(x: f32) -> f32 {
-    let e = exp(-2.0 * x.abs());
-    ((1.0 - e) / (1.0 + e)).copysign(x)
-}
-
-/// Returns the slope of the hyperbolic tangent at a value of it, which is rounded once.
+/// Returns the slope of tanh, given its value `y`, with a single rounding.
 #[inline(always)]
 fn slope_of_tanh(y: f32) -> f32 {
     (-y).mul_add(y, 1.0)

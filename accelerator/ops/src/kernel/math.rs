@@ -33,6 +33,22 @@ pub(super) fn sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + exp(-x))
 }
 
+/// Returns the hyperbolic tangent to 3 units in the last place.
+///
+/// The polynomial for small numbers is that of Cephes' `tanhf`.
+#[inline(always)]
+pub(super) fn tanh(x: f32) -> f32 {
+    let s = x * x;
+    let p = s.mul_add(-5.704_988_7e-3, 2.063_909e-2);
+    let p = s.mul_add(p, -5.373_971_6e-2);
+    let p = s.mul_add(p, 1.333_144_2e-1);
+    let p = s.mul_add(p, -3.333_328e-1);
+    let small = (p * s).mul_add(x, x);
+    let e = exp(-2.0 * x.abs());
+    let large = ((1.0 - e) / (1.0 + e)).copysign(x);
+    if x.abs() < 0.625 { small } else { large }
+}
+
 /// Returns the error function to 2e-7.
 ///
 /// The rational function is that of Eigen's `perf`.
@@ -78,19 +94,19 @@ pub(super) fn sum(values: &[f32], of: impl Fn(f32) -> f32) -> f32 {
 /// Returns the sum of products, in the order of [`sum`].
 #[inline(always)]
 pub(super) fn dot(left: &[f32], right: &[f32]) -> f32 {
-    sum_of_pairs(left, right, |left, right| left * right)
+    sum_of_pairs(left, right, |sum, left, right| left.mul_add(right, sum))
 }
 
-/// Returns the sum of `of` over all pairs, in the order of [`sum`].
+/// Folds all pairs with `add`, which gets the sum so far, in the order of [`sum`].
 #[inline(always)]
-pub(super) fn sum_of_pairs(left: &[f32], right: &[f32], of: impl Fn(f32, f32) -> f32) -> f32 {
+pub(super) fn sum_of_pairs(left: &[f32], right: &[f32], add: impl Fn(f32, f32, f32) -> f32) -> f32 {
     let mut lanes = [0.0_f32; LANES];
     let (lefts, rights) = (left.chunks_exact(LANES), right.chunks_exact(LANES));
     let rest = lefts.remainder().iter().zip(rights.remainder());
-    let rest: f32 = rest.map(|(&left, &right)| of(left, right)).sum();
+    let rest = rest.fold(0.0, |sum, (&left, &right)| add(sum, left, right));
     for (left, right) in lefts.zip(rights) {
         for at in 0..LANES {
-            lanes[at] += of(left[at], right[at]);
+            lanes[at] = add(lanes[at], left[at], right[at]);
         }
     }
     lanes.iter().sum::<f32>() + rest
@@ -138,12 +154,22 @@ mod tests {
             if (-87.3..88.3).contains(&x) {
                 assert!(relative < 2.4e-7, "exp({x}): {relative:e}");
             }
+            for x in [x, x * 1e-2, x * 1e-6] {
+                let exact = f64::from(x).tanh();
+                let off = (f64::from(tanh(x)) - exact).abs();
+                assert!(off <= 3.6e-7 * exact.abs(), "tanh({x}): {off:e}");
+            }
         }
     }
 
     #[test]
     fn functions_hand_on_what_is_no_number() {
-        assert!(exp(f32::NAN).is_nan() && erf(f32::NAN).is_nan());
+        assert!(
+            [exp, erf, tanh, sigmoid]
+                .iter()
+                .all(|of| of(f32::NAN).is_nan())
+        );
+        assert_eq!((tanh(f32::INFINITY), tanh(f32::NEG_INFINITY)), (1.0, -1.0));
         assert_eq!(
             (exp(f32::INFINITY), exp(f32::NEG_INFINITY)),
             (f32::INFINITY, 0.0)

@@ -365,7 +365,7 @@ config! {
 }
 
 impl LayerNorm {
-    /// Norms each row of `[…, width]`.
+    /// Normalizes each row of `[…, width]`.
     pub fn forward<const D: usize>(&self, input: Tensor<D>) -> Tensor<D> {
         normed(&self.0, input)
     }
@@ -393,7 +393,7 @@ fn epsilon(layer: &burn::nn::LayerNorm) -> Option<f64> {
 }
 
 layer! {
-    /// A norm of each channel; see [`batch_norm_train`](crate::batch_norm_train).
+    /// Batch normalization; see [`batch_norm_train`](crate::batch_norm_train).
     BatchNorm(burn::nn::BatchNorm)
 }
 
@@ -404,8 +404,8 @@ config! {
 }
 
 impl BatchNorm {
-    /// Norms each channel of `[batch, channels, …]`: in training, by the statistics of the batch, which move the running
-    /// statistics; otherwise, by the running statistics.
+    /// Normalizes each channel of `[batch, channels, …]`. In training, it uses the statistics of the batch and updates the
+    /// running statistics; otherwise, it uses the running statistics.
     ///
     /// # Panics
     ///
@@ -441,7 +441,7 @@ config! {
 }
 
 impl RmsNorm {
-    /// Norms each row of `[…, width]`.
+    /// Normalizes each row of `[…, width]`.
     pub fn forward<const D: usize>(&self, input: Tensor<D>) -> Tensor<D> {
         crate::rms_norm(input, self.0.gamma.val(), self.0.epsilon)
     }
