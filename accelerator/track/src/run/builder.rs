@@ -217,6 +217,10 @@ impl RunBuilder {
             Some(mark) => settings.reopen(mark)?,
             None => None,
         };
+        let advice = match &mark {
+            Some(_) => "; to begin a new run, start without the checkpoint",
+            None => "",
+        };
         let to = mark.filter(|_| resumed.is_some()).and_then(|x| x.step);
         let (mut journal, (id, name)) = match resumed {
             Some(resumed) => resumed,
@@ -237,7 +241,7 @@ impl RunBuilder {
         let changes = changes(&journal.hyperparameters, &settings.hyperparameters);
         if !changes.is_empty() {
             warn(&format!(
-                "the run {name} continues with other hyperparameters: {}; for a run of its own, start without its checkpoint",
+                "the run {name} resumes with different hyperparameters: {}{advice}",
                 changes.join("; ")
             ));
         }
@@ -288,11 +292,11 @@ impl std::fmt::Debug for RunBuilder {
     }
 }
 
-/// Lists the hyperparameters that are set to other values than a run had.
+/// Describes each hyperparameter in both maps whose value has changed.
 pub(super) fn changes(had: &BTreeMap<String, Value>, set: &BTreeMap<String, Value>) -> Vec<String> {
     let changes = set.iter().filter_map(|(key, value)| {
         let had = had.get(key).filter(|had| *had != value)?;
-        Some(format!("{key} is {value}, and was {had}"))
+        Some(format!("{key} changed from {had} to {value}"))
     });
     changes.collect()
 }

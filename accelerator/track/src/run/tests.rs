@@ -5,8 +5,10 @@ use std::time::{Duration, Instant};
 
 use super::builder::changes;
 use super::settings::flatten;
+use super::worker::Journal;
 use super::*;
 use crate::history::{RunHistory, RunStatus};
+use crate::journal::RunLock;
 use crate::record::{EndStatus, Entry};
 use crate::sink::{CsvFile, Origin, RunInfo, Sink, SinkPosition};
 use crate::system::SystemSampler;
@@ -76,7 +78,31 @@ fn hyperparameters_that_changed_are_named() {
     let of = |value| flatten(&value).unwrap();
     let had = of(serde_json::json!({ "lr": 0.1, "model": { "width": 3 }, "seed": 1 }));
     let set = of(serde_json::json!({ "lr": 0.01, "model": { "width": 3 }, "epochs": 2 }));
-    assert_eq!(changes(&had, &set), ["lr is 0.01, and was 0.1"]);
+    assert_eq!(changes(&had, &set), ["lr changed from 0.1 to 0.01"]);
+}
+
+#[test]
+fn a_run_is_compared_with_what_its_last_attempt_began_with() {
+    let runs = tempfile::tempdir().unwrap();
+    let of = |lr: f64| {
+        let builder = builder(&runs);
+        builder
+            .hyperparameters(&serde_json::json!({ "lr": lr }))
+            .unwrap()
+    };
+    let begun_with = |folder: &Path| {
+        let lock = RunLock::take(folder).unwrap();
+        let (journal, _) = Journal::reopen(folder.to_owned(), lock).unwrap();
+        journal.hyperparameters["lr"].as_f64().unwrap()
+    };
+    let run = of(0.1).start().unwrap();
+    let (folder, mark) = (run.folder().to_owned(), run.mark().unwrap());
+    run.set_hyperparameters(&serde_json::json!({ "lr": 0.2 }))
+        .unwrap();
+    drop(run);
+    assert_eq!(begun_with(&folder), 0.1);
+    drop(of(0.3).resume(&mark).start().unwrap());
+    assert_eq!(begun_with(&folder), 0.3);
 }
 
 #[test]

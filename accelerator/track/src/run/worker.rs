@@ -163,7 +163,7 @@ pub(super) struct Journal {
     /// The name of a point, made in place.
     key: String,
     last_step: Option<u64>,
-    /// The hyperparameters that it had when it was opened.
+    /// The hyperparameters with which the last attempt began.
     pub(super) hyperparameters: BTreeMap<String, Value>,
     has_warned: bool,
     _lock: RunLock,
@@ -188,19 +188,29 @@ impl Journal {
     pub(super) fn reopen(folder: PathBuf, lock: RunLock) -> Result<(Self, (RunId, String))> {
         let (mut head, mut attempts, mut last_step) = (None, 0, None);
         let mut series = HashMap::new();
-        let mut hyperparameters = BTreeMap::new();
+        let (mut hyperparameters, mut begins) = (BTreeMap::new(), false);
         let path = folder.join(JOURNAL);
         // Another file, or a newer journal, stays as it is: opening cuts off what is not intact.
         journal::first_entry(&path)?;
-        let writer = JournalWriter::open(&path, |entry| match entry.record {
-            Record::Head { version, run, name } => head = Some((version, run, name)),
-            Record::Attempt { attempt, .. } => attempts = attempt + 1,
-            Record::Series { i, key } => {
-                series.insert(key, i);
+        let writer = JournalWriter::open(&path, |entry| {
+            // An attempt begins with its hyperparameters.
+            let at_begin = std::mem::take(&mut begins);
+            match entry.record {
+                Record::Head { version, run, name } => head = Some((version, run, name)),
+                Record::Attempt { attempt, .. } => {
+                    attempts = attempt + 1;
+                    begins = true;
+                }
+                Record::Series { i, key } => {
+                    series.insert(key, i);
+                }
+                Record::Param { set } if at_begin => hyperparameters = set,
+                Record::Rewind { to } => {
+                    last_step = to;
+                    begins = at_begin;
+                }
+                record => last_step = last_step.max(record.step()),
             }
-            Record::Param { set } => hyperparameters.extend(set),
-            Record::Rewind { to } => last_step = to,
-            record => last_step = last_step.max(record.step()),
         })?;
         let Some((version, run, name)) = head else {
             return Err(Error::new(
