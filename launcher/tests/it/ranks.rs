@@ -303,7 +303,7 @@ fn a_default_of_one_process_is_said_once() {
     folder
         .launch("show.sh -n 2")
         .expect(0)
-        .says("--num-processes N starts more, before the program, which gets -n");
+        .says("--num-processes N starts more, if it comes before the program; -n comes after it, and is passed to it");
     assert_eq!(folder.launch("--quiet show.sh").expect(0).stderr, "");
     assert_eq!(folder.launch("-n 1 show.sh").expect(0).stderr, "");
 }

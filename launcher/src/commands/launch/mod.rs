@@ -163,7 +163,7 @@ impl Launch<'_> {
             match found.number_of_processes() {
                 None => output.note(note),
                 Some(option) => {
-                    output.note(&format!("{note}, before the program, which gets {option}"))
+                    output.note(&format!("{note}, if it comes before the program; {option} comes after it, and is passed to it"))
                 }
             }
         }

@@ -98,7 +98,7 @@ impl<'a> FoundProgram<'a> {
         }
     }
 
-    /// Warns when an option of the launcher stands after the target, where the program gets it.
+    /// Warns if an option of the launcher comes after the target, so that it is passed to the program.
     pub(super) fn warn_of_misplaced(&self, output: &Output) {
         let target = match (self.build(), &self.options.example, &self.options.bin) {
             (Some(_), Some(name), _) => format!("--example {name}"),
@@ -106,6 +106,7 @@ impl<'a> FoundProgram<'a> {
             _ => return,
         };
         let launcher_options = [
+            "--num-processes",
             "--gpu-ids",
             "--log-dir",
             "--features",
@@ -115,12 +116,12 @@ impl<'a> FoundProgram<'a> {
         ];
         if let Some(option) = self.argument(&launcher_options) {
             output.note(&format!(
-                "{option} stands after `{target}` and goes to the program; the launcher's options come before it"
+                "{option} comes after `{target}` and is passed to the program; put the launcher's options before it"
             ));
         }
     }
 
-    /// Returns the option by which the program is told a number of processes.
+    /// Returns the option for a number of processes that is among the program's arguments, if any.
     pub(super) fn number_of_processes(&self) -> Option<&'static str> {
         self.argument(&[
             "-n",
@@ -131,7 +132,7 @@ impl<'a> FoundProgram<'a> {
         ])
     }
 
-    /// Returns the first of these options that the program gets.
+    /// Returns the first of `options` that is among the program's arguments.
     fn argument(&self, options: &[&'static str]) -> Option<&'static str> {
         let given = |option: &&str| self.arguments.iter().any(|argument| argument == option);
         options.iter().copied().find(given)

@@ -50,7 +50,7 @@ struct RunDetails<'a> {
     system: BTreeMap<usize, BTreeMap<&'a str, Number>>,
     /// The largest value of each measurement, by rank.
     system_max: BTreeMap<usize, BTreeMap<&'a str, Number>>,
-    /// The points of the metrics that were asked for.
+    /// The points of the requested metrics.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     points: Vec<&'a Series>,
 }
@@ -87,8 +87,8 @@ impl<'a> RunDetails<'a> {
             starts: &history.attempts,
             checkpoints: &history.checkpoints,
             media,
-            system: measured(history, |points| points.last().copied()),
-            system_max: measured(history, |points| points.iter().copied().reduce(f64::max)),
+            system: measurements(history, |points| points.last().copied()),
+            system_max: measurements(history, |points| points.iter().copied().reduce(f64::max)),
             points: points.collect::<Result<_>>()?,
         })
     }
@@ -243,8 +243,8 @@ impl<'a> RunDetails<'a> {
     }
 }
 
-/// Returns a number of each measurement, by rank.
-fn measured(
+/// Reduces the values of each measurement to one number with `of`, by rank.
+fn measurements(
     history: &RunHistory,
     of: impl Fn(&[f64]) -> Option<f64>,
 ) -> BTreeMap<usize, BTreeMap<&str, Number>> {

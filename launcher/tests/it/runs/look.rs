@@ -1,8 +1,10 @@
 //! Tests of `list`, `show`, `compare` and `diff`.
 
 use std::fs;
+use std::time::Duration;
 
 use accelerator_track::Capture;
+use accelerator_track::internal::SystemSampler;
 use serde_json::json;
 
 use super::{builder, finished, resumed};
@@ -75,8 +77,13 @@ fn show_tells_everything_about_a_run() {
     let folder = Folder::new();
     finished(&folder, "first", 0.1);
     let path = resumed(&folder, "second");
+    let of_first = folder.path().join("runs/first");
+    drop(SystemSampler::start(&of_first, 0, Duration::from_secs(60)).unwrap());
     let mut ended = folder.launch("runs show first").expect(0);
+    let is_memory = |line: &String| line.starts_with("0 memory ") && line.ends_with("iB");
+    assert!(ended.lines().iter().any(is_memory), "{ended:?}");
     for line in [
+        "rank what last max",
         "run runs/first",
         "status finished",
         "ranks 2",
@@ -102,8 +109,13 @@ fn show_tells_everything_about_a_run() {
             .shows("status failed")
             .shows("checkpoints 1, the last after the metrics of step 2")
             .prints("memory");
-        let is_start = |line: &String| line.starts_with("1 ") && line.ends_with(" 1 step 2");
-        assert!(ended.lines().iter().any(is_start), "{ended:?}");
+        for (number, end) in [
+            ("0 ", " the start interrupted"),
+            ("1 ", " 1 step 2 failed: "),
+        ] {
+            let is_start = |line: &String| line.starts_with(number) && line.contains(end);
+            assert!(ended.lines().iter().any(is_start), "{ended:?}");
+        }
         assert!(!ended.text().contains('\u{1b}'), "{ended:?}");
     }
     // The points that the resume superseded are not shown.
