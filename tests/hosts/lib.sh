@@ -56,13 +56,16 @@ net_down() {
 net_names() {
     local i
     mkdir -p "/etc/netns/$1-$2"
-    { echo 127.0.0.1 localhost; for i in $(seq "$3"); do echo "10.77.0.$i host$i"; done; } \
+    { echo 127.0.0.1 localhost; for i in $(seq "$3"); do echo "10.77.0.$i $(net_name "$i")"; done; } \
         >"/etc/netns/$1-$2/hosts"
 }
 
+# net_name NUMBER: prints the name of a host: host1 is the first, or host0 with NET_FIRST=0.
+net_name() { echo "host$(($1 - 1 + ${NET_FIRST:-1}))"; }
+
 # on NET HOST COMMAND...: replaces this shell by a command on a host, with a host name of its own.
 on() {
-    exec ip netns exec "$1-$2" unshare --uts sh -c 'hostname "host${0#h}"; exec "$@"' "${@:2}"
+    exec ip netns exec "$1-$2" unshare --uts sh -c 'hostname "$0"; exec "$@"' "$(net_name "${2#h}")" "${@:3}"
 }
 
 # strike NET HOST FAULT: lets a host or its link fail; `mend` and `heal` undo it.
@@ -185,15 +188,17 @@ slurm_down() {
     ! grep -qF "$1/munge" "/proc/$pid/cmdline" 2>/dev/null || kill -9 "$pid" 2>/dev/null || true
 }
 
-# ssh_up NET DIR COUNT: starts an sshd on each host, which sees a folder of its own in DIR/apart. DIR/ssh_config is for
-# its clients.
+# ssh_up NET DIR COUNT: starts an sshd on each host, which has its own folder at DIR/apart. SSH clients use
+# DIR/ssh_config.
 ssh_up() {
-    local net=$1 dir=$2 i
+    local net=$1 dir=$2 i names
     mkdir -p /run/sshd "$dir/apart"
     ssh-keygen -q -t ed25519 -N '' -f "$dir/id"
     for i in $(seq "$3"); do
         ssh-keygen -q -t ed25519 -N '' -f "$dir/hostkey$i"
-        echo "* $(cut -d' ' -f1,2 "$dir/hostkey$i.pub")" >>"$dir/known_hosts"
+        names=$(ip netns exec "$net-h$i" awk -v address="10.77.0.$i" \
+            '$1 == address { $1 = ""; gsub(" ", ","); print }' /etc/hosts)
+        echo "fd77::$i,10.77.0.$i$names $(cut -d' ' -f1,2 "$dir/hostkey$i.pub")" >>"$dir/known_hosts"
         cat >"$dir/sshd$i.conf" <<CONF
 ListenAddress 10.77.0.$i
 ListenAddress fd77::$i
@@ -205,7 +210,7 @@ PasswordAuthentication no
 PermitRootLogin prohibit-password
 UsePAM no
 CONF
-        ip netns exec "$net-h$i" timeout -k 5 60 unshare --uts --mount sh -c "mount -t tmpfs tmpfs $dir/apart; hostname host$i; exec /usr/sbin/sshd -f $dir/sshd$i.conf -E $dir/sshd$i.log" \
+        ip netns exec "$net-h$i" timeout -k 5 60 unshare --uts --mount sh -c "mount -t tmpfs tmpfs $dir/apart; hostname $(net_name "$i"); exec /usr/sbin/sshd -f $dir/sshd$i.conf -E $dir/sshd$i.log" \
             || return 1
     done
     cat >"$dir/ssh_config" <<CONF
