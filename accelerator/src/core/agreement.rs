@@ -128,7 +128,7 @@ pub(crate) fn check_all(group: &ProcessGroup, mine: &[Term]) -> Result<()> {
     match differ.is_empty() {
         true => Ok(()),
         false => Err(Error::config(format!(
-            "{}; it must be the same on every rank, in the code, the arguments and the environment",
+            "{}; every rank must have the same values, whether they come from the code, arguments or environment variables",
             differ.join("; ")
         ))),
     }

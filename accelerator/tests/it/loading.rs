@@ -300,7 +300,7 @@ fn a_data_set_that_draws_for_each_read_is_refused_on_several_ranks() {
         ];
         assert_contains(&text, &words);
         assert!(
-            !text.contains("must be the same on every rank, in the code"),
+            !text.contains("every rank must have the same values"),
             "{text}"
         );
     }
