@@ -62,7 +62,7 @@ pub struct RunAttempt {
     pub resumed: Option<Option<u64>>,
     /// The program's origin and machine, as recorded.
     pub provenance: Value,
-    /// How it ended, if that was recorded.
+    /// The end of this attempt, if it was recorded.
     pub end: Option<RunEnd>,
 }
 
