@@ -234,7 +234,7 @@ fn ranks_for_which_overlap_comes_to_different_things_are_refused_alike() {
     let words = [
         "overlap (set by ACCEL_OVERLAP or `overlap`) differs between ranks: rank 0 has",
         "rank 0 has on (`auto`, on the device `flex`, with 1 of 2 ranks on its host)",
-        "rank 1 has off (`auto`, on the device `flex`, with 2 of 2 ranks on its host); start",
+        "rank 1 has off (`auto`, on the device `flex`, with 2 of 2 ranks on its host); every rank must have the same values",
     ];
     assert_error(&error, Error::is_config, &words);
     // The settings may differ if they mean the same.
@@ -253,7 +253,7 @@ fn ranks_that_sum_gradients_in_different_places_are_refused_alike() {
     let error = error_of_both(two([(2, &staged), (2, &auto)]));
     let words = [
         "where gradients are summed (set by the kind of device, ACCEL_REDUCTION and ACCEL_COMPRESSION; ",
-        "rank 0 has on the device (of `flex`), and rank 1 has in memory (of `flex`); start",
+        "rank 0 has on the device (of `flex`), and rank 1 has in memory (of `flex`); every rank must have the same values",
     ];
     assert_error(&error, Error::is_config, &words);
     let outcomes = two([(2, &staged); 2]);

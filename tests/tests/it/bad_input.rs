@@ -121,7 +121,7 @@ fn settings_that_differ_between_ranks() {
             &[
                 "the number of accumulation steps (set by ACCEL_ACCUMULATION_STEPS, `accumulation_steps` or \
                  `global_batch`) differs between ranks: \
-                 rank 0 has 1, and rank 1 has 2; start",
+                 rank 0 has 1, and rank 1 has 2; every rank must have the same values",
             ],
         );
     }
