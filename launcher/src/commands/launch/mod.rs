@@ -159,13 +159,15 @@ impl Launch<'_> {
         }
         let options = self.options;
         if !options.quiet && options.num_processes.is_none() && options.hosts() == 1 {
-            let note = "starting 1 process; --num-processes N starts more";
-            match found.number_of_processes() {
-                None => output.note(note),
-                Some(option) => {
-                    output.note(&format!("{note}, if it comes before the program; {option} comes after it, and is passed to it"))
-                }
-            }
+            let passed = found.number_of_processes().map(|option| {
+                format!(
+                    ", if it comes before the program; {option} comes after it, and is passed to it"
+                )
+            });
+            output.note(&format!(
+                "starting 1 process; --num-processes N starts more{}",
+                passed.unwrap_or_default()
+            ));
         }
         if !options.quiet {
             found.warn_of_misplaced(output);

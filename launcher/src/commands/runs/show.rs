@@ -87,8 +87,8 @@ impl<'a> RunDetails<'a> {
             starts: &history.attempts,
             checkpoints: &history.checkpoints,
             media,
-            system: measurements(history, |points| points.last().copied()),
-            system_max: measurements(history, |points| points.iter().copied().reduce(f64::max)),
+            system: measurements(history, |_, value| value),
+            system_max: measurements(history, f64::max),
             points: points.collect::<Result<_>>()?,
         })
     }
@@ -243,16 +243,16 @@ impl<'a> RunDetails<'a> {
     }
 }
 
-/// Reduces the values of each measurement to one number with `of`, by rank.
+/// Reduces the values of each measurement to one number with `reduce`, by rank.
 fn measurements(
     history: &RunHistory,
-    of: impl Fn(&[f64]) -> Option<f64>,
+    reduce: fn(f64, f64) -> f64,
 ) -> BTreeMap<usize, BTreeMap<&str, Number>> {
     let mut ranks: BTreeMap<_, BTreeMap<_, _>> = BTreeMap::new();
     for (&rank, measurements) in &history.system {
         for (name, points) in measurements {
-            let values: Vec<f64> = points.iter().map(|point| point.value).collect();
-            if let Some(number) = of(&values) {
+            let values = points.iter().map(|point| point.value);
+            if let Some(number) = values.reduce(reduce) {
                 let of_rank = ranks.entry(rank).or_default();
                 of_rank.insert(name.as_str(), Number(number));
             }
