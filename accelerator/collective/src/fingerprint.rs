@@ -192,6 +192,8 @@ pub enum OpKind {
     ReduceScatterBuffer = 12,
     /// Every rank gets an object of its own from one rank.
     ScatterObject = 13,
+    /// Every rank gets the shards of all ranks, by a shard layout.
+    AllGatherBuffer = 14,
 }
 
 impl From<OpKind> for u8 {
@@ -213,6 +215,7 @@ impl OpKind {
     pub(crate) fn fixes_len(self) -> bool {
         match self {
             Self::AllGather
+            | Self::AllGatherBuffer
             | Self::AllReduce
             | Self::Barrier
             | Self::Broadcast
@@ -244,6 +247,7 @@ names! {
     /// Returns the name of the method that starts the operation.
     pub name {
         AllGather "all_gather",
+        AllGatherBuffer "all_gather_buffer",
         AllGatherObject "all_gather_object",
         AllGatherParts "all_gather_parts",
         AllGatherVaried "all_gather_varied",

@@ -60,7 +60,7 @@ pub(crate) enum Fault {
 ///
 /// If the name ends with `_within`, the fault strikes after the first data of a collective with several steps:
 /// `op=5 within` in a fault plan. `leave` is a broadcast by rank 1, after which all ranks leave.
-pub(crate) const OPERATIONS: [&str; 25] = [
+pub(crate) const OPERATIONS: [&str; 26] = [
     "rendezvous",
     "connect",
     "all_reduce",
@@ -80,6 +80,7 @@ pub(crate) const OPERATIONS: [&str; 25] = [
     "reduce_scatter_buffer",
     "reduce_scatter_buffer_within",
     "start_reduce_scatter",
+    "start_all_gather",
     "gather_object",
     "scatter_object",
     "broadcast_object",

@@ -198,6 +198,11 @@ fn call(group: &ProcessGroup, operation: &str) -> Result<(), Error> {
             let pending = group.start_reduce_scatter(buffer, ReduceOp::Mean, &cut)?;
             pending.wait().map(drop)
         }
+        "start_all_gather" => {
+            let buffer = group.buffer(DType::F32, LARGE);
+            let layout = even(group, buffer.len())?;
+            group.start_all_gather(buffer, &layout)?.wait().map(drop)
+        }
         "gather_object" => group.gather_object(&format!("rank {rank}"), 0).map(drop),
         "scatter_object" => {
             let values: Vec<String> = (0..group.world_size())

@@ -3,7 +3,7 @@
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use super::engine::{Output, scatter_len};
+use super::engine::{BufferOp, scatter_len};
 use super::{GroupExt, Pending, ProcessGroup};
 use crate::buffer::Buffer;
 use crate::element::{DType, Element, ReduceOp};
@@ -159,7 +159,8 @@ impl ProcessGroup {
             .with_op(op)
             .with_data(buffer.dtype(), buffer.len())
             .with_purpose(self.purpose);
-        self.handle.start(fingerprint, buffer, op, Output::Full)
+        self.handle
+            .start(fingerprint, buffer, BufferOp::AllReduce(op))
     }
 
     /// Reduces the values of all ranks, element by element, in place and without a copy where the
@@ -177,7 +178,7 @@ impl ProcessGroup {
             .with_op(op)
             .with_data(buffer.dtype(), buffer.len());
         self.run(&fingerprint, |ctx| {
-            ctx.reduce_buffer(op, &Output::Full, buffer)
+            ctx.run_buffer_op(&BufferOp::AllReduce(op), buffer)
         })
     }
 }

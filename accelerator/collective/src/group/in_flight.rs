@@ -2,13 +2,12 @@
 
 use std::collections::VecDeque;
 
-use super::engine::{OpContext, OpProgress, Output, Reduction, Scratch};
+use super::engine::{BufferOp, OpContext, OpProgress, ResumableOp, Scratch};
 use super::observer::{ExecThread, OpTimer};
 use super::pending::{Completion, OpPermit, Receiver, Ticket};
 use super::rank_state::{AbortOnPanic, RankState};
 use crate::{
     buffer::Buffer,
-    element::ReduceOp,
     error::{Error, Result},
     fingerprint::CollectiveFingerprint,
     transport::{OpDeadline, OpPosition},
@@ -19,21 +18,20 @@ pub(super) struct Job {
     pub(super) ticket: Ticket,
     pub(super) fingerprint: CollectiveFingerprint,
     pub(super) buffer: Buffer,
-    pub(super) op: ReduceOp,
-    pub(super) output: Output,
+    pub(super) op: BufferOp,
     pub(super) completion: Completion,
 }
 
 impl Job {
     /// Runs it to its end on this thread.
     pub(super) fn run(self, rank_state: &RankState) {
-        let (op, output, mut buffer) = (self.op, self.output, self.buffer);
+        let (op, mut buffer) = (self.op, self.buffer);
         rank_state.perform(
             ExecThread::Communication,
             self.ticket,
             &self.fingerprint,
             |ctx| {
-                ctx.reduce_buffer(op, &output, &mut buffer)?;
+                ctx.run_buffer_op(&op, &mut buffer)?;
                 Ok(buffer)
             },
             |outcome| self.completion.complete(outcome),
@@ -86,7 +84,7 @@ struct InFlightOp<'a> {
     start_timer: Option<OpTimer<'a>>,
     deadline: OpDeadline,
     scratch: Scratch,
-    reduction: Reduction,
+    running: ResumableOp,
     buffer: Buffer,
     completion: Completion,
     state: OpState,
@@ -146,7 +144,7 @@ impl<'a> InFlightOps<'a> {
             start_timer: rank_state.start_timer(ExecThread::Communication),
             permit,
             scratch,
-            reduction: Reduction::new(dtype, job.op, &job.output, len, world_size),
+            running: job.op.begin(dtype, len, world_size),
             buffer: job.buffer,
             completion: job.completion,
             state,
@@ -239,7 +237,7 @@ impl InFlightOp<'_> {
             &mut self.scratch,
             position,
         );
-        let progress = self.reduction.advance(&mut ctx, self.buffer.bytes_mut());
+        let progress = self.running.advance(&mut ctx, self.buffer.bytes_mut());
         self.state = match progress {
             Ok(progress) => OpState::Running(progress),
             Err(error) => OpState::Failed(error),
@@ -269,7 +267,7 @@ mod tests {
 
     use super::*;
     use crate::{
-        element::DType,
+        element::{DType, ReduceOp},
         error::Kind,
         fingerprint::{CallSite, OpKind},
         group::{
@@ -308,8 +306,7 @@ mod tests {
                 ticket: rank_state.admit(&fingerprint()).unwrap(),
                 fingerprint: fingerprint(),
                 buffer: Buffer::zeroed(DType::F32, 3),
-                op: ReduceOp::Sum,
-                output: Output::Full,
+                op: BufferOp::AllReduce(ReduceOp::Sum),
                 completion,
             });
             ops.ops.back_mut().unwrap().state = state;
@@ -336,8 +333,7 @@ mod tests {
                     ticket: rank_state.admit(&fingerprint).unwrap(),
                     fingerprint,
                     buffer: Buffer::zeroed(DType::F32, 3),
-                    op: ReduceOp::Sum,
-                    output: Output::Full,
+                    op: BufferOp::AllReduce(ReduceOp::Sum),
                     completion,
                 };
                 assert!(sender.send(job).is_ok());

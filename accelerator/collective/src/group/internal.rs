@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use accelerator_host::variable;
 
-use super::engine::Output;
+use super::engine::BufferOp;
 use super::observer::OpEvent;
 use super::{Pending, ProcessGroup, rank_state};
 use crate::buffer::{Buffer, BufferSlice, GatherLayout};
@@ -240,6 +240,57 @@ pub trait GroupExt: Sized {
         op: ReduceOp,
         layout: &Arc<ShardLayout>,
     ) -> Result<Pending>;
+
+    /// Gives every rank the elements that each rank keeps by the `layout`, in place: the counterpart of
+    /// [`reduce_scatter_buffer`](Self::reduce_scatter_buffer). Elements that no rank keeps stay as they are.
+    ///
+    /// All ranks pass buffers of the same length, and the same layout. If they share memory, each rank copies the
+    /// elements of the others from where they lie. Over connections, each rank sends its elements to every other one,
+    /// also over [several hosts](crate::TransportKind::Hierarchical).
+    ///
+    /// ```
+    /// use std::{sync::Arc, thread};
+    ///
+    /// use accelerator_collective::internal::{GroupExt, ShardLayout};
+    /// use accelerator_collective::{DType, GroupOptions, ProcessGroup};
+    ///
+    /// # fn main() -> accelerator_collective::Result<()> {
+    /// let ranks = ProcessGroup::threads(2, &GroupOptions::new())?;
+    /// // Rank 0 keeps both ends of the buffer, and rank 1 the middle.
+    /// let layout = Arc::new(ShardLayout::new(6, vec![vec![0..1, 5..6], vec![1..5]])?);
+    /// thread::scope(|scope| {
+    ///     for group in ranks {
+    ///         let layout = &layout;
+    ///         scope.spawn(move || -> accelerator_collective::Result<()> {
+    ///             let mut buffer = group.buffer(DType::U8, 6);
+    ///             for range in layout.of(group.rank()) {
+    ///                 buffer.as_mut_slice::<u8>()?[range.clone()].fill(group.rank() as u8 + 1);
+    ///             }
+    ///             group.all_gather_buffer(&mut buffer, layout)?;
+    ///             assert_eq!(buffer.as_slice::<u8>()?, [1, 2, 2, 2, 2, 1]);
+    ///             Ok(())
+    ///         });
+    ///     }
+    /// });
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// The errors of [`reduce_scatter_buffer`](Self::reduce_scatter_buffer).
+    #[track_caller]
+    fn all_gather_buffer(&self, buffer: &mut Buffer, layout: &Arc<ShardLayout>) -> Result<()>;
+
+    /// Starts an [`all_gather_buffer`](Self::all_gather_buffer) and returns at once, as
+    /// [`start_all_reduce`](ProcessGroup::start_all_reduce) does. Ranks that call the blocking one at the same time
+    /// take part in the same operation.
+    ///
+    /// # Errors
+    ///
+    /// The errors of [`start_reduce_scatter`](Self::start_reduce_scatter).
+    #[track_caller]
+    fn start_all_gather(&self, buffer: Buffer, layout: &Arc<ShardLayout>) -> Result<Pending>;
 }
 
 /// A guard that makes collectives of this rank fail while it lives; see [`GroupExt::forbid`].
@@ -381,9 +432,11 @@ impl GroupExt for ProcessGroup {
         op: ReduceOp,
         layout: &Arc<ShardLayout>,
     ) -> Result<()> {
-        let fingerprint = self.scattering(buffer, op, layout)?;
-        let output = Output::Shard(Arc::clone(layout));
-        self.run(&fingerprint, |ctx| ctx.reduce_buffer(op, &output, buffer))
+        let fingerprint = self.sharded(OpKind::ReduceScatterBuffer, buffer, layout)?;
+        let operation = BufferOp::ReduceScatter(op, Arc::clone(layout));
+        self.run(&fingerprint.with_op(op), |ctx| {
+            ctx.run_buffer_op(&operation, buffer)
+        })
     }
 
     #[track_caller]
@@ -393,20 +446,35 @@ impl GroupExt for ProcessGroup {
         op: ReduceOp,
         layout: &Arc<ShardLayout>,
     ) -> Result<Pending> {
-        let fingerprint = self.scattering(&buffer, op, layout)?;
-        let output = Output::Shard(Arc::clone(layout));
+        let fingerprint = self.sharded(OpKind::ReduceScatterBuffer, &buffer, layout)?;
+        let fingerprint = fingerprint.with_op(op).with_purpose(self.purpose);
+        let operation = BufferOp::ReduceScatter(op, Arc::clone(layout));
+        self.handle.start(fingerprint, buffer, operation)
+    }
+
+    #[track_caller]
+    fn all_gather_buffer(&self, buffer: &mut Buffer, layout: &Arc<ShardLayout>) -> Result<()> {
+        let fingerprint = self.sharded(OpKind::AllGatherBuffer, buffer, layout)?;
+        let operation = BufferOp::AllGather(Arc::clone(layout));
+        self.run(&fingerprint, |ctx| ctx.run_buffer_op(&operation, buffer))
+    }
+
+    #[track_caller]
+    fn start_all_gather(&self, buffer: Buffer, layout: &Arc<ShardLayout>) -> Result<Pending> {
+        let fingerprint = self.sharded(OpKind::AllGatherBuffer, &buffer, layout)?;
+        let operation = BufferOp::AllGather(Arc::clone(layout));
         self.handle
-            .start(fingerprint.with_purpose(self.purpose), buffer, op, output)
+            .start(fingerprint.with_purpose(self.purpose), buffer, operation)
     }
 }
 
 impl ProcessGroup {
-    /// Returns the fingerprint of a reduction by a shard layout; fails if the layout does not fit.
+    /// Returns the fingerprint of an operation by a shard layout; fails if the layout does not fit.
     #[track_caller]
-    fn scattering(
+    fn sharded(
         &self,
+        kind: OpKind,
         buffer: &Buffer,
-        op: ReduceOp,
         layout: &ShardLayout,
     ) -> Result<CollectiveFingerprint> {
         let (found, expected) = (
@@ -420,10 +488,8 @@ impl ProcessGroup {
                 expected.1, expected.0, found.1, found.0
             )));
         }
-        let fingerprint = CollectiveFingerprint::new(OpKind::ReduceScatterBuffer, self.site());
-        Ok(fingerprint
-            .with_op(op)
-            .with_data(buffer.dtype(), buffer.len()))
+        let fingerprint = CollectiveFingerprint::new(kind, self.site());
+        Ok(fingerprint.with_data(buffer.dtype(), buffer.len()))
     }
 }
 

@@ -19,14 +19,14 @@ pub use observer::{ExecThread, OpEvent};
 pub use options::GroupOptions;
 pub use pending::Pending;
 
-use engine::{OpContext, Output};
+use engine::{BufferOp, OpContext};
 use in_flight::Job;
 use pending::SlotPool;
 use rank_state::RankState;
 
 use crate::{
     buffer::Buffer,
-    element::{DType, ReduceOp},
+    element::DType,
     error::{Error, Kind, Result},
     fingerprint::{CallSite, CollectiveFingerprint, Purpose},
     launch::Launch,
@@ -46,7 +46,7 @@ use accelerator_host::sync::Mutex;
 /// Handles are cheap to clone and may be used from several threads; the operations of one rank
 /// begin and end in the order in which they were called, though several that were started may be
 /// under way at once. Results have the same bits on
-/// every rank, run after run, over every transport that [groups the ranks alike](ReduceOp).
+/// every rank, run after run, over every transport that [groups the ranks alike](crate::ReduceOp).
 ///
 /// ```
 /// use std::thread;
@@ -383,8 +383,7 @@ impl GroupHandle {
         &self,
         fingerprint: CollectiveFingerprint,
         buffer: Buffer,
-        op: ReduceOp,
-        output: Output,
+        op: BufferOp,
     ) -> Result<Pending> {
         // Held until the job is on its way, so that jobs are queued in the order of their tickets.
         let mut jobs = self.jobs.lock();
@@ -399,7 +398,6 @@ impl GroupHandle {
             fingerprint,
             buffer,
             op,
-            output,
             completion,
         };
         match &*jobs {

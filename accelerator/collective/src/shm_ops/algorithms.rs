@@ -103,6 +103,59 @@ impl ShmOp<'_> {
         self.staged(dtype, op, bytes)
     }
 
+    /// Gives every rank the elements that each rank keeps: from where they lie, if all ranks can reach the buffers.
+    pub(crate) fn all_gather_buffer(
+        mut self,
+        buffer: &mut Buffer,
+        layout: &ShardLayout,
+    ) -> Result<()> {
+        let (size, len) = (buffer.dtype().size(), buffer.bytes().len());
+        let loan = buffer.lend(self.arena());
+        self.publish_header(loan.as_ref().map(Loan::offset), layout.digest())?;
+        self.check_layout(layout)?;
+        if self.placement()? == Placement::All {
+            self.locate(len)?;
+            let own = self.scratch.places[self.rank()];
+            for peer in self.others() {
+                let place = self.scratch.places[peer];
+                for range in layout.of(peer) {
+                    let (at, len) = (range.start * size, range.len() * size);
+                    let (from, to) = (place.part(at, len).start(), own.part(at, len).start());
+                    // SAFETY: in bounds, and of two ranks' memory. Every rank declared its buffer, as this one has
+                    // lent its own, and writes to its own alone, where it keeps nothing of the layout, which is the
+                    // same on all: nobody writes what this rank reads, or reads what it writes, until all have taken
+                    // the next step. The loan ends after that; an error before leaves the memory to the others.
+                    unsafe { std::ptr::copy_nonoverlapping(from.cast_const(), to, len) };
+                }
+            }
+            self.advance()?;
+            loan.into_iter().for_each(Loan::end);
+            return Ok(());
+        }
+        // Nobody reads it where it lies.
+        loan.into_iter().for_each(Loan::end);
+        let bytes = buffer.bytes_mut();
+        let most = SHM_CHUNK / size;
+        for start in (0..layout.largest()).step_by(most) {
+            let mut at = 0;
+            for run in layout.runs(self.rank(), start..start + most) {
+                let piece = &bytes[run.start * size..run.end * size];
+                self.put(at, piece);
+                at += piece.len();
+            }
+            self.advance()?;
+            for peer in self.others() {
+                let mut at = 0;
+                for run in layout.runs(peer, start..start + most) {
+                    let place = &mut bytes[run.start * size..run.end * size];
+                    place.copy_from_slice(self.view(peer, at..at + place.len()));
+                    at += place.len();
+                }
+            }
+        }
+        Ok(())
+    }
+
     /// Fails on every rank alike if the slots of this step do not begin with the digest of one
     /// layout.
     fn check_layout(&self, layout: &ShardLayout) -> Result<()> {

@@ -8,15 +8,7 @@ use crate::{
     transport::CHUNK,
 };
 
-/// The part of a reduction that each rank keeps.
-#[derive(Clone, Debug)]
-pub(crate) enum Output {
-    Full,
-    /// This rank's shard of the layout.
-    Shard(Arc<ShardLayout>),
-}
-
-/// A part of a buffer for each rank to reduce, each part in chunks, in bytes.
+/// A part of a buffer for each rank, each part in chunks, in bytes.
 #[derive(Debug)]
 pub(super) enum ChunkLayout {
     /// One part for each rank, of equal length but for the last ones.

@@ -1,12 +1,139 @@
 //! Gathers, broadcasts and scatters, in which ranks send their parts to others.
 
-use super::{OpContext, PREFETCH, chunks::chunk};
+use std::sync::Arc;
+
+use super::{
+    OpContext, OpProgress, PREFETCH,
+    chunks::{ChunkLayout, ChunkRange, chunk},
+};
 use crate::{
     buffer::{Buffer, GatherLayout, gather_layouts_differ},
+    element::DType,
     error::Result,
     fingerprint::CollectiveFingerprint,
+    shard_layout::{Digest, ShardLayout, shard_layouts_differ},
     transport::{CHUNK, OpPhase},
 };
+
+/// An all-gather of the shards of a buffer that can stop wherever it waits for others, and continue later.
+///
+/// In every round, each rank sends every other one a chunk of its shard, an empty one after the last: the chunks that
+/// come in show how far the others are, so a rank is never more than [`PREFETCH`] rounds ahead of what it has received.
+#[derive(Debug)]
+pub(crate) struct Gathering {
+    shards: Arc<ShardLayout>,
+    layout: ChunkLayout,
+    step: GatheringStep,
+}
+
+/// The next step of an all-gather.
+#[derive(Clone, Copy, Debug)]
+enum GatheringStep {
+    Begin,
+    Meet,
+    /// Takes the chunks of a round from this peer and the next ones.
+    Take {
+        round: usize,
+        peer: usize,
+    },
+    Done,
+}
+
+impl Gathering {
+    pub(super) fn new(dtype: DType, shards: &Arc<ShardLayout>) -> Self {
+        Self {
+            shards: Arc::clone(shards),
+            layout: ChunkLayout::Sharded(Arc::clone(shards), dtype.size()),
+            step: GatheringStep::Begin,
+        }
+    }
+
+    /// Advances as far as possible. Every call must pass the same buffer.
+    pub(super) fn advance(
+        &mut self,
+        ctx: &mut OpContext<'_>,
+        bytes: &mut [u8],
+    ) -> Result<OpProgress> {
+        let layout = &self.layout;
+        let rounds = layout.rounds();
+        loop {
+            self.step = match self.step {
+                GatheringStep::Begin => {
+                    ctx.send_header(|_| self.shards.digest())?;
+                    for round in 0..rounds.min(PREFETCH) {
+                        ctx.spread(layout, round, bytes)?;
+                    }
+                    GatheringStep::Meet
+                }
+                GatheringStep::Meet => {
+                    let progress = ctx.try_exchange_headers(|_, _| size_of::<Digest>())?;
+                    if progress != OpProgress::Done {
+                        return Ok(progress);
+                    }
+                    if !ctx.agree_on(self.shards.digest()) {
+                        return Err(shard_layouts_differ(ctx.deadline.sequence));
+                    }
+                    match rounds {
+                        0 => GatheringStep::Done,
+                        _ => GatheringStep::Take { round: 0, peer: 0 },
+                    }
+                }
+                GatheringStep::Take { round, mut peer } => {
+                    while peer < ctx.world_size {
+                        if peer != ctx.rank {
+                            let chunk = layout.chunk(peer, round);
+                            let awaited = peer..ctx.world_size;
+                            let part = ctx.try_receive(
+                                peer,
+                                awaited.clone(),
+                                OpPhase::Gather,
+                                round,
+                                chunk.len(),
+                            )?;
+                            let Some(part) = part else {
+                                self.step = GatheringStep::Take { round, peer };
+                                return Ok(OpProgress::Waiting(awaited));
+                            };
+                            match chunk {
+                                ChunkRange::One(range) => {
+                                    bytes[range].copy_from_slice(part.payload.bytes());
+                                }
+                                ChunkRange::Many(pieces) => {
+                                    pieces.unpack(part.payload.bytes(), bytes);
+                                }
+                            }
+                        }
+                        peer += 1;
+                    }
+                    if round + PREFETCH < rounds {
+                        ctx.spread(layout, round + PREFETCH, bytes)?;
+                    }
+                    match round + 1 {
+                        round if round == rounds => GatheringStep::Done,
+                        round => GatheringStep::Take { round, peer: 0 },
+                    }
+                }
+                GatheringStep::Done => return Ok(OpProgress::Done),
+            }
+        }
+    }
+}
+
+impl OpContext<'_> {
+    /// Sends this rank's chunk of a round to every other rank.
+    fn spread(&mut self, layout: &ChunkLayout, round: usize, bytes: &[u8]) -> Result<()> {
+        let mut packed = std::mem::take(self.packed);
+        let own = match layout.chunk(self.rank, round) {
+            ChunkRange::One(range) => &bytes[range],
+            ChunkRange::Many(pieces) => &*pieces.pack(bytes, &mut packed),
+        };
+        let sent = self
+            .ring()
+            .try_for_each(|peer| self.send(peer, OpPhase::Gather, round, own));
+        *self.packed = packed;
+        sent
+    }
+}
 
 impl OpContext<'_> {
     /// Sends `own` to every rank for which `sends(from, to)` holds, and passes what other ranks send by the same rule

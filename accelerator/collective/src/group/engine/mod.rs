@@ -1,6 +1,7 @@
 //! The algorithms over connections: `reduce` and `gather`, `hierarchical` over several hosts, and here what they
 //! share. If all ranks share memory, operations go through `shm_ops`.
 
+mod buffer_op;
 mod chunks;
 mod gather;
 mod hierarchical;
@@ -22,9 +23,8 @@ use crate::{
     transport::{OpDeadline, OpPhase, OpPosition, OutgoingChunk, RecvChunk, Tag, Transport},
 };
 
-pub(crate) use chunks::Output;
+pub(crate) use buffer_op::{BufferOp, ResumableOp};
 pub(crate) use gather::scatter_len;
-pub(crate) use reduce::Reduction;
 
 /// Memory that the operations of one rank use again and again.
 #[derive(Debug, Default)]

@@ -4,14 +4,13 @@ use std::sync::Arc;
 
 use super::{
     OpContext, OpProgress, PREFETCH,
-    chunks::{ChunkLayout, ChunkRange, EvenShards, Output},
+    chunks::{ChunkLayout, ChunkRange, EvenShards},
 };
 use crate::{
-    buffer::Buffer,
     element::{DType, ONE_EXCHANGE_BYTES, ReduceOp},
     error::Result,
     kernel::combine,
-    shard_layout::{Digest, shard_layouts_differ},
+    shard_layout::{Digest, ShardLayout, shard_layouts_differ},
     transport::OpPhase,
 };
 
@@ -51,7 +50,7 @@ impl Reduction {
     pub(crate) fn new(
         dtype: DType,
         op: ReduceOp,
-        output: &Output,
+        shards: Option<&Arc<ShardLayout>>,
         len: usize,
         world_size: usize,
     ) -> Self {
@@ -59,9 +58,9 @@ impl Reduction {
         Self {
             dtype,
             op,
-            layout: match output {
-                Output::Full => ChunkLayout::Even(EvenShards::new(len / size, size, world_size)),
-                Output::Shard(shards) => ChunkLayout::Sharded(Arc::clone(shards), size),
+            layout: match shards {
+                None => ChunkLayout::Even(EvenShards::new(len / size, size, world_size)),
+                Some(shards) => ChunkLayout::Sharded(Arc::clone(shards), size),
             },
             step: ReductionStep::Begin,
         }
@@ -202,49 +201,8 @@ impl OpContext<'_> {
         {
             return self.all_reduce_hierarchical(hosts, dtype, op, bytes, None);
         }
-        self.reduce(dtype, op, &Output::Full, bytes)
-    }
-
-    /// Reduces what this rank keeps of a buffer over all ranks, in place and where it lies if the
-    /// ranks share memory.
-    pub(crate) fn reduce_buffer(
-        mut self,
-        op: ReduceOp,
-        output: &Output,
-        buffer: &mut Buffer,
-    ) -> Result<()> {
-        let dtype = buffer.dtype();
-        let shards = match output {
-            Output::Full => None,
-            // There is nothing to compare, and nothing to send.
-            Output::Shard(_) if self.world_size == 1 => None,
-            Output::Shard(shards) => Some(&**shards),
-        };
-        if let Some(shm) = self.shm_op() {
-            return match shards {
-                None => shm.all_reduce_buffer(op, buffer),
-                Some(shards) => shm.reduce_scatter_buffer(op, buffer, shards),
-            };
-        }
-        let bytes = buffer.bytes_mut();
-        if let Some(hosts) = self.transport.hosts()
-            && Self::is_hierarchical(dtype, op)
-        {
-            return self.all_reduce_hierarchical(hosts, dtype, op, bytes, shards);
-        }
-        self.reduce(dtype, op, output, bytes)
-    }
-
-    /// Runs a [`Reduction`] from beginning to end.
-    fn reduce(
-        &mut self,
-        dtype: DType,
-        op: ReduceOp,
-        output: &Output,
-        bytes: &mut [u8],
-    ) -> Result<()> {
-        let mut reduction = Reduction::new(dtype, op, output, bytes.len(), self.world_size);
-        match reduction.advance(self, bytes)? {
+        let mut reduction = Reduction::new(dtype, op, None, bytes.len(), self.world_size);
+        match reduction.advance(&mut self, bytes)? {
             OpProgress::Done => Ok(()),
             // Only an operation that is resumed is ever in between.
             OpProgress::Waiting(_) => Err(self.deadline.interrupted()),

@@ -109,8 +109,8 @@ fn a_rank_sends_no_more_ahead_than_the_other_has_shown_to_have_taken() {
     let mut deadline = OpDeadline::new(0, 0, fingerprint, timeouts);
     let mut scratch = Scratch::default();
     scratch.clear(2);
-    let output = Output::Shard(Arc::clone(&shards));
-    let mut reduction = Reduction::new(DType::U8, ReduceOp::Sum, &output, len, 2);
+    let op = BufferOp::ReduceScatter(ReduceOp::Sum, Arc::clone(&shards));
+    let mut reduction = op.begin(DType::U8, len, 2);
     let mut go_on = || {
         let mut ctx =
             OpContext::resumed(&transport, &mut deadline, &mut scratch, OpPosition::First);

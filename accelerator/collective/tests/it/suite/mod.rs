@@ -110,6 +110,8 @@ macro_rules! set {
                 ranks_start_as_they_like,
                 scatters,
                 scatters_are_started_as_ranks_like,
+                shards_are_gathered,
+                gathers_are_in_flight,
                 started_beside_blocking,
             ]
         );

@@ -3,7 +3,7 @@
 use std::{ops::Range, sync::Arc};
 
 use accelerator_collective::internal::{GroupExt, ShardLayout};
-use accelerator_collective::{Buffer, Element, Partition, ProcessGroup, ReduceOp, Result};
+use accelerator_collective::{Buffer, Element, Partition, Pending, ProcessGroup, ReduceOp, Result};
 use half::{bf16, f16};
 
 use super::{
@@ -120,6 +120,94 @@ pub(crate) fn scatters(means: Means, world_size: usize) {
     });
 }
 
+/// Gathers with every layout, blocking and started, for buffers of the group and of another one.
+pub(crate) fn shards_are_gathered(means: Means, world_size: usize) {
+    fn check<T: Sample>(group: &ProcessGroup, stranger: &ProcessGroup) {
+        let (rank, world_size) = (group.rank(), group.world_size());
+        let of_rank = |rank: usize, len| buffer::<T>(rank, len);
+        let short = 16 * 1024 / size_of::<T>();
+        let chunk = 256 * 1024 / size_of::<T>();
+        for len in [0, 1, 17, short + 1, chunk + 33, 7 * chunk + 5] {
+            for (number, shape) in SHAPES.into_iter().enumerate() {
+                let layout = layout(shape, len, world_size);
+                // Where no rank keeps anything, each has values of its own.
+                let mut wanted = of_rank(world_size + rank, len);
+                for peer in 0..world_size {
+                    let theirs = of_rank(peer, len);
+                    for range in layout.of(peer) {
+                        wanted[range.clone()].copy_from_slice(&theirs[range.clone()]);
+                    }
+                }
+                let what = format!("{} x {len}, W = {world_size}, layout {number}", T::DTYPE);
+                for placed in [true, rank % 2 == 1] {
+                    let home = if placed { group } else { stranger };
+                    let mut values = filled::<T>(home, world_size + rank, len);
+                    let own = of_rank(rank, len);
+                    for range in layout.of(rank) {
+                        values.as_mut_slice::<T>().unwrap()[range.clone()]
+                            .copy_from_slice(&own[range.clone()]);
+                    }
+                    // Ranks that start it take part in the same operation as ranks that wait.
+                    let values = match (number + rank) % 2 {
+                        0 => group
+                            .start_all_gather(values, &layout)
+                            .and_then(Pending::wait)
+                            .unwrap(),
+                        _ => {
+                            group.all_gather_buffer(&mut values, &layout).unwrap();
+                            values
+                        }
+                    };
+                    assert_same(values.as_slice::<T>().unwrap(), &wanted, &what);
+                }
+            }
+        }
+    }
+    run(means, world_size, |group| {
+        let stranger = ProcessGroup::single();
+        check::<f32>(&group, &stranger);
+        check::<u8>(&group, &stranger);
+        group.barrier().unwrap();
+    });
+}
+
+/// Gathers are in flight beside reductions, and beside one another.
+pub(crate) fn gathers_are_in_flight(means: Means, world_size: usize) {
+    run(means, world_size, |group| {
+        let (rank, len) = (group.rank(), 400_000);
+        let layout = layout(SHAPES[2], len, group.world_size());
+        let start = |round: usize| {
+            let mut values = group.buffer(f32::DTYPE, len);
+            let value = (1000 * round + rank) as f32;
+            for range in layout.of(rank) {
+                values.as_mut_slice::<f32>().unwrap()[range.clone()].fill(value);
+            }
+            group.start_all_gather(values, &layout).unwrap()
+        };
+        let mut ahead = vec![start(0), start(1)];
+        for round in 0..6 {
+            ahead.push(start(round + 2));
+            let mut ones = group.buffer(f32::DTYPE, 60_000);
+            ones.as_mut_slice::<f32>().unwrap().fill(1.0);
+            let sum = group.start_all_reduce(ones, ReduceOp::Sum).unwrap();
+            let gathered = ahead.remove(0).wait().unwrap();
+            let gathered = gathered.as_slice::<f32>().unwrap();
+            for peer in 0..group.world_size() {
+                let mut theirs = layout.of(peer).iter().cloned().flatten();
+                let wanted = (1000 * round + peer) as f32;
+                assert!(theirs.all(|element| gathered[element] == wanted));
+            }
+            let sum = sum.wait().unwrap();
+            let sum = sum.as_slice::<f32>().unwrap();
+            assert!(sum.iter().all(|x| *x == group.world_size() as f32));
+        }
+        ahead
+            .into_iter()
+            .for_each(|pending| drop(pending.wait().unwrap()));
+        group.barrier().unwrap();
+    });
+}
+
 /// Started and blocking scatters alternate with all-reduces, differently on each rank.
 pub(crate) fn scatters_are_started_as_ranks_like(means: Means, world_size: usize) {
     run(means, world_size, |group| {
@@ -181,17 +269,25 @@ pub(crate) fn scatters_are_started_as_ranks_like(means: Means, world_size: usize
 /// Different layouts give the same error on every rank, in both ways of calling.
 pub(crate) fn other_cuts(means: Means, world_size: usize) {
     for len in [100, 100_000] {
-        for is_started in [false, true] {
+        for (is_started, gathers) in [(false, false), (true, false), (false, true), (true, true)] {
             let errors = run(means, world_size, move |group| {
                 group.barrier().unwrap();
                 let shape = SHAPES[usize::from(group.rank() == 1)];
                 let layout = layout(shape, len, group.world_size());
                 let mut buffer = group.buffer(f32::DTYPE, len);
-                let outcome: Result<()> = if is_started && group.rank() == 0 {
-                    let started = group.start_reduce_scatter(buffer, ReduceOp::Sum, &layout);
-                    started.unwrap().wait().map(drop)
-                } else {
-                    group.reduce_scatter_buffer(&mut buffer, ReduceOp::Sum, &layout)
+                let outcome: Result<()> = match (gathers, is_started && group.rank() == 0) {
+                    (false, true) => {
+                        let started = group.start_reduce_scatter(buffer, ReduceOp::Sum, &layout);
+                        started.unwrap().wait().map(drop)
+                    }
+                    (false, false) => {
+                        group.reduce_scatter_buffer(&mut buffer, ReduceOp::Sum, &layout)
+                    }
+                    (true, true) => {
+                        let started = group.start_all_gather(buffer, &layout);
+                        started.unwrap().wait().map(drop)
+                    }
+                    (true, false) => group.all_gather_buffer(&mut buffer, &layout),
                 };
                 let error = outcome.unwrap_err();
                 assert!(error.is_mismatch(), "{error}");
