@@ -135,7 +135,7 @@ pub use accelerator_host::PREEMPTED_EXIT_CODE;
 #[cfg(feature = "burn-train")]
 pub use crate::accelerator::RunLogger;
 pub use crate::accelerator::{
-    Accelerator, AcceleratorBuilder, PadSide, Prepare, launch, launch_processes,
+    Accelerator, AcceleratorBuilder, Groups, PadSide, Prepare, launch, launch_processes,
 };
 pub use crate::core::device::{BackendKind, Oversubscription};
 pub use crate::core::error::{Error, Result};

@@ -398,11 +398,11 @@ impl<'a> GatherLayout<'a> {
 const MOST_BUFFERS: usize = SHM_CHUNK / size_of::<u64>() - 1;
 
 /// The error of an operation whose ranks pass different slices. It is the same on every rank.
-pub(crate) fn gather_layouts_differ(sequence: u64) -> Error {
+pub(crate) fn gather_layouts_differ(number: impl fmt::Display) -> Error {
     Error::new(
         Kind::Mismatch,
         format!(
-            "the ranks disagree in collective #{sequence}: they gather other parts of their buffers; every \
+            "the ranks disagree in collective {number}: they gather other parts of their buffers; every \
              rank must pass buffers of the same lengths, and the same parts of every rank"
         ),
     )

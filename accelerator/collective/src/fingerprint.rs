@@ -312,11 +312,16 @@ impl fmt::Debug for CallSite {
     }
 }
 
-/// The error of ranks whose fingerprints differ. The text is the same on every rank and lists each
-/// fingerprint with the ranks that sent it.
-pub(crate) fn mismatch(sequence: u64, fingerprints: &[Option<CollectiveFingerprint>]) -> Error {
+/// The error of ranks whose fingerprints differ: those of the members of a group, whose ranks `member` returns. The text
+/// is the same on every rank and lists each fingerprint with the ranks that sent it.
+pub(crate) fn mismatch(
+    number: impl fmt::Display,
+    fingerprints: &[Option<CollectiveFingerprint>],
+    member: impl Fn(usize) -> usize,
+) -> Error {
     let mut groups: Vec<(String, Vec<usize>)> = Vec::new();
-    for (rank, fingerprint) in fingerprints.iter().enumerate() {
+    for (place, fingerprint) in fingerprints.iter().enumerate() {
+        let rank = member(place);
         let text = match fingerprint {
             Some(fingerprint) => fingerprint.to_string(),
             None => "has not called it yet".to_owned(),
@@ -337,7 +342,7 @@ pub(crate) fn mismatch(sequence: u64, fingerprints: &[Option<CollectiveFingerpri
     Error::new(
         Kind::Mismatch,
         format!(
-            "the ranks disagree in collective #{sequence}: {}; every rank must call the same \
+            "the ranks disagree in collective {number}: {}; every rank must call the same \
              collectives in the same order, with the same element type, length and root",
             sides.join("; ")
         ),
@@ -452,7 +457,8 @@ mod tests {
             .with_op(ReduceOp::Sum)
             .with_data(DType::F32, 10);
         let barrier = CollectiveFingerprint::new(OpKind::Barrier, CallSite::new("train.rs", 20));
-        let error = mismatch(3, &[Some(reduce), Some(barrier), Some(reduce), None]);
+        let fingerprints = [Some(reduce), Some(barrier), Some(reduce), None];
+        let error = mismatch("#3", &fingerprints, |rank| rank);
         assert!(error.is_mismatch());
         assert!(error.to_string().starts_with(
             "the ranks disagree in collective #3: ranks 0, 2: all_reduce sum f32 x 10 at \

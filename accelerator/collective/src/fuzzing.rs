@@ -23,7 +23,7 @@ use crate::shard_layout::ShardLayout;
 use crate::topology::{Topology, TransportKind};
 use crate::transport::{
     ControlPlane, DataPlane, FinalMessage, Inbox, OpDeadline, OutgoingChunk, Peer, PeerLocation,
-    Transport, feed,
+    Poller, Transport, feed,
 };
 use crate::wire::message::{MAX_SHORT_BYTES, MAX_TABLE_BYTES, Message, RankTable, Registration};
 use crate::wire::{FrameKind, Head, MAX_PREAMBLE, from_bytes};
@@ -260,7 +260,13 @@ impl DataPlane for FuzzWire {
         TransportKind::Tcp
     }
 
-    fn send(&self, _: usize, chunk: OutgoingChunk<'_>, _: &mut OpDeadline) -> Result<()> {
+    fn send(
+        &self,
+        _: usize,
+        chunk: OutgoingChunk<'_>,
+        _: &mut OpDeadline,
+        _: Option<&Poller>,
+    ) -> Result<()> {
         let encoded = chunk.fingerprint.map(|fingerprint| fingerprint.encode());
         let preamble = match &encoded {
             Some((bytes, len)) => &bytes[..*len],
@@ -271,7 +277,7 @@ impl DataPlane for FuzzWire {
         Ok(())
     }
 
-    fn wait_for_arrival(&self, version: u64, due: Instant) {
+    fn wait_for_arrival(&self, version: u64, due: Instant, _: Option<&Poller>) {
         self.inbox.sleep(version, due);
     }
 }

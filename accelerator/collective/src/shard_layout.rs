@@ -1,6 +1,6 @@
 //! Shard layouts: which elements of a buffer each rank keeps of a reduce-scatter; and the partition into equal parts.
 
-use std::{iter, ops::Range};
+use std::{fmt, iter, ops::Range};
 
 use crate::error::{Error, Kind, Result};
 
@@ -196,11 +196,11 @@ fn digest(len: usize, parts: &[RankShard]) -> Digest {
 }
 
 /// The error of an operation whose ranks pass different shard layouts. It is the same on every rank.
-pub(crate) fn shard_layouts_differ(sequence: u64) -> Error {
+pub(crate) fn shard_layouts_differ(number: impl fmt::Display) -> Error {
     Error::new(
         Kind::Mismatch,
         format!(
-            "the ranks disagree in collective #{sequence}: their shard layouts differ; every rank \
+            "the ranks disagree in collective {number}: their shard layouts differ; every rank \
              must pass the same ranges of every rank"
         ),
     )

@@ -18,8 +18,8 @@ mod training;
 mod variables;
 
 use core::fmt;
-use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, OnceLock};
 
 use accelerator_collective::internal::GroupExt;
 use accelerator_collective::{ProcessGroup, Topology};
@@ -73,6 +73,8 @@ pub(crate) struct Shared {
     /// The number of prepared optimizers that live.
     pub(crate) optimizers: OptimizerCount,
     pub(crate) reduction: Arc<ReduceContext>,
+    /// The groups of this rank, once they are made.
+    groups: OnceLock<Groups>,
     restarts: u64,
     trace: builder::TraceSettings,
     pub(crate) tracker_settings: TrackerSettings,
@@ -210,6 +212,65 @@ impl Accelerator {
     /// ```
     pub fn group(&self) -> &ProcessGroup {
         &self.shared.context.group
+    }
+
+    /// Returns the groups of this rank by hosts: the ranks of its host, and its counterparts on the other hosts. For
+    /// other groups, call [`split`](ProcessGroup::split) of [`group`](Self::group).
+    ///
+    /// The first call makes the groups, so all ranks must make it at the same point.
+    ///
+    /// ```
+    /// use accelerator::prelude::*;
+    ///
+    /// let sums = launch(2, |accelerator| {
+    ///     let groups = accelerator.groups()?;
+    ///     // Threads are on one host.
+    ///     assert_eq!((groups.host().world_size(), groups.replicas().world_size()), (2, 1));
+    ///     let mut values = [1.0_f32];
+    ///     groups.host().all_reduce(&mut values, ReduceOp::Sum)?;
+    ///     Ok(values[0])
+    /// })?;
+    /// assert_eq!(sums, [2.0, 2.0]);
+    /// # Ok::<(), Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_collective`](crate::Error::is_collective) if the groups cannot be made.
+    #[track_caller]
+    pub fn groups(&self) -> Result<&Groups> {
+        if let Some(groups) = self.shared.groups.get() {
+            return Ok(groups);
+        }
+        let (group, topology) = (self.group(), self.topology());
+        let first = topology.rank() - topology.local_rank();
+        let groups = Groups {
+            host: group.split(first, topology.local_rank())?,
+            replicas: group.split(topology.local_rank(), topology.rank())?,
+        };
+        Ok(self.shared.groups.get_or_init(|| groups))
+    }
+}
+
+/// The groups of a rank by hosts; from [`Accelerator::groups`].
+///
+/// A model whose shards are on the ranks of a host, with a replica on each host, gathers in the one and averages in the
+/// other, as hybrid sharding does.
+#[derive(Clone, Debug)]
+pub struct Groups {
+    host: ProcessGroup,
+    replicas: ProcessGroup,
+}
+
+impl Groups {
+    /// Returns the group of the ranks of this host, in the order of their local ranks.
+    pub fn host(&self) -> &ProcessGroup {
+        &self.host
+    }
+
+    /// Returns the group of the ranks that have this rank's local rank on their hosts, in the order of the hosts.
+    pub fn replicas(&self) -> &ProcessGroup {
+        &self.replicas
     }
 }
 

@@ -62,6 +62,9 @@ pub(super) fn negotiate(
             tracing::debug!("the ranks exchange data by TCP: {unavailable}");
         }
         // All of them see it.
+        UnavailableKind::Failed if rank_state.is_part() => {
+            tracing::debug!("the ranks of a group exchange data by TCP: {unavailable}");
+        }
         UnavailableKind::Failed if rank_state.topology.is_main() => tracing::warn!(
             "ranks of one host exchange data by TCP, which is slower than the memory that they \
              could share: {unavailable}"
@@ -252,7 +255,7 @@ mod linux {
             Err(error) => Err(error.to_string()),
         };
         let info = HostInfo {
-            host: host(&rank_state.transport.peers()[rank]),
+            host: host(rank_state.transport.peer(rank)),
             first: rank.saturating_sub(topology.local_rank()),
             pid: std::process::id(),
             memory,

@@ -124,12 +124,12 @@ impl<'a> InFlightOps<'a> {
 
     /// Begins a job, whose ticket follows those of the operations under way.
     fn start(&mut self, job: Job) {
-        let (rank_state, topology) = (self.rank_state, &self.rank_state.topology);
+        let rank_state = self.rank_state;
         let permit = match self.ops.is_empty() {
             true => rank_state.order.acquire(job.ticket),
             false => rank_state.order.acquire_next(job.ticket),
         };
-        let (rank, world_size) = (topology.rank(), topology.world_size());
+        let world_size = rank_state.topology.world_size();
         let mut scratch = self.spare.pop().unwrap_or_default();
         scratch.clear(world_size);
         let timeouts = rank_state.options.op_timeouts();
@@ -139,7 +139,7 @@ impl<'a> InFlightOps<'a> {
             Err(error) => OpState::Failed(error),
         };
         self.ops.push_back(InFlightOp {
-            deadline: OpDeadline::new(rank, permit.number(), job.fingerprint, timeouts),
+            deadline: rank_state.deadline(permit.number(), &job.fingerprint, timeouts),
             fingerprint: job.fingerprint,
             start_timer: rank_state.start_timer(ExecThread::Communication),
             permit,

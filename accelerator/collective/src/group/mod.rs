@@ -10,6 +10,7 @@ mod observer;
 mod options;
 mod pending;
 mod rank_state;
+mod split;
 
 use std::{fmt, panic::Location, sync::Arc, thread, time::Instant};
 
@@ -303,7 +304,7 @@ impl ProcessGroup {
     fn alone(options: &GroupOptions, store: Option<StoreClient>) -> Self {
         let transport = Threads::alone();
         let rank_state = RankState::new(Topology::single(), options.clone(), transport, store);
-        Self::of(Arc::new(rank_state), None)
+        Self::of(Arc::new(rank_state), None, None)
     }
 
     pub(crate) fn join(
@@ -315,16 +316,17 @@ impl ProcessGroup {
     ) -> Result<Self> {
         let rank_state = Arc::new(RankState::new(topology, options.clone(), transport, store));
         rank_state.start_failure_detection()?;
-        Ok(Self::of(rank_state, key))
+        Ok(Self::of(rank_state, key, None))
     }
 
-    fn of(rank_state: Arc<RankState>, key: Option<Key>) -> Self {
+    fn of(rank_state: Arc<RankState>, key: Option<Key>, parent: Option<Arc<GroupHandle>>) -> Self {
         Self {
             handle: Arc::new(GroupHandle {
                 rank_state,
                 jobs: Mutex::new(None),
                 slots: SlotPool::default(),
                 key,
+                _parent: parent,
             }),
             purpose: Purpose::NONE,
             caller: None,
@@ -334,7 +336,13 @@ impl ProcessGroup {
     /// Returns the call site of an operation: that of the handle, else the caller of the method that calls this one.
     #[track_caller]
     fn site(&self) -> CallSite {
-        CallSite::of(self.caller.unwrap_or(Location::caller()))
+        CallSite::of(self.location())
+    }
+
+    /// Returns the place of [`site`](Self::site).
+    #[track_caller]
+    fn location(&self) -> &'static Location<'static> {
+        self.caller.unwrap_or(Location::caller())
     }
 
     fn run(
@@ -376,6 +384,8 @@ struct GroupHandle {
     slots: SlotPool,
     /// The key by which the ranks recognize one another, if they are processes.
     key: Option<Key>,
+    /// The group of which this one is a part, which stays open as long.
+    _parent: Option<Arc<GroupHandle>>,
 }
 
 impl GroupHandle {

@@ -6,7 +6,7 @@ use std::{
     panic::{self, PanicHookInfo},
     sync::{
         Arc, Once, OnceLock, Weak,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicBool, AtomicU32, Ordering},
         mpsc,
     },
     thread,
@@ -26,11 +26,13 @@ use crate::{
     liveness::suspect_after,
     rendezvous::StoreClient,
     topology::{Topology, TransportKind},
-    transport::{Abort, FinalMessage, LeaveKind, OpDeadline, OpTimeouts, Transport},
+    transport::{Abort, FinalMessage, LeaveKind, OpDeadline, OpNumber, OpTimeouts, Transport},
 };
 
 /// The state that all handles of one rank and its communication thread share.
 pub(crate) struct RankState {
+    /// The state of the same rank in the world, if this group is a part of it: they fail together.
+    world: Option<Arc<RankState>>,
     pub(crate) topology: Topology,
     pub(crate) options: GroupOptions,
     pub(crate) transport: Transport,
@@ -51,6 +53,8 @@ pub(crate) struct RankState {
     /// The memory of the buffers that live.
     pub(super) buffers: Meter,
     observer: OnceLock<Callback>,
+    /// The next number of a group.
+    groups: AtomicU32,
 }
 
 impl RankState {
@@ -61,6 +65,7 @@ impl RankState {
         store: Option<StoreClient>,
     ) -> Self {
         Self {
+            world: None,
             topology,
             options,
             transport,
@@ -76,7 +81,36 @@ impl RankState {
             heartbeat: Arc::default(),
             buffers: Meter::default(),
             observer: OnceLock::new(),
+            groups: AtomicU32::new(1),
         }
+    }
+
+    /// The state of a rank in a group that is a part of the `world`.
+    pub(super) fn in_world(world: &Arc<Self>, topology: Topology, transport: Transport) -> Self {
+        let mut state = Self::new(topology, world.options.clone(), transport, None);
+        state.world = Some(Arc::clone(world));
+        state
+    }
+
+    /// Returns `true` if the group is a part of the world.
+    pub(super) fn is_part(&self) -> bool {
+        self.world.is_some()
+    }
+
+    /// The state of this rank in the world.
+    pub(super) fn world(self: &Arc<Self>) -> &Arc<Self> {
+        self.world.as_ref().unwrap_or(self)
+    }
+
+    /// A number for the next group that this rank makes, which no group of this rank has had.
+    pub(super) fn propose_group(&self) -> u32 {
+        self.groups.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// Notes that a group has a number, so that later ones have larger ones.
+    pub(super) fn note_group(&self, number: u32) {
+        self.groups
+            .fetch_max(number.saturating_add(1), Ordering::Relaxed);
     }
 
     /// Starts to detect failures: installs the panic hook, and starts heartbeats if the ranks are processes.
@@ -180,6 +214,18 @@ impl RankState {
         })
     }
 
+    /// The clock of an operation that begins.
+    pub(super) fn deadline(
+        &self,
+        sequence: u64,
+        fingerprint: &CollectiveFingerprint,
+        timeouts: OpTimeouts,
+    ) -> OpDeadline {
+        let rank = self.transport.member(self.topology.rank());
+        let number = self.transport.op_number(sequence);
+        OpDeadline::new(rank, number, *fingerprint, timeouts)
+    }
+
     /// Runs an operation on this thread, from its beginning to its end.
     pub(super) fn run_op<T>(
         &self,
@@ -190,7 +236,7 @@ impl RankState {
     ) -> Result<T> {
         self.check_open()?;
         let _abort_on_panic = AbortOnPanic { rank_state: self };
-        let mut deadline = OpDeadline::new(self.topology.rank(), sequence, *fingerprint, timeouts);
+        let mut deadline = self.deadline(sequence, fingerprint, timeouts);
         // Every operation starts by clearing the scratch memory.
         let mut scratch = self.scratch.lock();
         let ctx = OpContext::new(&self.transport, &mut deadline, &mut scratch);
@@ -227,6 +273,9 @@ impl RankState {
     }
 
     pub(crate) fn abort(&self, reason: &str) {
+        if let Some(world) = &self.world {
+            return world.abort(reason);
+        }
         if self.left.load(Ordering::Acquire) {
             return;
         }
@@ -242,6 +291,9 @@ impl RankState {
 
     /// See [`ProcessGroup::failure`](super::ProcessGroup::failure).
     pub(crate) fn failure(&self) -> Option<String> {
+        if let Some(world) = &self.world {
+            return world.failure();
+        }
         if let Some(error) = self.failure.get() {
             return Some(error.to_string());
         }
@@ -251,6 +303,9 @@ impl RankState {
 
     /// See [`ProcessGroup::lost`](super::ProcessGroup::lost).
     pub(crate) fn lost(&self) -> Vec<usize> {
+        if let Some(world) = &self.world {
+            return world.lost();
+        }
         let failure = self.failure.get();
         let timeout = failure.map_or(Duration::ZERO, |_| FINAL_MESSAGES_WAIT);
         let inbox = self.transport.inbox();
@@ -283,6 +338,9 @@ impl RankState {
 
     /// Fails with the reason if a call that communicates must not be made.
     pub(crate) fn check_allowed(&self, call: &dyn fmt::Display) -> Result<()> {
+        if let Some(world) = &self.world {
+            world.check_allowed(call)?;
+        }
         match self.forbidden.lock().last() {
             None => Ok(()),
             Some(reason) => Err(Error::misuse(format!(
@@ -296,6 +354,9 @@ impl RankState {
         if let Some(error) = self.failure.get() {
             return Err(error.clone());
         }
+        if let Some(world) = &self.world {
+            world.check_open()?;
+        }
         if self.left.load(Ordering::Acquire) {
             return Err(Error::closed(format!(
                 "the group of rank {} is closed; collectives must come before close()",
@@ -305,8 +366,16 @@ impl RankState {
         Ok(())
     }
 
-    /// Ends the group, unless it has ended before; gives the error with which it ended.
+    /// Ends the group, and all groups of this rank with it, unless they have ended before; gives the error with which
+    /// they ended.
     pub(super) fn fail(&self, sequence: u64, error: Error) -> Error {
+        match &self.world {
+            Some(world) => world.fail_in(self.transport.op_number(sequence), error),
+            None => self.fail_in(self.transport.op_number(sequence), error),
+        }
+    }
+
+    fn fail_in(&self, operation: OpNumber, error: Error) -> Error {
         // Whoever sees the failure may end the process at once, so the store is told before.
         let _first = self.failing.lock();
         if let Some(earlier) = self.failure.get() {
@@ -322,7 +391,8 @@ impl RankState {
         let _ = self.failure.set(error.clone());
         let abort = error.clone();
         self.send_final_message(&FinalMessage::Abort(Abort {
-            sequence,
+            group: operation.group,
+            sequence: operation.sequence,
             error: abort,
         }));
         error
@@ -358,8 +428,19 @@ impl RankState {
         if self.left.swap(true, Ordering::AcqRel) {
             return false;
         }
-        self.heartbeat.stop();
-        self.transport.control().leave(message);
+        match (self.transport.subset(), message) {
+            (None, _) => {
+                self.heartbeat.stop();
+                self.transport.control().leave(message);
+            }
+            // Nobody can be told any more.
+            (Some(_), _) if self.check_open().is_err_and(|error| !error.is_closed()) => {}
+            (Some(group), FinalMessage::Goodbye(kind)) => {
+                self.transport.control().leave_group(group, *kind);
+            }
+            // It is the world that fails.
+            (Some(_), FinalMessage::Abort(_)) => {}
+        }
         true
     }
 }

@@ -29,7 +29,7 @@ pub(crate) struct Hosts {
 impl Hosts {
     /// The ranks of each host, and the memory of the one on which this rank is.
     pub(crate) fn new(peers: ShmPeers, ranks: Vec<Range<usize>>) -> Self {
-        let me = peers.global_rank(peers.rank());
+        let me = peers.group_rank(peers.rank());
         let host = ranks.iter().position(|ranks| ranks.contains(&me));
         let lanes = ranks.iter().map(ExactSizeIterator::len).min();
         Self {
@@ -80,7 +80,7 @@ impl Hosts {
 pub(crate) struct ShmPeers {
     rank: usize,
     arenas: Arc<[Arc<Arena>]>,
-    /// The rank of the first of them in the whole group; the others follow.
+    /// The number of the first of them in the group; the others follow.
     first: usize,
     spin: Spin,
 }
@@ -105,12 +105,12 @@ impl ShmPeers {
         self.arenas.len()
     }
 
-    /// Returns the rank, in the whole group, of the peer that has this place here.
-    pub(crate) fn global_rank(&self, place: usize) -> usize {
+    /// Returns the number in the group of the peer that has this place here.
+    pub(crate) fn group_rank(&self, place: usize) -> usize {
         self.first + place
     }
 
-    /// Returns the place here of a rank of the whole group, if it has one.
+    /// Returns the place here of the member of this number, if it has one.
     pub(crate) fn place(&self, rank: usize) -> Option<usize> {
         rank.checked_sub(self.first)
             .filter(|place| *place < self.size())

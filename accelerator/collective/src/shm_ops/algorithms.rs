@@ -161,7 +161,7 @@ impl ShmOp<'_> {
     fn check_layout(&self, layout: &ShardLayout) -> Result<()> {
         match self.agree_on(layout.digest()) {
             true => Ok(()),
-            false => Err(shard_layouts_differ(self.deadline.sequence)),
+            false => Err(shard_layouts_differ(&self.deadline.number)),
         }
     }
 
@@ -352,7 +352,7 @@ impl ShmOp<'_> {
         self.publish_header(None, &notice)?;
         // Lengths and parts are the same where checksums are.
         if !self.agree_on(&layout.checksum()) {
-            return Err(gather_layouts_differ(self.deadline.sequence));
+            return Err(gather_layouts_differ(&self.deadline.number));
         }
         let mut places = Vec::with_capacity(self.size() * lens.len());
         for peer in 0..self.size() {

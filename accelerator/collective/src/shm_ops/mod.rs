@@ -85,10 +85,11 @@ impl<'a> ShmOp<'a> {
         let (own, next) = (self.peers.own(), self.step.wrapping_add(1));
         self.header_step = next;
         let header = own.header(next);
-        let mine = header.write(self.deadline.sequence, &self.deadline.fingerprint, data);
+        let sequence = self.deadline.number.sequence;
+        let mine = header.write(sequence, &self.deadline.fingerprint, data);
         self.put(0, first);
         let kind = self.transport.kind();
-        match fail_point(self.deadline.rank, Point::Operation(self.deadline.sequence)) {
+        match fail_point(self.deadline.rank, Point::Operation(sequence)) {
             // Neither can happen to threads; the others have no place here.
             _ if kind == TransportKind::Threads => {}
             Some(Effect::DropConnection) => {
@@ -194,8 +195,8 @@ impl<'a> ShmOp<'a> {
 
     /// The next step: whatever was put becomes readable, for everyone.
     pub(crate) fn advance(&mut self) -> Result<()> {
-        if let Some(effect) = fail_point(self.deadline.rank, Point::Within(self.deadline.sequence))
-        {
+        let point = Point::Within(self.deadline.number.sequence);
+        if let Some(effect) = fail_point(self.deadline.rank, point) {
             self.apply_fault(effect)?;
         }
         self.publish();
@@ -246,7 +247,7 @@ impl<'a> ShmOp<'a> {
     #[cold]
     fn wait_slow(&mut self, peer: usize) -> Result<()> {
         let inbox = self.transport.inbox();
-        inbox.await_rank(Some(self.peers.global_rank(peer)));
+        inbox.await_rank(Some(self.peer(peer).rank));
         let outcome = self.wait_until_lost(peer);
         inbox.await_rank(None);
         outcome
@@ -255,7 +256,7 @@ impl<'a> ShmOp<'a> {
     fn wait_until_lost(&mut self, peer: usize) -> Result<()> {
         let (step, counter) = (self.step, self.peers.counter(peer));
         let inbox = self.transport.inbox();
-        let peer_rank = self.peers.global_rank(peer);
+        let peer_rank = self.peer(peer).rank;
         // The others' clocks begin when this rank has done its part, as with queues.
         self.deadline.on_progress(Instant::now());
         loop {
@@ -270,10 +271,12 @@ impl<'a> ShmOp<'a> {
                     false => Err(error),
                 };
             }
-            let (peers, is_alone) = (self.peers, self.transport.hosts().is_none());
+            let (peers, transport) = (self.peers, self.transport);
+            let is_alone = transport.hosts().is_none();
             let missing = |deadline: &OpDeadline| {
                 let missing = (peer..peers.size()).filter(|x| !peers.counter(*x).reached(step));
-                let missing = missing.map(|x| peers.global_rank(x)).collect();
+                let missing = missing.map(|x| transport.member(peers.group_rank(x)));
+                let missing = missing.collect();
                 match is_alone {
                     // Everyone has taken the step before, so nobody waits for others in this one.
                     true => missing,
@@ -282,11 +285,14 @@ impl<'a> ShmOp<'a> {
             };
             let active = |rank| self.transport.control().last_activity(rank);
             let all = self.transport.peers();
-            let last = |rank| match peers.place(rank) {
+            let place = |rank| peers.place(transport.number_of(rank)?);
+            let group = self.deadline.number.group;
+            let last = |rank| match place(rank) {
                 Some(place) => peers
                     .arena(place)
                     .last_op()
                     .map(|(sequence, fingerprint)| LastOp {
+                        group,
                         sequence,
                         fingerprint,
                         at: None,
@@ -319,8 +325,7 @@ impl<'a> ShmOp<'a> {
     #[cold]
     fn disagreement(&mut self, first: usize) -> Error {
         self.deadline.shorten();
-        let mut sides: Vec<Option<CollectiveFingerprint>> =
-            vec![None; self.transport.peers().len()];
+        let mut sides: Vec<Option<CollectiveFingerprint>> = vec![None; self.transport.size()];
         for peer in 0..self.size() {
             if peer > first && peer != self.rank() {
                 match self.wait(peer) {
@@ -336,11 +341,12 @@ impl<'a> ShmOp<'a> {
                 .header(self.header_step)
                 .fingerprint()
             {
-                Some(side) => sides[self.peers.global_rank(peer)] = Some(side),
+                Some(side) => sides[self.peers.group_rank(peer)] = Some(side),
                 None => return self.bad_header(peer),
             }
         }
-        mismatch(self.deadline.sequence, &sides)
+        let member = |number| self.transport.member(number);
+        mismatch(&self.deadline.number, &sides, member)
     }
 
     fn bad_header(&self, peer: usize) -> Error {
@@ -349,7 +355,7 @@ impl<'a> ShmOp<'a> {
     }
 
     fn peer(&self, peer: usize) -> &'a Peer {
-        &self.transport.peers()[self.peers.global_rank(peer)]
+        self.transport.peer(self.peers.group_rank(peer))
     }
 }
 

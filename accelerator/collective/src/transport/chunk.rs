@@ -6,7 +6,7 @@ use accelerator_host::sync::Mutex;
 
 use crate::buffer::Storage;
 use crate::fingerprint::CollectiveFingerprint;
-use crate::wire::{FrameKind, Head};
+use crate::wire::{FrameKind, GroupId, Head};
 
 /// One outgoing chunk: at most [`CHUNK`](crate::wire::CHUNK) bytes, and the part that they belong to.
 #[derive(Clone, Copy, Debug)]
@@ -21,6 +21,7 @@ impl OutgoingChunk<'_> {
     /// The header of its frame, behind which its fingerprint is sent as the preamble.
     pub(crate) fn head(&self, preamble: &[u8]) -> Head {
         let Tag {
+            group,
             sequence,
             phase,
             index,
@@ -30,13 +31,14 @@ impl OutgoingChunk<'_> {
             OpPhase::Reduce => FrameKind::Reduce,
             OpPhase::Gather => FrameKind::Gather,
         };
-        Head::new(kind, sequence, index, preamble, self.payload)
+        Head::new(kind, sequence, index, preamble, self.payload).in_group(group)
     }
 }
 
 /// The position of a part: its operation, phase and chunk.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct Tag {
+    pub(crate) group: GroupId,
     pub(crate) sequence: u64,
     pub(crate) phase: OpPhase,
     /// The number of the chunk within its phase.

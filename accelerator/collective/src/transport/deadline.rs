@@ -2,10 +2,12 @@
 
 use std::{
     fmt,
+    sync::Arc,
     time::{Duration, Instant},
 };
 
 use super::{LastOp, Peer};
+use crate::wire::GroupId;
 use crate::{
     error::{Certainty, Culprit, Error, Kind, Result, Seconds, list_ranks, stderr_fallback},
     fingerprint::CollectiveFingerprint,
@@ -30,11 +32,52 @@ pub(crate) enum TimeoutKind {
     Progress,
 }
 
+/// The number of an operation, and its group.
+#[derive(Clone, Debug)]
+pub(crate) struct OpNumber {
+    pub(crate) group: GroupId,
+    pub(crate) sequence: u64,
+    /// The ranks of the group in words; `None` for the world.
+    pub(crate) members: Option<Arc<str>>,
+}
+
+impl OpNumber {
+    /// Returns `true` if another rank was last seen in this operation.
+    fn is_that_of(&self, last: &LastOp) -> bool {
+        (self.group, self.sequence) == (last.group, last.sequence)
+    }
+
+    /// Describes the operation in which another rank was last seen.
+    pub(super) fn describe(&self, last: &LastOp) -> String {
+        let group = match self.group == last.group {
+            true => "",
+            false => " of another group",
+        };
+        let ago = last.at.map_or(String::new(), |at| {
+            format!(", {} ago", Seconds(at.elapsed()))
+        });
+        let (sequence, fingerprint) = (last.sequence, &last.fingerprint);
+        format!("collective #{sequence}{group}, {fingerprint}{ago}")
+    }
+}
+
+/// "#7", or "#7 of ranks 0 and 2".
+impl fmt::Display for OpNumber {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "#{}", self.sequence)?;
+        match &self.members {
+            Some(members) => write!(f, " of {members}"),
+            None => Ok(()),
+        }
+    }
+}
+
 /// The clock of one operation of one rank.
 #[derive(Debug)]
 pub(crate) struct OpDeadline {
+    /// This rank's number in the world.
     pub(crate) rank: usize,
-    pub(crate) sequence: u64,
+    pub(crate) number: OpNumber,
     pub(crate) fingerprint: CollectiveFingerprint,
     timeouts: OpTimeouts,
     /// The last progress, where the limit is that of progress; else the beginning.
@@ -52,14 +95,14 @@ pub(crate) struct OpDeadline {
 impl OpDeadline {
     pub(crate) fn new(
         rank: usize,
-        sequence: u64,
+        number: OpNumber,
         fingerprint: CollectiveFingerprint,
         timeouts: OpTimeouts,
     ) -> Self {
         let now = Instant::now();
         Self {
             rank,
-            sequence,
+            number,
             fingerprint,
             timeouts,
             began: now,
@@ -182,14 +225,17 @@ impl OpDeadline {
             };
             text.push_str(&format!("; {peer}"));
             match last(*rank) {
-                Some(last) if last.sequence == self.sequence => text.push_str(" is in it"),
-                Some(last) => text.push_str(&format!(" was last seen in {last}")),
+                Some(last) if self.number.is_that_of(&last) => text.push_str(" is in it"),
+                Some(last) => {
+                    let seen = self.number.describe(&last);
+                    text.push_str(&format!(" was last seen in {seen}"));
+                }
                 None => {}
             }
         }
         tracing::warn!(
             rank = self.rank,
-            sequence = self.sequence,
+            sequence = self.number.sequence,
             ?missing,
             "{text}"
         );
@@ -314,7 +360,7 @@ impl OpDeadline {
 
 impl fmt::Display for OpDeadline {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "collective #{}, {}", self.sequence, self.fingerprint)
+        write!(f, "collective {}, {}", self.number, self.fingerprint)
     }
 }
 
@@ -331,6 +377,7 @@ mod tests {
 
     use super::*;
     use crate::fingerprint::{CallSite, OpKind};
+    use crate::transport::tests::number;
 
     #[test]
     fn progress_gives_no_more_time_to_connect() {
@@ -342,7 +389,7 @@ mod tests {
             };
             let fingerprint =
                 CollectiveFingerprint::new(OpKind::Connect, CallSite::new("here.rs", 1));
-            let mut deadline = OpDeadline::new(0, 0, fingerprint, timeouts);
+            let mut deadline = OpDeadline::new(0, number(0), fingerprint, timeouts);
             deadline.on_progress(Instant::now() + Duration::from_secs(3600));
             deadline
         };
@@ -405,7 +452,7 @@ mod tests {
             limit: TimeoutKind::Progress,
         };
         let fingerprint = CollectiveFingerprint::new(OpKind::Barrier, CallSite::new("here.rs", 1));
-        let mut deadline = OpDeadline::new(1, 0, fingerprint, timeouts);
+        let mut deadline = OpDeadline::new(1, number(0), fingerprint, timeouts);
         deadline.began -= Duration::from_secs(9);
         deadline.since -= Duration::from_secs(9);
         deadline

@@ -17,16 +17,16 @@ use std::{
 use crate::{
     buffer::Buffer,
     element::DType,
-    error::{Error, Result},
+    error::{Error, Result, list_ranks},
     shm::{Arena, Hosts, ShmPeers, Spin},
     topology::TransportKind,
 };
-use accelerator_host::machine::UsableCores;
+use accelerator_host::{machine::UsableCores, sync::Mutex};
 
-pub(crate) use crate::wire::{Abort, CHUNK};
+pub(crate) use crate::wire::{Abort, CHUNK, GroupId};
 pub(crate) use chunk::{OpPhase, OutgoingChunk, Tag};
-pub(crate) use deadline::{OpDeadline, OpTimeouts, TimeoutKind};
-pub(crate) use inbox::{ActivityClock, Inbox, MAX_IN_FLIGHT, OpPosition, RecvChunk};
+pub(crate) use deadline::{OpDeadline, OpNumber, OpTimeouts, TimeoutKind};
+pub(crate) use inbox::{ActivityClock, Inbox, MAX_IN_FLIGHT, OpPosition, Poller, RecvChunk};
 pub(crate) use peer::{LastOp, LeaveKind, Peer, PeerLocation};
 pub(crate) use tcp::Tcp;
 
@@ -37,13 +37,41 @@ pub(crate) use tcp::feed;
 ///
 /// Processes connect a TCP mesh, which is their control plane and moves chunks as well. Over it they agree on
 /// the path of data (`group/data_path.rs`), which may be shared memory.
+///
+/// Groups of some of the ranks have transports of their own, with the same mesh and the same inbox. Peers are numbered
+/// as in the world, in what the planes, the inbox and errors say; operations count the members of their group.
 pub(crate) struct Transport {
     peers: Arc<[Peer]>,
+    /// The members, if these are not all ranks.
+    subset: Option<Subset>,
     inbox: Arc<Inbox>,
     control: Arc<dyn ControlPlane>,
     /// The data plane of the mesh; threads have none.
     mesh: Option<Arc<dyn DataPlane>>,
+    /// The sleep of operations on the connections of the mesh, if there are some.
+    poller: Option<Arc<Poller>>,
+    /// The memory that the threads of groups share, if the ranks are threads.
+    arenas: Option<Arc<ThreadArenas>>,
     path: OnceLock<DataPath>,
+}
+
+/// The members of a group, in its order, and the number by which their frames are told from those of other groups.
+#[derive(Clone, Debug)]
+pub(crate) struct Subset {
+    pub(crate) id: GroupId,
+    pub(crate) members: Arc<[usize]>,
+    /// The members in words.
+    name: Arc<str>,
+}
+
+impl Subset {
+    pub(crate) fn new(id: GroupId, members: Vec<usize>) -> Self {
+        Self {
+            id,
+            name: list_ranks(&members).into(),
+            members: members.into(),
+        }
+    }
 }
 
 /// Moves tagged chunks between ranks; knows nothing of reductions.
@@ -55,11 +83,17 @@ pub(crate) struct Transport {
 pub(crate) trait DataPlane: fmt::Debug + Send + Sync {
     fn kind(&self) -> TransportKind;
 
-    fn send(&self, to: usize, chunk: OutgoingChunk<'_>, deadline: &mut OpDeadline) -> Result<()>;
+    fn send(
+        &self,
+        to: usize,
+        chunk: OutgoingChunk<'_>,
+        deadline: &mut OpDeadline,
+        poller: Option<&Poller>,
+    ) -> Result<()>;
 
     /// Waits until something happens in the inbox that was not counted in `version`, or it is `due`; it
-    /// may return earlier.
-    fn wait_for_arrival(&self, version: u64, due: Instant);
+    /// may return earlier. What happens meanwhile wakes the `poller`.
+    fn wait_for_arrival(&self, version: u64, due: Instant, poller: Option<&Poller>);
 
     /// The number of operations that may be under way at once. More than one requires that chunks arrive in the inbox.
     fn max_in_flight(&self) -> usize {
@@ -77,6 +111,11 @@ pub(crate) trait ControlPlane: fmt::Debug + Send + Sync {
     /// Sends the final message to every peer, without waiting for any of them for long. Nothing is sent
     /// afterwards.
     fn leave(&self, message: &FinalMessage);
+
+    /// Tells the members of a group other than the world that this rank leaves it.
+    fn leave_group(&self, group: &Subset, kind: LeaveKind) {
+        let _ = (group, kind);
+    }
 
     /// The time at which a peer last showed that it works outside of operations.
     fn last_activity(&self, rank: usize) -> Option<Instant>;
@@ -124,22 +163,53 @@ impl Transport {
     ) -> Self {
         Self {
             peers,
+            subset: None,
             inbox,
             control,
             mesh,
+            poller: None,
+            arenas: None,
             path: OnceLock::new(),
         }
+    }
+
+    /// The transport of a group of some of the ranks, of which this one is member number `rank`. The inbox has to take
+    /// in the chunks of the group.
+    pub(crate) fn of_subset(&self, subset: Subset, rank: usize) -> Result<Self> {
+        let memory = match &self.arenas {
+            // A rank alone exchanges nothing.
+            Some(arenas) if subset.members.len() > 1 => Some(arenas.of_group(&subset, rank)?),
+            _ => None,
+        };
+        let poller = match &self.poller {
+            Some(_) => Some(new_poller(&self.inbox)?),
+            None => None,
+        };
+        let transport = Self {
+            peers: Arc::clone(&self.peers),
+            subset: Some(subset),
+            inbox: Arc::clone(&self.inbox),
+            control: Arc::clone(&self.control),
+            mesh: self.mesh.clone(),
+            poller,
+            arenas: self.arenas.clone(),
+            path: OnceLock::new(),
+        };
+        if let Some(memory) = memory {
+            transport.set_path(DataPath::Threads(memory));
+        }
+        Ok(transport)
+    }
+
+    /// Lets operations sleep on the connections of the mesh.
+    fn with_poller(mut self, poller: Arc<Poller>) -> Self {
+        self.poller = Some(poller);
+        self
     }
 
     /// Lets the data of operations take this path from here on. The first call counts.
     pub(crate) fn set_path(&self, path: DataPath) {
         let _ = self.path.set(path);
-    }
-
-    /// The same, for a transport that is being made.
-    fn with_path(self, path: DataPath) -> Self {
-        self.set_path(path);
-        self
     }
 
     pub(crate) fn kind(&self) -> TransportKind {
@@ -154,8 +224,52 @@ impl Transport {
         }
     }
 
+    /// All ranks of the world.
     pub(crate) fn peers(&self) -> &[Peer] {
         &self.peers
+    }
+
+    pub(crate) fn subset(&self) -> Option<&Subset> {
+        self.subset.as_ref()
+    }
+
+    /// The number of members of the group.
+    pub(crate) fn size(&self) -> usize {
+        match &self.subset {
+            Some(subset) => subset.members.len(),
+            None => self.peers.len(),
+        }
+    }
+
+    /// The rank, in the world, of the member of this number.
+    pub(crate) fn member(&self, number: usize) -> usize {
+        match &self.subset {
+            Some(subset) => subset.members[number],
+            None => number,
+        }
+    }
+
+    /// The number of a rank of the world among the members.
+    pub(crate) fn number_of(&self, rank: usize) -> Option<usize> {
+        match &self.subset {
+            Some(subset) => subset.members.iter().position(|member| *member == rank),
+            None => Some(rank).filter(|rank| *rank < self.peers.len()),
+        }
+    }
+
+    /// The member of this number.
+    pub(crate) fn peer(&self, number: usize) -> &Peer {
+        &self.peers[self.member(number)]
+    }
+
+    /// The number of an operation of the group.
+    pub(crate) fn op_number(&self, sequence: u64) -> OpNumber {
+        let subset = self.subset.as_ref();
+        OpNumber {
+            group: subset.map_or(GroupId::WORLD, |subset| subset.id),
+            sequence,
+            members: subset.map(|subset| Arc::clone(&subset.name)),
+        }
     }
 
     /// The inbox, which holds the chunks that arrive for this rank and the state of its peers.
@@ -184,7 +298,7 @@ impl Transport {
         }
     }
 
-    /// See [`DataPlane::send`].
+    /// Sends to the member of this number; see [`DataPlane::send`].
     pub(crate) fn send(
         &self,
         to: usize,
@@ -192,7 +306,7 @@ impl Transport {
         deadline: &mut OpDeadline,
     ) -> Result<()> {
         match &self.mesh {
-            Some(plane) => plane.send(to, chunk, deadline),
+            Some(plane) => plane.send(self.member(to), chunk, deadline, self.poller.as_deref()),
             None => Err(self.no_data_plane(deadline)),
         }
     }
@@ -206,7 +320,7 @@ impl Transport {
     ) -> Result<()> {
         match &self.mesh {
             Some(plane) => {
-                plane.wait_for_arrival(version, due);
+                plane.wait_for_arrival(version, due, self.poller.as_deref());
                 Ok(())
             }
             None => Err(self.no_data_plane(deadline)),
@@ -243,6 +357,26 @@ impl Transport {
     }
 }
 
+impl Drop for Transport {
+    fn drop(&mut self) {
+        if let Some(poller) = &self.poller {
+            self.inbox.remove_poller(poller);
+        }
+        if let Some(subset) = &self.subset {
+            self.inbox.close_group(subset.id);
+        }
+    }
+}
+
+/// Makes a poller that wakes whenever something happens in the inbox.
+fn new_poller(inbox: &Inbox) -> Result<Arc<Poller>> {
+    let poller = Poller::new()
+        .map_err(|error| Error::io("there is no pair of sockets to wake a thread", error))?;
+    let poller = Arc::new(poller);
+    inbox.add_poller(Arc::clone(&poller));
+    Ok(poller)
+}
+
 impl fmt::Debug for Transport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Transport")
@@ -268,6 +402,58 @@ pub(crate) struct Threads {
     inboxes: Arc<[Arc<Inbox>]>,
 }
 
+/// The memory of groups of threads, from when the first member asks for it until the last one has.
+#[derive(Debug, Default)]
+pub(crate) struct ThreadArenas(Mutex<Vec<GroupArenas>>);
+
+#[derive(Debug)]
+struct GroupArenas {
+    group: Subset,
+    arenas: Arc<[Arc<Arena>]>,
+    /// The number of members that have not asked yet.
+    awaited: usize,
+}
+
+impl ThreadArenas {
+    /// The memory of a group, for its member number `rank`. Every member asks once.
+    fn of_group(&self, group: &Subset, rank: usize) -> Result<ShmPeers> {
+        let size = group.members.len();
+        let mut groups = self.0.lock();
+        let found = groups
+            .iter()
+            .position(|other| other.group.id == group.id && other.group.members == group.members);
+        let index = match found {
+            Some(index) => index,
+            None => {
+                groups.push(GroupArenas {
+                    group: group.clone(),
+                    arenas: thread_arenas(size)?,
+                    awaited: size,
+                });
+                groups.len() - 1
+            }
+        };
+        let entry = &mut groups[index];
+        entry.awaited -= 1;
+        let arenas = Arc::clone(&entry.arenas);
+        if entry.awaited == 0 {
+            groups.swap_remove(index);
+        }
+        Ok(ShmPeers::new(rank, arenas, 0, thread_spin(size)))
+    }
+}
+
+fn thread_arenas(count: usize) -> Result<Arc<[Arc<Arena>]>> {
+    let arenas: io::Result<_> = (0..count)
+        .map(|_| Arena::of_thread().map(Arc::new))
+        .collect();
+    arenas.map_err(|error| Error::io("there is no memory that threads can share", error))
+}
+
+fn thread_spin(ranks: usize) -> Spin {
+    Spin::for_ranks(ranks, UsableCores::of_this_process().count().get())
+}
+
 impl Threads {
     /// The only rank of a world of one.
     pub(crate) fn alone() -> Transport {
@@ -283,23 +469,20 @@ impl Threads {
         if world_size == 1 {
             return Ok(vec![Self::alone()]);
         }
-        let arenas: io::Result<Arc<[_]>> = (0..world_size)
-            .map(|_| Arena::of_thread().map(Arc::new))
-            .collect();
-        let arenas = arenas
-            .map_err(|error| Error::io("there is no memory that threads can share", error))?;
+        let arenas = thread_arenas(world_size)?;
         let (inboxes, peers) = (inboxes(world_size), peers(world_size));
-        let cores = UsableCores::of_this_process().count().get();
-        let spin = Spin::for_ranks(world_size, cores);
+        let spin = thread_spin(world_size);
+        let groups = Arc::new(ThreadArenas::default());
         let ranks = (0..world_size).map(|rank| {
             let control = Self {
                 rank,
                 inboxes: Arc::clone(&inboxes),
             };
             let memory = ShmPeers::new(rank, Arc::clone(&arenas), 0, spin);
-            control
-                .into_transport(Arc::clone(&peers))
-                .with_path(DataPath::Threads(memory))
+            let mut transport = control.into_transport(Arc::clone(&peers));
+            transport.set_path(DataPath::Threads(memory));
+            transport.arenas = Some(Arc::clone(&groups));
+            transport
         });
         Ok(ranks.collect())
     }
@@ -319,8 +502,14 @@ impl ControlPlane for Threads {
             }
             match message {
                 FinalMessage::Abort(abort) => inbox.aborted(self.rank, abort.clone()),
-                FinalMessage::Goodbye(kind) => inbox.left(self.rank, *kind),
+                FinalMessage::Goodbye(kind) => inbox.left(self.rank, GroupId::WORLD, *kind),
             }
+        }
+    }
+
+    fn leave_group(&self, group: &Subset, kind: LeaveKind) {
+        for member in group.members.iter().filter(|member| **member != self.rank) {
+            self.inboxes[*member].left(self.rank, group.id, kind);
         }
     }
 

@@ -7,11 +7,12 @@ use std::time::{Duration, Instant};
 
 use accelerator_host::sync::Mutex;
 
-use crate::error::{Certainty, Culprit, Seconds};
+use crate::error::{Certainty, Culprit};
 use crate::fingerprint::CollectiveFingerprint;
 use crate::kernel::ReduceInput;
 use crate::transport::chunk::PooledBuffer;
 use crate::transport::{CHUNK, Tag};
+use crate::wire::GroupId;
 
 /// The identity of a rank, for messages.
 #[derive(Clone, Debug, Eq, PartialEq)]
@@ -57,20 +58,11 @@ impl fmt::Display for Peer {
 /// The latest collective in which a rank was seen.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct LastOp {
+    pub(crate) group: GroupId,
     pub(crate) sequence: u64,
     pub(crate) fingerprint: CollectiveFingerprint,
     /// The time at which a sign of it arrived, if that is known.
     pub(crate) at: Option<Instant>,
-}
-
-impl fmt::Display for LastOp {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "collective #{}, {}", self.sequence, self.fingerprint)?;
-        match self.at {
-            Some(at) => write!(f, ", {} ago", Seconds(at.elapsed())),
-            None => Ok(()),
-        }
-    }
 }
 
 /// The way in which a rank leaves that has not failed.
@@ -126,6 +118,8 @@ pub(super) struct PeerQueue {
     pub(super) active: Option<Instant>,
     /// Set once another rank blames this one.
     pub(super) blamed: bool,
+    /// The groups, apart from the world, that the peer has left.
+    pub(super) left: Vec<(GroupId, LeaveKind)>,
 }
 
 impl PeerQueue {
@@ -140,13 +134,21 @@ impl PeerQueue {
     /// The next part of an operation. A part that has no place there is given too, for an error
     /// to be made of it: that of an operation which is over, and that of one which the peer
     /// begins only when it is done with this one.
-    pub(super) fn pop(&mut self, place: OpPosition, sequence: u64) -> Option<RecvChunk> {
+    pub(super) fn pop(
+        &mut self,
+        place: OpPosition,
+        group: GroupId,
+        sequence: u64,
+    ) -> Option<RecvChunk> {
         let belongs = |chunk: &RecvChunk| {
             let found = chunk.tag.sequence;
-            match place {
-                OpPosition::First => found <= sequence || found >= sequence + MAX_IN_FLIGHT as u64,
-                OpPosition::Later => found == sequence,
-            }
+            chunk.tag.group == group
+                && match place {
+                    OpPosition::First => {
+                        found <= sequence || found >= sequence + MAX_IN_FLIGHT as u64
+                    }
+                    OpPosition::Later => found == sequence,
+                }
         };
         let index = self.chunks.iter().position(belongs)?;
         let chunk = self.chunks.remove(index)?;
@@ -154,10 +156,17 @@ impl PeerQueue {
         Some(chunk)
     }
 
-    pub(super) fn holds(&self, sequence: u64) -> bool {
-        self.chunks
-            .iter()
-            .any(|chunk| chunk.tag.sequence == sequence)
+    pub(super) fn holds(&self, group: GroupId, sequence: u64) -> bool {
+        let tags = self.chunks.iter().map(|chunk| chunk.tag);
+        tags.into_iter()
+            .any(|tag| tag.group == group && tag.sequence == sequence)
+    }
+
+    /// Drops what is there of a group.
+    pub(super) fn close_group(&mut self, group: GroupId) {
+        self.left.retain(|(left, _)| *left != group);
+        self.chunks.retain(|chunk| chunk.tag.group != group);
+        self.bytes = self.chunks.iter().map(RecvChunk::weight).sum();
     }
 }
 

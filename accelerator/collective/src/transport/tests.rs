@@ -1,6 +1,6 @@
 use std::time::Duration;
 
-use super::{OpDeadline, OpTimeouts, TimeoutKind};
+use super::{GroupId, OpDeadline, OpNumber, OpTimeouts, TimeoutKind};
 use crate::fingerprint::{CallSite, CollectiveFingerprint, OpKind};
 
 /// Returns the clock of a barrier of rank 0 that has so much time for progress.
@@ -11,5 +11,14 @@ pub(crate) fn deadline(sequence: u64, timeout: Duration) -> OpDeadline {
         limit: TimeoutKind::Progress,
     };
     let fingerprint = CollectiveFingerprint::new(OpKind::Barrier, CallSite::new("here.rs", 1));
-    OpDeadline::new(0, sequence, fingerprint, timeouts)
+    OpDeadline::new(0, number(sequence), fingerprint, timeouts)
+}
+
+/// Returns the number of an operation of the world.
+pub(crate) fn number(sequence: u64) -> OpNumber {
+    OpNumber {
+        group: GroupId::WORLD,
+        sequence,
+        members: None,
+    }
 }

@@ -106,7 +106,7 @@ const MAX_CAUSE_BYTES: usize = 2048;
 /// | 0..4 | `ACLF` |
 /// | 4 | version |
 /// | 5 | kind |
-/// | 6..8 | zero |
+/// | 6..8 | number of the group |
 /// | 8..16 | sequence number of the operation |
 /// | 16..20 | number of the chunk |
 /// | 20..24 | length of the preamble |
@@ -116,6 +116,7 @@ const MAX_CAUSE_BYTES: usize = 2048;
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct Head {
     pub(crate) kind: FrameKind,
+    pub(crate) group: GroupId,
     pub(crate) sequence: u64,
     pub(crate) index: u32,
     pub(crate) preamble: usize,
@@ -133,6 +134,7 @@ impl Head {
     ) -> Self {
         Self {
             kind,
+            group: GroupId::WORLD,
             sequence,
             index,
             preamble: preamble.len(),
@@ -141,11 +143,16 @@ impl Head {
         }
     }
 
+    pub(crate) fn in_group(self, group: GroupId) -> Self {
+        Self { group, ..self }
+    }
+
     pub(crate) fn encode(&self) -> [u8; Self::LEN] {
         let mut out = [0; Self::LEN];
         out[0..4].copy_from_slice(&FRAME_MAGIC);
         out[4] = FRAME_PROTOCOL_VERSION;
         out[5] = self.kind as u8;
+        out[6..8].copy_from_slice(&self.group.0.to_le_bytes());
         out[8..16].copy_from_slice(&self.sequence.to_le_bytes());
         out[16..20].copy_from_slice(&self.index.to_le_bytes());
         // Both lengths are bounded far below 32 bits.
@@ -176,11 +183,12 @@ impl Head {
             return Err(FrameError::Kind(bytes[5]));
         };
         let (preamble, payload) = (word(20) as usize, word(24) as usize);
-        if bytes[6..8] != [0, 0] || preamble > MAX_PREAMBLE || payload > CHUNK {
+        if preamble > MAX_PREAMBLE || payload > CHUNK {
             return Err(FrameError::Bounds { preamble, payload });
         }
         Ok(Self {
             kind,
+            group: GroupId(u16::from_le_bytes([bytes[6], bytes[7]])),
             sequence: u64::from(word(8)) | u64::from(word(12)) << 32,
             index: word(16),
             preamble,
@@ -207,6 +215,15 @@ impl Head {
     }
 
     pub(crate) const LEN: usize = 36;
+}
+
+/// The number of a group among those of a rank: no two groups that share two ranks have the same one at a time.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub(crate) struct GroupId(pub(crate) u16);
+
+impl GroupId {
+    /// The group of all ranks.
+    pub(crate) const WORLD: Self = Self(0);
 }
 
 /// The kind of a frame.
@@ -310,6 +327,7 @@ impl std::error::Error for FrameError {}
 /// The error with which a rank gave up, and the operation.
 #[derive(Clone, Debug)]
 pub(crate) struct Abort {
+    pub(crate) group: GroupId,
     pub(crate) sequence: u64,
     pub(crate) error: Error,
 }
@@ -324,10 +342,11 @@ impl Abort {
     }
 
     /// Reads what [`encode`](Self::encode) wrote.
-    pub(crate) fn decode(sequence: u64, bytes: &[u8]) -> Option<Self> {
+    pub(crate) fn decode(head: &Head, bytes: &[u8]) -> Option<Self> {
         let error: WireError = from_bytes(bytes).ok()?;
         Some(Self {
-            sequence,
+            group: head.group,
+            sequence: head.sequence,
             error: error.into_error(),
         })
     }
@@ -349,7 +368,7 @@ pub(crate) const MAX_PREAMBLE: usize = 16 * 1024;
 const MAX_ABORT_RANKS: usize = 256;
 
 const FRAME_MAGIC: [u8; 4] = *b"ACLF";
-const FRAME_PROTOCOL_VERSION: u8 = 6;
+const FRAME_PROTOCOL_VERSION: u8 = 7;
 const _: () = assert!(CollectiveFingerprint::BOUND <= MAX_PREAMBLE);
 
 /// A connection that is read until a deadline, however slowly the bytes come.
@@ -467,6 +486,7 @@ mod tests {
         let kind = proptest::sample::select(&FrameKind::ALL[..]);
         (
             kind,
+            any::<u16>(),
             any::<u64>(),
             any::<u32>(),
             0..=MAX_PREAMBLE,
@@ -474,7 +494,8 @@ mod tests {
             any::<u32>(),
         )
             .prop_map(
-                |(kind, sequence, index, preamble, payload, checksum)| Head {
+                |(kind, group, sequence, index, preamble, payload, checksum)| Head {
+                    group: GroupId(group),
                     kind,
                     sequence,
                     index,
@@ -507,7 +528,8 @@ mod tests {
         #[test]
         fn garbage_is_no_frame(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
             prop_assert!(Head::read(&mut &bytes[..]).is_err());
-            let _ = Abort::decode(0, &bytes);
+            let head = Head::new(FrameKind::Abort, 0, 0, &bytes, &[]);
+            let _ = Abort::decode(&head, &bytes);
         }
 
         #[test]
@@ -528,6 +550,7 @@ mod tests {
     #[test]
     fn lengths_beyond_the_bounds_are_refused() {
         let head = Head {
+            group: GroupId::WORLD,
             kind: FrameKind::Gather,
             sequence: 0,
             index: 0,
@@ -573,9 +596,15 @@ mod tests {
         let text = "é".repeat(MAX_PREAMBLE);
         for text in ["rank 1 is lost", &text] {
             let error = Error::about(Kind::Timeout, vec![1, 63], text);
-            let bytes = Abort { sequence: 7, error }.encode();
+            let bytes = Abort {
+                group: GroupId::WORLD,
+                sequence: 7,
+                error,
+            }
+            .encode();
             assert!(bytes.len() <= MAX_PREAMBLE);
-            let back = Abort::decode(7, &bytes).unwrap();
+            let head = Head::new(FrameKind::Abort, 7, 0, &bytes, &[]);
+            let back = Abort::decode(&head, &bytes).unwrap();
             assert!(back.error.is_timeout());
             assert_eq!(back.error.ranks(), [1, 63]);
             assert_eq!(back.error.culprit(), None);
@@ -601,9 +630,15 @@ mod tests {
                 certainty,
             };
             let error = Error::blaming(Kind::PeerLost, culprit, format!("it is lost: {cause}"));
-            let bytes = Abort { sequence: 7, error }.encode();
+            let bytes = Abort {
+                group: GroupId::WORLD,
+                sequence: 7,
+                error,
+            }
+            .encode();
             assert!(bytes.len() <= MAX_PREAMBLE);
-            let back = Abort::decode(7, &bytes).unwrap().error;
+            let head = Head::new(FrameKind::Abort, 7, 0, &bytes, &[]);
+            let back = Abort::decode(&head, &bytes).unwrap().error;
             assert!(back.is_peer_lost());
             assert_eq!(back.ranks(), [63]);
             let found = back.culprit().unwrap();
@@ -613,7 +648,7 @@ mod tests {
             );
             assert!(cause.starts_with(found.cause()) && !found.cause().is_empty());
             assert_eq!(found.certainty, certainty);
-            assert!(Abort::decode(7, &bytes[..20]).is_none());
+            assert!(Abort::decode(&head, &bytes[..20]).is_none());
         }
     }
 }

@@ -11,11 +11,16 @@ mod hierarchical {
 
     const MEANS: Means = Means::Hierarchical;
 
-    world!(three, 3, [reductions, exchanges, whole, failures], []);
+    world!(
+        three,
+        3,
+        [reductions, exchanges, whole, failures, parts],
+        []
+    );
     world!(
         four,
         4,
-        [reductions],
+        [reductions, parts],
         [
             beyond_a_bucket,
             disagreements,
@@ -24,7 +29,12 @@ mod hierarchical {
             a_rank_that_aborts,
         ]
     );
-    world!(seven, 7, [reductions], [a_rank_that_panics]);
+    world!(
+        seven,
+        7,
+        [reductions],
+        [a_rank_that_panics, groups_are_worlds, groups_cross]
+    );
     waits!(
         3: [
             a_rank_that_does_not_come,

@@ -1,6 +1,6 @@
 use core::num::NonZeroUsize;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::sync::{Arc, OnceLock};
 
 use accelerator_collective::{Launch, ProcessGroup, Topology, TransportKind};
 use accelerator_host::DEVICE;
@@ -176,6 +176,7 @@ impl AcceleratorBuilder {
                 builder: self.clone(),
                 checkpoints: Arc::new(CheckpointContext::new(reduction.clone(), tracking.clone())),
                 context,
+                groups: OnceLock::new(),
                 optimizers: OptimizerCount::default(),
                 reduction,
                 restarts,

@@ -71,7 +71,7 @@ impl Gathering {
                         return Ok(progress);
                     }
                     if !ctx.agree_on(self.shards.digest()) {
-                        return Err(shard_layouts_differ(ctx.deadline.sequence));
+                        return Err(shard_layouts_differ(&ctx.deadline.number));
                     }
                     match rounds {
                         0 => GatheringStep::Done,
@@ -191,7 +191,7 @@ impl OpContext<'_> {
         self.send_header(|_| &checksum)?;
         self.exchange_headers(|_, _| checksum.len())?;
         if !self.agree_on(&checksum) {
-            return Err(gather_layouts_differ(self.deadline.sequence));
+            return Err(gather_layouts_differ(&self.deadline.number));
         }
         let own = layout.collect(self.rank, buffers);
         let len = |_: &Self, peer| layout.len(peer);

@@ -33,7 +33,7 @@ impl OpContext<'_> {
         self.send_header(|_| head)?;
         self.exchange_headers(|_, _| head.len())?;
         if !self.agree_on(head) {
-            return Err(shard_layouts_differ(self.deadline.sequence));
+            return Err(shard_layouts_differ(&self.deadline.number));
         }
         let plan = HierarchicalPlan::new(hosts, dtype, bytes.len() / dtype.size());
         // Divided once, at the end.

@@ -99,7 +99,7 @@ impl<'a> OpContext<'a> {
         scratch: &'a mut Scratch,
     ) -> Self {
         if transport.shared().is_none() {
-            scratch.clear(transport.peers().len());
+            scratch.clear(transport.size());
         }
         Self::view(transport, deadline, scratch, None)
     }
@@ -122,8 +122,9 @@ impl<'a> OpContext<'a> {
     ) -> Self {
         Self {
             transport,
-            rank: deadline.rank,
-            world_size: transport.peers().len(),
+            // A rank runs operations of its own groups only.
+            rank: transport.number_of(deadline.rank).unwrap_or_default(),
+            world_size: transport.size(),
             deadline,
             position,
             received: &mut scratch.received,
@@ -170,7 +171,7 @@ impl<'a> OpContext<'a> {
             };
             self.transport.send(peer, part, self.deadline)?;
         }
-        self.inject_fault(Point::Operation(self.deadline.sequence))
+        self.inject_fault(Point::Operation(self.deadline.number.sequence))
     }
 
     /// Waits for everyone's header, and fails on every rank alike if they disagree. The
@@ -212,7 +213,7 @@ impl<'a> OpContext<'a> {
             }
         }
         if !self.do_agree() {
-            return Err(mismatch(self.deadline.sequence, self.headers));
+            return Err(self.mismatch());
         }
         for peer in self.others() {
             if let (Some(header), Some(chunk)) = (&self.headers[peer], &self.received[peer]) {
@@ -238,8 +239,13 @@ impl<'a> OpContext<'a> {
     pub(crate) fn disagreement(&self, error: Error) -> Error {
         match self.do_agree() || error.is_mismatch() {
             true => error,
-            false => mismatch(self.deadline.sequence, self.headers),
+            false => self.mismatch(),
         }
+    }
+
+    fn mismatch(&self) -> Error {
+        let member = |number| self.transport.member(number);
+        mismatch(&self.deadline.number, self.headers, member)
     }
 
     /// Returns `true` if the headers that have arrived agree with this rank's.
@@ -264,17 +270,15 @@ impl<'a> OpContext<'a> {
             fingerprint: None,
             payload,
         };
-        self.inject_fault(Point::Within(self.deadline.sequence))?;
+        self.inject_fault(Point::Within(self.deadline.number.sequence))?;
         self.transport.send(to, part, self.deadline)
     }
 
     fn inject_fault(&self, point: Point) -> Result<()> {
-        match fail_point(self.rank, point) {
+        match fail_point(self.deadline.rank, point) {
             Some(Effect::DropConnection) if self.world_size > 1 => {
                 self.transport.control().inject_disconnect();
-                return Err(self
-                    .deadline
-                    .disconnected(&self.transport.peers()[self.rank]));
+                return Err(self.deadline.disconnected(self.transport.peer(self.rank)));
             }
             Some(Effect::CorruptFrame) => self.transport.inject_corruption(),
             // The others have no place here.
@@ -322,18 +326,22 @@ impl<'a> OpContext<'a> {
     }
 
     fn fetch(&mut self, from: usize, awaited: Range<usize>) -> Result<Option<RecvChunk>> {
-        let (inbox, peers) = (self.transport.inbox(), self.transport.peers());
+        let inbox = self.transport.inbox();
         match self.position {
             None => inbox
                 .take(from, awaited, self.transport, self.deadline)
                 .map(Some),
-            Some(position) => inbox.poll(from, position, peers, self.deadline),
+            Some(position) => {
+                let (from, peers) = (self.transport.member(from), self.transport.peers());
+                inbox.poll(from, position, peers, self.deadline)
+            }
         }
     }
 
     fn tag(&self, phase: OpPhase, round: usize) -> Tag {
         Tag {
-            sequence: self.deadline.sequence,
+            group: self.deadline.number.group,
+            sequence: self.deadline.number.sequence,
             phase,
             // Chunks are numbered within 32 bits up to an exabyte.
             index: round as u32,
@@ -342,14 +350,14 @@ impl<'a> OpContext<'a> {
 
     fn unexpected(&self, from: usize, chunk: &RecvChunk, wanted: Tag) -> Error {
         self.deadline.protocol(
-            &self.transport.peers()[from],
+            self.transport.peer(from),
             format_args!("it sent {:?}, expected {wanted:?}", chunk.tag),
         )
     }
 
     fn wrong_size(&self, from: usize, found: usize, expected: usize) -> Error {
         self.deadline.protocol(
-            &self.transport.peers()[from],
+            self.transport.peer(from),
             format_args!("it sent {found} bytes, expected {expected}"),
         )
     }

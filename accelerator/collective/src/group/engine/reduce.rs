@@ -110,7 +110,7 @@ impl Reduction {
                     if let ChunkLayout::Sharded(shards, _) = layout
                         && !ctx.agree_on(shards.digest())
                     {
-                        return Err(shard_layouts_differ(ctx.deadline.sequence));
+                        return Err(shard_layouts_differ(&ctx.deadline.number));
                     }
                     if is_short {
                         combine(self.dtype, self.op, ctx.received, bytes);

@@ -11,7 +11,9 @@ use crate::{
     group::GroupOptions,
     shard_layout::ShardLayout,
     topology::TransportKind,
-    transport::{CHUNK, ControlPlane, DataPlane, FinalMessage, Inbox, peers},
+    transport::{
+        CHUNK, ControlPlane, DataPlane, FinalMessage, GroupId, Inbox, Poller, peers, tests::number,
+    },
 };
 
 /// A transport that records what this rank, 0 of 2, sends to the other.
@@ -40,6 +42,7 @@ impl Notes {
         let mut chunk = self.inbox.chunk(payload.len());
         chunk.bytes_mut().copy_from_slice(payload);
         let tag = Tag {
+            group: GroupId::WORLD,
             sequence: 0,
             phase,
             index,
@@ -64,13 +67,19 @@ impl DataPlane for Notes {
         TransportKind::Tcp
     }
 
-    fn send(&self, _: usize, chunk: OutgoingChunk<'_>, _: &mut OpDeadline) -> Result<()> {
+    fn send(
+        &self,
+        _: usize,
+        chunk: OutgoingChunk<'_>,
+        _: &mut OpDeadline,
+        _: Option<&Poller>,
+    ) -> Result<()> {
         let mut sent = self.sent.lock().unwrap();
         sent.push((chunk.tag, chunk.payload.len()));
         Ok(())
     }
 
-    fn wait_for_arrival(&self, _: u64, _: Instant) {
+    fn wait_for_arrival(&self, _: u64, _: Instant, _: Option<&Poller>) {
         unreachable!("the operation is resumed by the test");
     }
 }
@@ -106,7 +115,7 @@ fn a_rank_sends_no_more_ahead_than_the_other_has_shown_to_have_taken() {
         notes.clone(),
         Some(notes.clone()),
     );
-    let mut deadline = OpDeadline::new(0, 0, fingerprint, timeouts);
+    let mut deadline = OpDeadline::new(0, number(0), fingerprint, timeouts);
     let mut scratch = Scratch::default();
     scratch.clear(2);
     let op = BufferOp::ReduceScatter(ReduceOp::Sum, Arc::clone(&shards));

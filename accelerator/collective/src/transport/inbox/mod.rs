@@ -1,11 +1,9 @@
 //! The receive queue of a rank, what it knows of its peers, and the waker of a thread that sleeps on connections.
 
+mod poller;
 mod recv;
 mod state;
 
-use std::io::{self, Read, Write};
-use std::os::fd::{AsFd, BorrowedFd};
-use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -17,7 +15,9 @@ use super::chunk::{Pool, PooledBuffer};
 use super::peer::PeerState;
 use super::{Abort, LastOp, LeaveKind, OpDeadline, Peer};
 use crate::error::Certainty;
+use crate::wire::GroupId;
 
+pub(crate) use self::poller::Poller;
 pub(crate) use super::peer::{ActivityClock, MAX_IN_FLIGHT, OpPosition, RecvChunk};
 
 /// The parts for one rank, one queue for each sender, and what is known of the senders.
@@ -28,8 +28,6 @@ pub(crate) struct Inbox {
     arrival: Condvar,
     room: Condvar,
     pool: Arc<Pool>,
-    /// Wakes an engine that sleeps on connections.
-    waker: Option<Waker>,
     /// Set once anything is known that could end an operation whose data are here.
     has_failures: AtomicBool,
     /// The rank for which this one waits, and one; zero while it waits for nobody.
@@ -39,21 +37,11 @@ pub(crate) struct Inbox {
 
 impl Inbox {
     pub(crate) fn new(world_size: usize) -> Self {
-        Self::with(world_size, None)
-    }
-
-    /// An inbox whose engine may sleep elsewhere, on the waker; see [`before_poll`](Self::before_poll).
-    pub(crate) fn with_waker(world_size: usize, waker: Waker) -> Self {
-        Self::with(world_size, Some(waker))
-    }
-
-    fn with(world_size: usize, waker: Option<Waker>) -> Self {
         Self {
             state: Mutex::new(InboxState::new(world_size)),
             arrival: Condvar::new(),
             room: Condvar::new(),
             pool: Arc::new(Pool::default()),
-            waker,
             has_failures: AtomicBool::new(false),
             awaited: AtomicUsize::new(0),
             activity: Arc::default(),
@@ -92,10 +80,35 @@ impl Inbox {
         !state.is_full(from)
     }
 
-    pub(crate) fn left(&self, rank: usize, kind: LeaveKind) {
+    pub(crate) fn left(&self, rank: usize, group: GroupId, kind: LeaveKind) {
         let mut state = self.state.lock();
-        state.on_left(rank, kind);
+        match group {
+            GroupId::WORLD => state.on_left(rank, kind),
+            _ => state.on_left_group(rank, group, kind),
+        }
         self.notify(state);
+    }
+
+    /// Takes in the chunks of a group from here on; returns `false` if it does so already.
+    pub(crate) fn open_group(&self, group: GroupId) -> bool {
+        self.state.lock().open_group(group)
+    }
+
+    /// Drops the chunks of a group, and takes in no more of them.
+    pub(crate) fn close_group(&self, group: GroupId) {
+        let mut state = self.state.lock();
+        state.close_group(group);
+        drop(state);
+        self.room.notify_all();
+    }
+
+    /// Lets an engine sleep on its poller until something happens here; see [`before_poll`](Self::before_poll).
+    pub(crate) fn add_poller(&self, poller: Arc<Poller>) {
+        self.state.lock().add_poller(poller);
+    }
+
+    pub(crate) fn remove_poller(&self, poller: &Arc<Poller>) {
+        self.state.lock().remove_poller(poller);
     }
 
     /// Notes that a peer is gone, unless it has sent a final message before.
@@ -230,7 +243,7 @@ impl Inbox {
         state.close();
         self.has_failures.store(true, Ordering::Release);
         state.version += 1;
-        self.wake_poller(&mut state);
+        wake_pollers(&state);
         drop(state);
         self.room.notify_all();
         self.arrival.notify_all();
@@ -247,20 +260,13 @@ impl Inbox {
 
     fn notify(&self, mut state: MutexGuard<'_, InboxState>) {
         state.version += 1;
-        let asleep = state.sleepers > 0;
-        self.wake_poller(&mut state);
+        let sleepers = state.sleepers;
+        wake_pollers(&state);
         drop(state);
-        if asleep {
-            self.arrival.notify_one();
-        }
-    }
-
-    /// Wakes the engine where it sleeps elsewhere.
-    fn wake_poller(&self, state: &mut InboxState) {
-        if state.end_poll()
-            && let Some(waker) = &self.waker
-        {
-            waker.wake();
+        match sleepers {
+            0 => {}
+            1 => self.arrival.notify_one(),
+            _ => self.arrival.notify_all(),
         }
     }
 
@@ -277,35 +283,12 @@ impl Inbox {
     }
 }
 
-/// A pair of sockets: whoever polls the one end wakes when the other is rung.
-#[derive(Debug)]
-pub(crate) struct Waker {
-    sender: UnixStream,
-    receiver: UnixStream,
-}
-
-impl Waker {
-    pub(crate) fn new() -> io::Result<Self> {
-        let (sender, receiver) = UnixStream::pair()?;
-        sender.set_nonblocking(true)?;
-        receiver.set_nonblocking(true)?;
-        Ok(Self { sender, receiver })
-    }
-
-    pub(crate) fn wake(&self) {
-        // One that is full has been rung before.
-        let _ = (&self.sender).write(&[1]);
-    }
-
-    /// Takes off all that was rung.
-    pub(crate) fn drain(&self) {
-        let _ = (&self.receiver).read(&mut [0; 64]);
-    }
-}
-
-impl AsFd for Waker {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.receiver.as_fd()
+/// Wakes the engines that sleep on connections.
+fn wake_pollers(state: &InboxState) {
+    for poller in state.pollers() {
+        if poller.end_poll() {
+            poller.wake();
+        }
     }
 }
 

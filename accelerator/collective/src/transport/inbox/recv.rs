@@ -6,13 +6,14 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{Inbox, OpPosition, RecvChunk, Waker, state::InboxState};
+use super::poller::{Poller, Waker};
+use super::{Inbox, OpPosition, RecvChunk, state::InboxState};
 use crate::error::Result;
 use crate::transport::{OpDeadline, Peer, Transport};
 
 impl Inbox {
     /// The next part from a peer. `awaited` are the ranks from which the engine wants a part
-    /// now, in this order; a timeout names those that have sent none.
+    /// now, in this order; a timeout names those that have sent none. All are numbers in the group of the transport.
     pub(crate) fn take(
         &self,
         from: usize,
@@ -20,7 +21,7 @@ impl Inbox {
         transport: &Transport,
         deadline: &mut OpDeadline,
     ) -> Result<RecvChunk> {
-        let peers = transport.peers();
+        let (from, peers) = (transport.member(from), transport.peers());
         let mut state = self.state.lock();
         loop {
             if let Some(chunk) = state.next_chunk(from, OpPosition::First, peers, deadline)? {
@@ -31,7 +32,7 @@ impl Inbox {
         }
     }
 
-    /// The next part of an operation from a peer, where it has come.
+    /// The next part of an operation from a rank of the world, where it has come.
     pub(crate) fn poll(
         &self,
         from: usize,
@@ -77,19 +78,21 @@ impl Inbox {
 
     /// Announces that the engine is about to sleep until its waker wakes it, and returns the waker; `None` if
     /// there was an event after `version`. [`after_poll`](Self::after_poll) follows.
-    pub(crate) fn before_poll(&self, version: u64) -> Option<&Waker> {
-        let waker = self.waker.as_ref()?;
-        self.state.lock().begin_poll(version).then_some(waker)
+    pub(crate) fn before_poll<'a>(&self, poller: &'a Poller, version: u64) -> Option<&'a Waker> {
+        let state = self.state.lock();
+        if state.version != version {
+            return None;
+        }
+        poller.begin_poll();
+        Some(poller.waker())
     }
 
     /// Announces that the engine no longer sleeps.
-    pub(crate) fn after_poll(&self) {
-        let mut state = self.state.lock();
+    pub(crate) fn after_poll(&self, poller: &Poller) {
+        let _state = self.state.lock();
         // Whoever woke it has noted the end.
-        if !state.end_poll()
-            && let Some(waker) = &self.waker
-        {
-            waker.drain();
+        if !poller.end_poll() {
+            poller.waker().drain();
         }
     }
 
@@ -105,8 +108,11 @@ impl Inbox {
         transport: &Transport,
         deadline: &mut OpDeadline,
     ) -> Result<MutexGuard<'a, InboxState>> {
-        let (rank, sequence) = (deadline.rank, deadline.sequence);
-        let missing = awaited.filter(|peer| *peer != rank && !state.queues[*peer].holds(sequence));
+        let rank = deadline.rank;
+        let (group, sequence) = (deadline.number.group, deadline.number.sequence);
+        let awaited = awaited.map(|peer| transport.member(peer));
+        let missing =
+            awaited.filter(|peer| *peer != rank && !state.queues[*peer].holds(group, sequence));
         self.await_rank(missing.clone().next());
         let roots = |deadline: &OpDeadline| state.roots(missing.clone().collect(), deadline);
         let active = |rank| state.active(rank);

@@ -2,15 +2,18 @@
 //! of this file.
 
 use std::{
-    mem::take,
+    sync::Arc,
     time::{Duration, Instant},
 };
+
+use super::poller::Poller;
 
 use crate::transport::peer::{OpPosition, PeerQueue, PeerState, QUEUE_BYTES, RecvChunk};
 use crate::{
     error::{Certainty, Culprit, Error, Result},
     liveness::SUSPEND_THRESHOLD,
     transport::{Abort, LastOp, LeaveKind, OpDeadline, Peer},
+    wire::GroupId,
 };
 
 #[derive(Debug)]
@@ -28,8 +31,10 @@ pub(super) struct InboxState {
     pub(super) sleepers: usize,
     /// The number of threads that wait for room.
     pub(super) blocked: usize,
-    /// Set while the engine sleeps until its waker wakes it.
-    polling: bool,
+    /// The engines that may sleep until their wakers wake them: one for each group.
+    pollers: Vec<Arc<Poller>>,
+    /// The groups, apart from the world, of which chunks are taken in.
+    groups: Vec<GroupId>,
     /// The last time at which this process said that it runs, and the silence after which the others
     /// may give it up.
     last_run: Option<(Instant, Duration)>,
@@ -47,7 +52,8 @@ impl InboxState {
             version: 0,
             sleepers: 0,
             blocked: 0,
-            polling: false,
+            pollers: Vec::new(),
+            groups: Vec::new(),
             last_run: None,
             suspended: None,
         }
@@ -58,10 +64,16 @@ impl InboxState {
         !self.closed && self.queues[from].bytes >= QUEUE_BYTES
     }
 
+    /// Puts a chunk into the queue of its sender, unless it is of a group that this rank has left.
     pub(super) fn push(&mut self, from: usize, chunk: RecvChunk) {
+        let group = chunk.tag.group;
+        if group != GroupId::WORLD && !self.groups.contains(&group) {
+            return;
+        }
         let queue = &mut self.queues[from];
         if let Some(fingerprint) = chunk.fingerprint {
             queue.last = Some(LastOp {
+                group,
                 sequence: chunk.tag.sequence,
                 fingerprint,
                 at: Some(Instant::now()),
@@ -80,23 +92,48 @@ impl InboxState {
         deadline: &OpDeadline,
     ) -> Result<Option<RecvChunk>> {
         self.check_abort(peers, deadline)?;
-        let chunk = self.queues[from].pop(position, deadline.sequence);
+        let number = &deadline.number;
+        let chunk = self.queues[from].pop(position, number.group, number.sequence);
         if chunk.is_none() {
             self.check(from, peers, deadline)?;
         }
         Ok(chunk)
     }
 
-    /// Notes that the engine is about to sleep until its waker wakes it, unless there was an event
-    /// after `version`, and says whether it is.
-    pub(super) fn begin_poll(&mut self, version: u64) -> bool {
-        self.polling = self.version == version;
-        self.polling
+    /// Takes in the chunks of a group from here on; returns `false` if it does so already.
+    pub(super) fn open_group(&mut self, group: GroupId) -> bool {
+        let is_new = !self.groups.contains(&group);
+        if is_new {
+            self.groups.push(group);
+        }
+        is_new
     }
 
-    /// Notes that the engine does not sleep on its waker any more, and says whether it did.
-    pub(super) fn end_poll(&mut self) -> bool {
-        take(&mut self.polling)
+    /// Drops the chunks of a group, and takes in no more of them.
+    pub(super) fn close_group(&mut self, group: GroupId) {
+        self.groups.retain(|open| *open != group);
+        for queue in &mut self.queues {
+            queue.close_group(group);
+        }
+    }
+
+    pub(super) fn add_poller(&mut self, poller: Arc<Poller>) {
+        self.pollers.push(poller);
+    }
+
+    pub(super) fn remove_poller(&mut self, poller: &Arc<Poller>) {
+        self.pollers.retain(|other| !Arc::ptr_eq(other, poller));
+    }
+
+    pub(super) fn pollers(&self) -> &[Arc<Poller>] {
+        &self.pollers
+    }
+
+    /// Notes that a peer has left a group other than the world.
+    pub(super) fn on_left_group(&mut self, rank: usize, group: GroupId, kind: LeaveKind) {
+        if self.groups.contains(&group) {
+            self.queues[rank].left.push((group, kind));
+        }
     }
 
     pub(super) fn on_left(&mut self, rank: usize, kind: LeaveKind) {
@@ -125,17 +162,23 @@ impl InboxState {
             }
             _ => FailureCause::Lost(rank, cause, certainty),
         };
-        self.record_failure(None, cause);
+        self.record_failure(FailedAt::Unknown, cause);
         true
     }
 
     pub(super) fn on_broke_protocol(&mut self, rank: usize, what: String) {
         self.queues[rank].state = PeerState::Broken;
-        self.record_failure(Some(0), FailureCause::BrokeProtocol(rank, what));
+        self.record_failure(
+            FailedAt::Everywhere,
+            FailureCause::BrokeProtocol(rank, what),
+        );
     }
 
     pub(super) fn on_own_failure(&mut self, why: &str) {
-        self.record_failure(Some(0), FailureCause::OwnFailure(why.to_owned()));
+        self.record_failure(
+            FailedAt::Everywhere,
+            FailureCause::OwnFailure(why.to_owned()),
+        );
     }
 
     pub(super) fn on_aborted(&mut self, rank: usize, abort: Abort) {
@@ -154,7 +197,7 @@ impl InboxState {
                 FailureCause::Reported(rank, abort.error)
             }
         };
-        self.record_failure(Some(abort.sequence), cause);
+        self.record_failure(FailedAt::Operation(abort.group, abort.sequence), cause);
     }
 
     pub(super) fn on_activity(&mut self, rank: usize, at: Option<Instant>) {
@@ -185,10 +228,10 @@ impl InboxState {
         }
     }
 
-    fn record_failure(&mut self, sequence: Option<u64>, cause: FailureCause) {
+    fn record_failure(&mut self, at: FailedAt, cause: FailureCause) {
         if self.failures.len() < MAX_FAILURES {
             self.failures.push(ObservedFailure {
-                sequence,
+                at,
                 cause,
                 since: Instant::now(),
             });
@@ -324,11 +367,9 @@ impl InboxState {
     /// a rank that comes too late must not take the operation for done.
     pub(super) fn check_abort(&self, peers: &[Peer], deadline: &OpDeadline) -> Result<()> {
         match self.cause(deadline.rank) {
-            Some(ObservedFailure {
-                sequence: Some(at),
-                cause,
-                ..
-            }) if *at <= deadline.sequence => Err(self.error(cause, peers, deadline)),
+            Some(failure) if failure.dooms(deadline) => {
+                Err(self.error(&failure.cause, peers, deadline))
+            }
             _ if self.closed => Err(deadline.interrupted()),
             _ => Ok(()),
         }
@@ -341,7 +382,8 @@ impl InboxState {
     /// since a rank that failed because of another may end before the other is heard.
     pub(super) fn check(&self, from: usize, peers: &[Peer], deadline: &OpDeadline) -> Result<()> {
         self.check_abort(peers, deadline)?;
-        let state = self.queues[from].state;
+        let queue = &self.queues[from];
+        let state = queue.state;
         match self.cause(deadline.rank) {
             Some(blame) => {
                 let suspected =
@@ -355,7 +397,14 @@ impl InboxState {
                 PeerState::Left => Err(deadline.left(&peers[from])),
                 PeerState::Dropped => Err(deadline.lost(&peers[from], DROPPED, Certainty::Partial)),
                 PeerState::Broken | PeerState::Aborted | PeerState::Lost | PeerState::Present => {
-                    Ok(())
+                    let group = deadline.number.group;
+                    match queue.left.iter().find(|(left, _)| *left == group) {
+                        Some((_, LeaveKind::Closed)) => Err(deadline.left(&peers[from])),
+                        Some((_, LeaveKind::Dropped)) => {
+                            Err(deadline.lost(&peers[from], DROPPED, Certainty::Partial))
+                        }
+                        None => Ok(()),
+                    }
                 }
             },
         }
@@ -373,12 +422,32 @@ impl InboxState {
 
 #[derive(Debug)]
 pub(super) struct ObservedFailure {
-    pub(super) sequence: Option<u64>,
+    pub(super) at: FailedAt,
     pub(super) cause: FailureCause,
     pub(super) since: Instant,
 }
 
+/// The operation in which a rank failed.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum FailedAt {
+    /// Nothing can be done any more in any group.
+    Everywhere,
+    Operation(GroupId, u64),
+    Unknown,
+}
+
 impl ObservedFailure {
+    /// Returns `true` if an operation cannot have been done by the rank that failed, or must not be taken for done.
+    fn dooms(&self, deadline: &OpDeadline) -> bool {
+        match self.at {
+            FailedAt::Everywhere => true,
+            FailedAt::Operation(group, sequence) => {
+                group == deadline.number.group && sequence <= deadline.number.sequence
+            }
+            FailedAt::Unknown => false,
+        }
+    }
+
     /// Returns `true` if nobody has reported the failure: a connection ended.
     fn is_guessed(&self) -> bool {
         matches!(self.cause, FailureCause::Lost(_, _, Certainty::Guessed))

@@ -1,7 +1,10 @@
 use super::*;
 use crate::{
     error::{Error, Kind},
-    transport::{OpPhase, Peer, PeerLocation, Tag, peers, tests::deadline},
+    transport::{
+        OpPhase, Peer, PeerLocation, Tag, peers,
+        tests::{deadline, number},
+    },
 };
 
 const LONG: Duration = Duration::from_secs(50);
@@ -16,6 +19,7 @@ fn who_is_blamed_is_gone_and_who_blames_is_not() {
         };
         let culprit = peer.culprit("it died", Certainty::Settled);
         Abort {
+            group: GroupId::WORLD,
             sequence: 3,
             error: Error::blaming(Kind::PeerLost, culprit, "it died"),
         }
@@ -32,7 +36,7 @@ fn who_is_blamed_is_gone_and_who_blames_is_not() {
     inbox.lost(1, "its connection ended", Certainty::Guessed);
     assert_eq!(inbox.gone(), [0, 2, 3]);
     assert_eq!(inbox.wait_for_final_messages(0, Duration::ZERO), [2, 4]);
-    inbox.left(4, LeaveKind::Dropped);
+    inbox.left(4, GroupId::WORLD, LeaveKind::Dropped);
     assert_eq!(inbox.gone(), [0, 2, 3, 4]);
 }
 
@@ -44,7 +48,14 @@ fn a_connection_that_ends_without_a_word_is_blamed_where_nobody_says_more() {
     inbox.check(1, &peers, &deadline(0, LONG)).unwrap();
     let culprit = peers[2].culprit("it died", Certainty::Settled);
     let error = Error::blaming(Kind::PeerLost, culprit, "it died");
-    inbox.aborted(2, Abort { sequence: 0, error });
+    inbox.aborted(
+        2,
+        Abort {
+            group: GroupId::WORLD,
+            sequence: 0,
+            error,
+        },
+    );
     let error = inbox.check(1, &peers, &deadline(0, LONG)).unwrap_err();
     assert_eq!(error.ranks(), [2], "{error}");
 }
@@ -56,7 +67,14 @@ fn a_rank_that_is_told_of_a_lost_one_says_where_it_was_itself() {
     let culprit = peers[2].culprit("it died", Certainty::Settled);
     let message = "rank 2 is lost: it died; rank 1 was in collective #7";
     let error = Error::blaming(Kind::PeerLost, culprit, message);
-    inbox.aborted(1, Abort { sequence: 7, error });
+    inbox.aborted(
+        1,
+        Abort {
+            group: GroupId::WORLD,
+            sequence: 7,
+            error,
+        },
+    );
     let error = inbox.check_abort(&peers, &deadline(8, LONG)).unwrap_err();
     assert_eq!(error.ranks(), [2], "{error}");
     assert_eq!(error.culprit().unwrap().cause(), "it died");
@@ -101,6 +119,7 @@ fn each_operation_finds_its_own_parts() {
     let peers = peers(2);
     let part = |sequence, index| RecvChunk {
         tag: Tag {
+            group: GroupId::WORLD,
             sequence,
             phase: OpPhase::Reduce,
             index,
@@ -136,6 +155,7 @@ fn what_a_peer_began_last_is_known_when_its_parts_are_taken() {
             1,
             RecvChunk {
                 tag: Tag {
+                    group: GroupId::WORLD,
                     sequence,
                     phase: OpPhase::Reduce,
                     index: 0,
@@ -146,7 +166,7 @@ fn what_a_peer_began_last_is_known_when_its_parts_are_taken() {
         );
     }
     inbox.close();
-    let text = inbox.last_op(1).unwrap().to_string();
+    let text = number(0).describe(&inbox.last_op(1).unwrap());
     assert!(
         text.starts_with("collective #4, barrier at here.rs:1, "),
         "{text}"

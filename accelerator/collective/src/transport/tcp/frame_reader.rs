@@ -270,7 +270,7 @@ impl<S: Read> FrameReader<S> {
         let rank = self.rank;
         let phase = match head.kind {
             FrameKind::Abort => {
-                let abort = Abort::decode(head.sequence, &self.preamble);
+                let abort = Abort::decode(&head, &self.preamble);
                 let abort = abort.ok_or(FrameError::Fingerprint)?;
                 self.inbox.aborted(rank, abort);
                 return Ok(());
@@ -280,7 +280,7 @@ impl<S: Read> FrameReader<S> {
                     0 => LeaveKind::Closed,
                     _ => LeaveKind::Dropped,
                 };
-                self.inbox.left(rank, kind);
+                self.inbox.left(rank, head.group, kind);
                 return Ok(());
             }
             FrameKind::Heartbeat => {
@@ -304,6 +304,7 @@ impl<S: Read> FrameReader<S> {
         };
         let received = RecvChunk {
             tag: Tag {
+                group: head.group,
                 sequence: head.sequence,
                 phase,
                 index: head.index,
@@ -439,6 +440,7 @@ mod tests {
 
     use super::*;
     use crate::transport::{OpPosition, peers, tests::deadline};
+    use crate::wire::GroupId;
 
     /// Pieces of a stream, with a pause after each.
     #[derive(Default)]
@@ -530,6 +532,7 @@ mod tests {
         let inbox = Arc::clone(&reader.inbox);
         let chunk = |index| RecvChunk {
             tag: Tag {
+                group: GroupId::WORLD,
                 sequence: 5,
                 phase: OpPhase::Reduce,
                 index,

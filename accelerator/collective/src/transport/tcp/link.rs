@@ -112,6 +112,12 @@ impl Link {
         }
     }
 
+    /// Writes a short frame, if the peer takes it in time.
+    pub(super) fn write_until(&self, frame: &[u8], until: Instant) {
+        // A peer that takes nothing is found silent, or ends.
+        let _ = self.write(frame, &[], &[], |_| self.has_room_by(until));
+    }
+
     /// Checks if bytes, or the end of the connection, wait to be read.
     pub(super) fn has_unread(&self) -> bool {
         is_ready(&self.control, PollFlags::IN)

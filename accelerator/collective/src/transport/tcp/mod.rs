@@ -20,8 +20,7 @@ use rustix::event::PollFlags;
 
 use self::frame_reader::{FrameReader, ReadOutcome, read_frames};
 use self::link::Link;
-use super::inbox::Waker;
-use super::{ControlPlane, Inbox, Peer, PeerLocation, Transport};
+use super::{ControlPlane, Inbox, Peer, PeerLocation, Poller, Transport, new_poller};
 use crate::error::{Error, Result};
 use crate::rendezvous::{MAX_WAIT, Meeting};
 use crate::socket::await_ready;
@@ -35,6 +34,8 @@ pub(crate) struct Tcp {
     peers: Arc<[Peer]>,
     links: Vec<Option<Link>>,
     inbox: Arc<Inbox>,
+    /// The poller of operations of all ranks.
+    poller: Arc<Poller>,
     handoff: Arc<ReaderHandoff>,
     /// The time for which a waiting operation keeps its core.
     busy: Duration,
@@ -68,9 +69,8 @@ impl Tcp {
                 },
             })
             .collect();
-        let waker = Waker::new()
-            .map_err(|error| Error::io("there is no pair of sockets to wake a thread", error))?;
-        let inbox = Arc::new(Inbox::with_waker(peers.len(), waker));
+        let inbox = Arc::new(Inbox::new(peers.len()));
+        let poller = new_poller(&inbox)?;
         let handoff = Arc::new(ReaderHandoff::new());
         // Silence counts from here on, and so does the time in which this process is suspended.
         let round_due = Instant::now();
@@ -93,6 +93,7 @@ impl Tcp {
             peers,
             links,
             inbox,
+            poller,
             handoff,
             connect_timeout,
             round_due: Mutex::new(round_due),
@@ -103,9 +104,10 @@ impl Tcp {
     /// Makes this mesh both planes of a group.
     pub(crate) fn into_transport(self) -> Transport {
         let (peers, inbox) = (Arc::clone(&self.peers), Arc::clone(&self.inbox));
+        let poller = Arc::clone(&self.poller);
         let mesh = Arc::new(self);
         let control: Arc<dyn ControlPlane> = mesh.clone();
-        Transport::new(peers, inbox, control, Some(mesh))
+        Transport::new(peers, inbox, control, Some(mesh)).with_poller(poller)
     }
 
     fn others(&self) -> impl Iterator<Item = (usize, &Link)> {

@@ -19,6 +19,7 @@ use crate::socket::{await_ready, timespec};
 use crate::topology::TransportKind;
 use crate::transport::{
     ControlPlane, DataPlane, FinalMessage, LeaveKind, MAX_IN_FLIGHT, OpDeadline, OutgoingChunk,
+    Poller, Subset,
 };
 use crate::wire::{FrameKind, Head, Heartbeat};
 
@@ -27,7 +28,14 @@ impl DataPlane for Tcp {
         TransportKind::Tcp
     }
 
-    fn send(&self, to: usize, chunk: OutgoingChunk<'_>, deadline: &mut OpDeadline) -> Result<()> {
+    fn send(
+        &self,
+        to: usize,
+        chunk: OutgoingChunk<'_>,
+        deadline: &mut OpDeadline,
+        poller: Option<&Poller>,
+    ) -> Result<()> {
+        let poller = poller.unwrap_or(&self.poller);
         let Some(link) = &self.links[to] else {
             return Err(deadline.protocol(&self.peers[self.rank], "it sent a part to itself"));
         };
@@ -84,7 +92,8 @@ impl DataPlane for Tcp {
                     due = *until;
                 }
                 // What has been told is not told again.
-                self.poll_until_writable(link, due, || was_calm && !self.inbox.has_no_failures());
+                let stop = || was_calm && !self.inbox.has_no_failures();
+                self.poll_until_writable(poller, link, due, stop);
                 true
             },
         );
@@ -106,8 +115,8 @@ impl DataPlane for Tcp {
         }
     }
 
-    fn wait_for_arrival(&self, version: u64, due: Instant) {
-        self.poll_until_event(version, due);
+    fn wait_for_arrival(&self, version: u64, due: Instant, poller: Option<&Poller>) {
+        self.poll_until_event(poller.unwrap_or(&self.poller), version, due);
     }
 
     fn max_in_flight(&self) -> usize {
@@ -134,7 +143,7 @@ impl Tcp {
 
 impl Tcp {
     /// Reads until something happens that was not counted in `version`, or it is `due`.
-    pub(super) fn poll_until_event(&self, version: u64, due: Instant) {
+    pub(super) fn poll_until_event(&self, poller: &Poller, version: u64, due: Instant) {
         let _polling = self.handoff.enter();
         let mut busy = Instant::now() + self.busy;
         loop {
@@ -153,18 +162,24 @@ impl Tcp {
                 std::hint::spin_loop();
                 continue;
             }
-            let Some(waker) = self.inbox.before_poll(version) else {
+            let Some(waker) = self.inbox.before_poll(poller, version) else {
                 return;
             };
             self.poll([PollFd::new(waker, PollFlags::IN)], due - now);
-            self.inbox.after_poll();
+            self.inbox.after_poll(poller);
         }
     }
 
     /// Waits until there may be room in a connection, and reads meanwhile; until it is `due` at the
     /// latest, and not where there is reason to `stop`. The peer may be waiting for this rank to
     /// read.
-    pub(super) fn poll_until_writable(&self, link: &Link, due: Instant, stop: impl Fn() -> bool) {
+    pub(super) fn poll_until_writable(
+        &self,
+        poller: &Poller,
+        link: &Link,
+        due: Instant,
+        stop: impl Fn() -> bool,
+    ) {
         let _polling = self.handoff.enter();
         while self.read_frames() == ReadOutcome::Frames {}
         let version = self.inbox.version();
@@ -172,7 +187,7 @@ impl Tcp {
             return;
         }
         // Nothing is missed that happens after the look.
-        let Some(waker) = self.inbox.before_poll(version) else {
+        let Some(waker) = self.inbox.before_poll(poller, version) else {
             return;
         };
         let left = due.saturating_duration_since(Instant::now());
@@ -183,7 +198,7 @@ impl Tcp {
             ],
             left,
         );
-        self.inbox.after_poll();
+        self.inbox.after_poll(poller);
     }
 
     /// Takes what has come, and what comes until all that was said has left for these peers; for a
@@ -254,16 +269,9 @@ impl ControlPlane for Tcp {
             FinalMessage::Abort(abort) => {
                 let preamble = abort.encode();
                 let head = Head::new(FrameKind::Abort, abort.sequence, 0, &preamble, &[]);
-                (head.encode(), preamble)
+                (head.in_group(abort.group).encode(), preamble)
             }
-            FinalMessage::Goodbye(kind) => {
-                let code = match kind {
-                    LeaveKind::Closed => 0,
-                    LeaveKind::Dropped => 1,
-                };
-                let head = Head::new(FrameKind::Goodbye, 0, code, &[], &[]);
-                (head.encode(), Vec::new())
-            }
+            FinalMessage::Goodbye(kind) => (goodbye(*kind).encode(), Vec::new()),
         };
         // Lost ranks get their message last, so that no other rank waits for them.
         let (mut receivers, lost): (Vec<_>, Vec<_>) = self
@@ -291,6 +299,18 @@ impl ControlPlane for Tcp {
         // The program may end next.
         let receivers: Vec<&Link> = receivers.into_iter().map(|(_, link)| link).collect();
         self.drain_until_sent(&receivers, until);
+    }
+
+    fn leave_group(&self, group: &Subset, kind: LeaveKind) {
+        let frame = goodbye(kind).in_group(group.id).encode();
+        let until = Instant::now() + FINAL_MESSAGES_TIMEOUT;
+        for member in group.members.iter() {
+            if let Some(link) = &self.links[*member]
+                && self.inbox.is_present(*member)
+            {
+                link.write_until(&frame, until);
+            }
+        }
     }
 
     fn last_activity(&self, rank: usize) -> Option<Instant> {
@@ -338,6 +358,15 @@ impl ControlPlane for Tcp {
             link.cut();
         }
     }
+}
+
+/// The message of a rank that leaves.
+fn goodbye(kind: LeaveKind) -> Head {
+    let code = match kind {
+        LeaveKind::Closed => 0,
+        LeaveKind::Dropped => 1,
+    };
+    Head::new(FrameKind::Goodbye, 0, code, &[], &[])
 }
 
 impl Tcp {

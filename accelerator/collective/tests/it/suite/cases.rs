@@ -12,7 +12,7 @@ use accelerator_collective::internal::{GroupExt, ShardLayout};
 use accelerator_collective::{Element, ProcessGroup, ReduceOp};
 
 use super::world::{Means, long_timeouts, run, run_with};
-pub(crate) use super::{computing::*, scattering::*};
+pub(crate) use super::{computing::*, scattering::*, splitting::*};
 
 /// A rank that gets an error keeps its buffer, and no other rank writes to it any more.
 pub(crate) fn a_buffer_outlives_a_failure(means: Means, world_size: usize) {

@@ -4,6 +4,7 @@ pub(crate) mod cases;
 mod computing;
 pub(crate) mod sample;
 mod scattering;
+mod splitting;
 pub(crate) mod world;
 
 /// Defines the tests of one transport.
@@ -43,7 +44,7 @@ macro_rules! transport {
             world!(
                 three,
                 3,
-                [reductions, exchanges, whole, failures],
+                [reductions, exchanges, whole, failures, parts],
                 [
                     buffers,
                     beyond_a_bucket,
@@ -56,7 +57,7 @@ macro_rules! transport {
             world!(
                 four,
                 4,
-                [reductions, exchanges],
+                [reductions, exchanges, parts],
                 [buffers, a_rank_that_panics]
             );
             world!(
@@ -68,6 +69,8 @@ macro_rules! transport {
                     broadcasts,
                     orderly_ends,
                     a_buffer_outlives_a_failure,
+                    groups_cross,
+                    groups_are_worlds,
                 ]
             );
             waits!(
@@ -127,6 +130,17 @@ macro_rules! set {
                 several_threads_share_a_handle,
                 orderly_ends,
                 nothing_succeeds_after_a_failure,
+            ]
+        );
+    };
+    (parts, $world_size:expr) => {
+        tests!(
+            $world_size,
+            [
+                groups_are_worlds,
+                groups_cross,
+                groups_fail_together,
+                groups_outlive_the_handle_of_the_world,
             ]
         );
     };

@@ -130,7 +130,7 @@ fn final_message(stream: &mut TcpStream) -> Abort {
         let mut payload = vec![0; head.payload];
         stream.read_exact(&mut payload).unwrap();
         if head.kind == FrameKind::Abort {
-            return Abort::decode(head.sequence, &preamble).unwrap();
+            return Abort::decode(&head, &preamble).unwrap();
         }
     }
 }

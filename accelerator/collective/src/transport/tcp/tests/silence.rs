@@ -19,7 +19,7 @@ use crate::group::ProcessGroup;
 use crate::liveness::suspect_after;
 use crate::transport::tests::deadline;
 use crate::transport::{CHUNK, ControlPlane, DataPlane, OpPhase, OutgoingChunk, Tag};
-use crate::wire::{FrameKind, Head};
+use crate::wire::{FrameKind, GroupId, Head};
 
 /// The odd rank shows life once and then is silent. Every operation reports it in time, and names no live rank.
 #[test]
@@ -260,6 +260,7 @@ fn who_cannot_send_says_whom_it_waits_for() {
             let mut deadline = deadline(4, Duration::from_secs(50));
             let part = OutgoingChunk {
                 tag: Tag {
+                    group: GroupId::WORLD,
                     sequence: 4,
                     phase: OpPhase::Reduce,
                     index: 0,
@@ -268,7 +269,7 @@ fn who_cannot_send_says_whom_it_waits_for() {
                 payload: &vec![0; CHUNK],
             };
             loop {
-                if let Err(error) = tcp.send(1, part, &mut deadline) {
+                if let Err(error) = tcp.send(1, part, &mut deadline, None) {
                     return error;
                 }
             }
@@ -292,7 +293,7 @@ fn an_event_wakes_an_operation_that_waits_for_a_part() {
     thread::scope(|scope| {
         let waits = scope.spawn(|| {
             let until = Instant::now() + Duration::from_secs(30);
-            tcp.poll_until_event(version, until);
+            tcp.poll_until_event(&tcp.poller, version, until);
             Instant::now() < until
         });
         while tcp.handoff.nap().is_none() {

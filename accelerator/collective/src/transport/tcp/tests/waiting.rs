@@ -23,7 +23,7 @@ use crate::transport::tests::deadline;
 use crate::transport::{
     Abort, CHUNK, ControlPlane, DataPlane, FinalMessage, LeaveKind, OpPhase, OutgoingChunk, Tag,
 };
-use crate::wire::{FrameKind, Head};
+use crate::wire::{FrameKind, GroupId, Head};
 
 /// The program may end right after the final message, and unread data would make the system discard that message.
 #[test]
@@ -63,7 +63,7 @@ fn who_only_sends_gets_on_with_every_piece() {
         }
         other
     });
-    tcp.send(1, part(0, &[0; PIECE * PIECES]), &mut deadline)
+    tcp.send(1, part(0, &[0; PIECE * PIECES]), &mut deadline, None)
         .unwrap();
     let _other = slow.join().unwrap();
 }
@@ -74,7 +74,8 @@ fn who_only_sends_gets_on_with_every_frame() {
     let mut deadline = deadline(4, Duration::from_secs(50));
     for index in 0..3 {
         let since = deadline.since;
-        tcp.send(1, part(index, &[0; 8]), &mut deadline).unwrap();
+        tcp.send(1, part(index, &[0; 8]), &mut deadline, None)
+            .unwrap();
         assert!(deadline.since > since);
     }
 }
@@ -103,7 +104,7 @@ fn who_cannot_write_reads() {
     });
     let mut deadline = deadline(4, LONG);
     for index in 0..PARTS {
-        tcp.send(1, part(index, &[0; CHUNK]), &mut deadline)
+        tcp.send(1, part(index, &[0; CHUNK]), &mut deadline, None)
             .unwrap();
     }
     peer.join().unwrap();
@@ -113,7 +114,12 @@ fn who_cannot_write_reads() {
 fn trouble_wakes_who_waits_for_room() {
     let told = |_: &Tcp, other: &mut TcpStream| {
         let error = Error::misuse("it gave up".to_owned());
-        let abort = Abort { sequence: 4, error }.encode();
+        let abort = Abort {
+            group: GroupId::WORLD,
+            sequence: 4,
+            error,
+        }
+        .encode();
         let head = Head::new(FrameKind::Abort, 4, 0, &abort, &[]);
         other.write_all(&head.encode()).unwrap();
         other.write_all(&abort).unwrap();
@@ -129,7 +135,9 @@ fn trouble_wakes_who_waits_for_room() {
             let waits = scope.spawn(|| {
                 let until = Instant::now() + LONG;
                 while tcp.inbox.has_no_failures() {
-                    tcp.poll_until_writable(link, until, || !tcp.inbox.has_no_failures());
+                    tcp.poll_until_writable(&tcp.poller, link, until, || {
+                        !tcp.inbox.has_no_failures()
+                    });
                 }
                 Instant::now() < until
             });
@@ -193,7 +201,12 @@ fn a_failed_peer_gets_the_final_message_though_another_thread_writes() {
     narrow(&tcp, &other);
     let link = tcp.links[1].as_ref().unwrap();
     let error = Error::misuse("it failed".to_owned());
-    let preamble = Abort { sequence: 0, error }.encode();
+    let preamble = Abort {
+        group: GroupId::WORLD,
+        sequence: 0,
+        error,
+    }
+    .encode();
     let head = Head::new(FrameKind::Abort, 0, 0, &preamble, &[]).encode();
     other.write_all(&[&head[..], &preamble].concat()).unwrap();
     await_that(|| !tcp.inbox.is_present(1));
@@ -244,6 +257,7 @@ fn fill(link: &Link) {
 fn part(index: u32, payload: &[u8]) -> OutgoingChunk<'_> {
     OutgoingChunk {
         tag: Tag {
+            group: GroupId::WORLD,
             sequence: 4,
             phase: OpPhase::Reduce,
             index,
