@@ -95,6 +95,12 @@ impl Context {
         self.forward_collectives.check_in(&self.group)
     }
 
+    /// Names the loader that is being prepared, for an error.
+    pub(crate) fn loader_name(&self) -> String {
+        let number = self.loaders.load(Ordering::Relaxed);
+        format!("loader {number} (the first that was prepared is 0)")
+    }
+
     pub(crate) fn next_loader(&self) -> u64 {
         self.loaders.fetch_add(1, Ordering::Relaxed)
     }

@@ -119,6 +119,12 @@ impl Error {
         }
     }
 
+    /// Begins the message with the thing that the error is about.
+    pub(crate) fn about(self, thing: impl fmt::Display) -> Self {
+        let message = format!("{thing}: {self}");
+        Self::new(self.kind(), message)
+    }
+
     pub(crate) fn checkpoint(message: impl Into<String>) -> Self {
         Self::new(Kind::Checkpoint, message)
     }

@@ -89,7 +89,7 @@ impl<O: Send + 'static> PreparedLoader<O> {
         };
         let items = agree_on_items(context, described, digests)?;
         // From here on it is the same on all ranks.
-        let samples = samples?;
+        let samples = samples.map_err(|error| error.about(context.loader_name()))?;
         if let Some(item) = items.iter().find(|item| item.changes_between_reads()) {
             return Err(Error::config(format!(
                 "the data set of a loader gives {item}: ranks cannot share it out by index {DRAWN_HINT}"
@@ -113,7 +113,7 @@ impl<O: Send + 'static> PreparedLoader<O> {
         )?;
         // One that does not know its length may say 0.
         if items == 0 && loader.iter().next().is_none() {
-            return Err(no_samples());
+            return Err(no_samples().about(context.loader_name()));
         }
         let samples = Samples::Opaque(loader.to_device(&context.device));
         Ok(Self::new(LoaderContext::new(context, uncounted), samples))
@@ -392,16 +392,15 @@ fn check_some_steps(plan: &Plan, samples: u64, spec: &Spec, ranks: usize) -> Res
         return Ok(());
     }
     Err(Error::config(format!(
-        "a loader has {samples} samples, which make no full step of {ranks} ranks, and its tail policy `{}` drops \
-         what is less (its settings: {spec}): choose `exact`, or smaller batches",
+        "{samples} samples do not fill a step of {ranks} ranks, and the tail policy `{}` drops an incomplete step \
+         (settings: {spec}): choose the policy `exact`, or smaller batches",
         spec.tail
     )))
 }
 
 fn no_samples() -> Error {
     Error::config(
-        "the data set of a loader has no samples, so its epochs would have no steps: look at how it was read, \
-         or leave the loader out",
+        "the data set has no samples, so an epoch would have no steps: look at how it was read, or leave the loader out",
     )
 }
 

@@ -22,7 +22,7 @@ const MISTAKES: [(Program, &[&str]); 8] = [
         &["records no gradients", "accelerator.device()"],
     ),
     (shuffles_by_rank, &["differs between ranks", "shuffle"]),
-    (has_batches_of_nothing, &["batch size", "0"]),
+    (has_batches_of_nothing, &["loader 0", "batch size is 0"]),
     (has_no_data, &["no samples"]),
     (
         panics_on_one_rank,

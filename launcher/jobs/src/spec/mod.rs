@@ -263,10 +263,9 @@ impl<'a> AgentCommand<'a> {
 /// Finds the `accel-launch` of this machine: installed with this program, else on the PATH.
 pub(crate) fn launcher_here() -> Result<PathBuf> {
     find_installed("accel-launch").ok_or_else(|| {
-        Error::usage(concat!(
-            "accel-launch is neither beside accel-jobs nor on the PATH; install it by `cargo install --locked --git ",
-            env!("CARGO_PKG_REPOSITORY"),
-            " accel-launch`, or in a clone by `cargo install --locked --path launcher`",
-        ))
+        Error::usage(
+            "accel-launch is neither beside accel-jobs nor on the PATH; in the clone that accel-jobs was built from, \
+             run `cargo install --locked --path launcher`",
+        )
     })
 }
