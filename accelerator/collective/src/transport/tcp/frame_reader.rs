@@ -1,6 +1,7 @@
 //! Reads the frames of one peer, as far as they have arrived, and records when it was heard.
 
 use std::io::{self, IoSliceMut, Read};
+use std::mem;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -19,8 +20,9 @@ pub(super) struct FrameReader<S> {
     rank: usize,
     inbox: Arc<Inbox>,
     liveness: Arc<PeerLiveness>,
-    /// Bytes that were read, of which those in `from..to` have not been taken.
+    /// Bytes that were read, of which those in `from..to` have not been taken; empty between calls if there are none.
     stage: Box<[u8]>,
+    stages: Arc<Stages>,
     from: usize,
     to: usize,
     preamble: Vec<u8>,
@@ -71,13 +73,15 @@ impl<S: Read> FrameReader<S> {
         rank: usize,
         inbox: Arc<Inbox>,
         liveness: Arc<PeerLiveness>,
+        stages: Arc<Stages>,
     ) -> Self {
         Self {
             source,
             rank,
             inbox,
             liveness,
-            stage: vec![0; STAGING_BYTES].into(),
+            stage: Box::default(),
+            stages,
             from: 0,
             to: 0,
             preamble: Vec::new(),
@@ -96,6 +100,18 @@ impl<S: Read> FrameReader<S> {
         if self.has_ended {
             return ReadOutcome::Ended;
         }
+        if self.stage.is_empty() {
+            self.stage = self.stages.take();
+        }
+        let outcome = self.read_staged();
+        if self.from == self.to {
+            (self.from, self.to) = (0, 0);
+            self.stages.give_back(mem::take(&mut self.stage));
+        }
+        outcome
+    }
+
+    fn read_staged(&mut self) -> ReadOutcome {
         if self.discarding {
             return self.discard();
         }
@@ -334,6 +350,26 @@ impl<S: Read> FrameReader<S> {
     }
 }
 
+/// Memory in which readers stage bytes, while they do: there are many connections, and few have bytes at a time.
+#[derive(Debug, Default)]
+pub(super) struct Stages(accelerator_host::sync::Mutex<Vec<Box<[u8]>>>);
+
+impl Stages {
+    fn take(&self) -> Box<[u8]> {
+        let free = self.0.lock().pop();
+        free.unwrap_or_else(|| vec![0; STAGING_BYTES].into())
+    }
+
+    fn give_back(&self, stage: Box<[u8]>) {
+        let mut free = self.0.lock();
+        if free.len() < MAX_FREE_STAGES {
+            free.push(stage);
+        }
+    }
+}
+
+const MAX_FREE_STAGES: usize = 8;
+
 const READER_PANICKED: &str = "a thread that reads its connections panicked";
 
 const ENDED: &str = "its connection ended: the process died or lost the network";
@@ -467,7 +503,8 @@ mod tests {
 
     fn reader() -> FrameReader<Pieces> {
         let inbox = Arc::new(Inbox::new(2));
-        FrameReader::new(Pieces::default(), 1, inbox, Arc::new(PeerLiveness::new()))
+        let (liveness, stages) = (Arc::new(PeerLiveness::new()), Arc::default());
+        FrameReader::new(Pieces::default(), 1, inbox, liveness, stages)
     }
 
     /// Payloads shorter and longer than the stage.

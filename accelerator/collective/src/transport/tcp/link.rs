@@ -1,8 +1,9 @@
-//! The connection to one peer.
+//! The connections to the peers.
 
 use std::{
-    io::{self, IoSlice, Write},
+    io::{self, IoSlice, IoSliceMut, Read, Write},
     net::{Shutdown, TcpStream},
+    os::fd::AsFd,
     sync::{
         Arc, Mutex, PoisonError, TryLockError,
         atomic::{AtomicBool, Ordering},
@@ -13,7 +14,7 @@ use std::{
 
 use rustix::event::{PollFd, PollFlags, poll};
 
-use super::frame_reader::{FrameReader, PeerLiveness};
+use super::frame_reader::{FrameReader, PeerLiveness, ReadOutcome, Stages, is_open, read_frames};
 use crate::error::{Error, Result};
 use crate::socket::{await_ready, limit_backoff, timespec, unconfirmed, unsent};
 use crate::transport::Inbox;
@@ -21,13 +22,13 @@ use crate::transport::Inbox;
 /// The connection to one peer: whole frames go out, one at a time.
 #[derive(Debug)]
 pub(super) struct Link {
-    writer: Mutex<TcpStream>,
-    /// The same connection, for what must not wait for the writer.
-    control: TcpStream,
+    stream: SharedStream,
+    /// Held while a frame is written.
+    writer: Mutex<()>,
     /// Set if the peer is on this host, so that everything sent to it has arrived.
     pub(super) is_local: bool,
     /// The reader of the connection; a thread that reads holds the lock for a few frames.
-    pub(super) reader: Arc<Mutex<FrameReader<TcpStream>>>,
+    pub(super) reader: Mutex<FrameReader<SharedStream>>,
     /// The record of when bytes came in.
     pub(super) liveness: Arc<PeerLiveness>,
     /// Set once a frame was left unfinished or the final message was sent, after which nothing can be
@@ -39,44 +40,41 @@ pub(super) struct Link {
 
 impl Link {
     /// The connection to a rank, whose parts go to an inbox.
-    pub(super) fn new(stream: TcpStream, rank: usize, inbox: &Arc<Inbox>) -> Result<Self> {
+    fn new(
+        stream: TcpStream,
+        rank: usize,
+        inbox: &Arc<Inbox>,
+        stages: &Arc<Stages>,
+    ) -> Result<Self> {
         let liveness = Arc::new(PeerLiveness::new());
-        let prepared = stream
+        stream
             .set_nodelay(true)
             .and_then(|()| stream.set_nonblocking(true))
-            .and_then(|()| Ok((stream.try_clone()?, stream.try_clone()?)));
-        match prepared {
-            Ok((control, source)) => {
-                let is_local = is_local(&control);
-                if is_local {
-                    set_local_congestion_control(&control);
-                } else {
-                    limit_backoff(&control);
-                }
-                let reader =
-                    FrameReader::new(source, rank, Arc::clone(inbox), Arc::clone(&liveness));
-                Ok(Self {
-                    writer: Mutex::new(stream),
-                    control,
-                    is_local,
-                    reader: Arc::new(Mutex::new(reader)),
-                    liveness,
-                    torn: AtomicBool::new(false),
-                    used: AtomicBool::new(false),
-                })
-            }
-            Err(error) => Err(Error::io("a connection cannot be set up", error)),
+            .map_err(|error| Error::io("a connection cannot be set up", error))?;
+        let is_local = is_local(&stream);
+        if is_local {
+            set_local_congestion_control(&stream);
+        } else {
+            limit_backoff(&stream);
         }
+        let stream = SharedStream(Arc::new(stream));
+        let (inbox, liveness_of_reader) = (Arc::clone(inbox), Arc::clone(&liveness));
+        let stages = Arc::clone(stages);
+        let reader = FrameReader::new(stream.clone(), rank, inbox, liveness_of_reader, stages);
+        Ok(Self {
+            stream,
+            writer: Mutex::new(()),
+            is_local,
+            reader: Mutex::new(reader),
+            liveness,
+            torn: AtomicBool::new(false),
+            used: AtomicBool::new(false),
+        })
     }
 
     /// The connection, to wait for it.
     pub(super) fn stream(&self) -> &TcpStream {
-        &self.control
-    }
-
-    /// Another handle on the connection, for its reader.
-    pub(super) fn source(&self) -> io::Result<TcpStream> {
-        self.control.try_clone()
+        &self.stream.0
     }
 
     /// Writes a frame. Where the connection has no room, `go_on` waits for some, and says whether
@@ -89,9 +87,9 @@ impl Link {
         go_on: impl FnMut(usize) -> bool,
     ) -> io::Result<()> {
         // A writer that panicked has left its frame torn, which is noted.
-        let mut stream = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
+        let _writing = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
         self.used.store(true, Ordering::Relaxed);
-        self.write_to(&mut stream, [head, preamble, payload], go_on)
+        self.write_frame([head, preamble, payload], go_on)
     }
 
     /// Writes a short frame where nothing was written since the last call. Never waits: where a
@@ -100,13 +98,13 @@ impl Link {
         if self.used.swap(false, Ordering::Relaxed) {
             return;
         }
-        if let Ok(mut stream) = self.writer.try_lock()
-            && is_ready(&stream, PollFlags::OUT)
+        if let Ok(_writing) = self.writer.try_lock()
+            && is_ready(self.stream(), PollFlags::OUT)
         {
             // A connection that says it is writable has room for some kilobytes; who else writes
             // holds the lock.
             let until = Instant::now() + WRITER_CHECK_INTERVAL;
-            let _ = self.write_to(&mut stream, [frame, &[], &[]], |written| {
+            let _ = self.write_frame([frame, &[], &[]], |written| {
                 written > 0 && self.has_room_by(until)
             });
         }
@@ -120,18 +118,16 @@ impl Link {
 
     /// Checks if bytes, or the end of the connection, wait to be read.
     pub(super) fn has_unread(&self) -> bool {
-        is_ready(&self.control, PollFlags::IN)
+        is_ready(self.stream(), PollFlags::IN)
     }
 
     /// Sends the final message, if that is possible in time, and ends the sending side.
     pub(super) fn part(&self, head: &[u8], preamble: &[u8], until: Instant) {
         loop {
             match self.writer.try_lock() {
-                Ok(mut stream) => {
+                Ok(_writing) => {
                     // A peer that takes nothing will see the connection end.
-                    let _ = self.write_to(&mut stream, [head, preamble, &[]], |_| {
-                        self.has_room_by(until)
-                    });
+                    let _ = self.write_frame([head, preamble, &[]], |_| self.has_room_by(until));
                     self.torn.store(true, Ordering::Release);
                     break;
                 }
@@ -148,35 +144,35 @@ impl Link {
     /// Checks if written data would be lost if this process ended and the peer then sent something: it waits here for
     /// the peer to take what came before, or is on its way over a network, which may lose it.
     pub(super) fn has_unsent(&self) -> bool {
-        let mut fds = [PollFd::new(&self.control, PollFlags::empty())];
+        let mut fds = [PollFd::new(self.stream(), PollFlags::empty())];
         let over = PollFlags::ERR | PollFlags::HUP;
         match poll(&mut fds, Some(&timespec(Duration::ZERO))) {
             // The connection has ended, or both have sent their final message.
             Ok(_) if fds[0].revents().intersects(over) => false,
-            _ if self.is_local => unsent(&self.control) > 0,
-            _ => unconfirmed(&self.control) > 0,
+            _ if self.is_local => unsent(self.stream()) > 0,
+            _ => unconfirmed(self.stream()) > 0,
         }
     }
 
     /// Ends the sending side.
     pub(super) fn hang_up(&self) {
-        let _ = self.control.shutdown(Shutdown::Write);
+        let _ = self.stream().shutdown(Shutdown::Write);
     }
 
     pub(super) fn cut(&self) {
-        let _ = self.control.shutdown(Shutdown::Both);
+        let _ = self.stream().shutdown(Shutdown::Both);
     }
 
     /// Waits a while for room to write, and says whether there is time left.
     fn has_room_by(&self, until: Instant) -> bool {
         let left = until.saturating_duration_since(Instant::now());
-        await_ready(&self.control, PollFlags::OUT, left);
+        await_ready(self.stream(), PollFlags::OUT, left);
         Instant::now() < until
     }
 
-    fn write_to(
+    /// Writes a frame; the caller holds the writer's lock.
+    fn write_frame(
         &self,
-        stream: &mut TcpStream,
         pieces: [&[u8]; 3],
         mut go_on: impl FnMut(usize) -> bool,
     ) -> io::Result<()> {
@@ -187,6 +183,7 @@ impl Link {
         let mut slices = pieces.map(IoSlice::new);
         let mut slices = &mut slices[..];
         let mut written = 0;
+        let mut stream = self.stream();
         while written < total {
             match stream.write_vectored(slices) {
                 Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
@@ -208,6 +205,97 @@ impl Link {
         }
         self.torn.store(false, Ordering::Release);
         Ok(())
+    }
+}
+
+/// The connections of a rank by the ranks of the peers; none to itself.
+#[derive(Debug)]
+pub(super) struct Links(Vec<Option<Link>>);
+
+impl Links {
+    /// The connections, of which what comes goes to an inbox.
+    pub(super) fn new(streams: Vec<Option<TcpStream>>, inbox: &Arc<Inbox>) -> Result<Self> {
+        let stages = Arc::new(Stages::default());
+        let links = streams.into_iter().enumerate().map(|(rank, stream)| {
+            stream
+                .map(|stream| Link::new(stream, rank, inbox, &stages))
+                .transpose()
+        });
+        Ok(Self(links.collect::<Result<_>>()?))
+    }
+
+    pub(super) fn get(&self, rank: usize) -> Option<&Link> {
+        self.0.get(rank)?.as_ref()
+    }
+
+    pub(super) fn iter(&self) -> impl Iterator<Item = (usize, &Link)> {
+        let links = self.0.iter().enumerate();
+        links.filter_map(|(rank, link)| Some((rank, link.as_ref()?)))
+    }
+
+    /// Takes at most a frame or two from everyone. Tells of the rest if nothing came: `Full` if some queue has no room,
+    /// `Ended` if all connections have ended.
+    pub(super) fn read_frames(&self) -> ReadOutcome {
+        let mut outcome = ReadOutcome::Ended;
+        for (_, link) in self.iter() {
+            outcome = match (outcome, read_frames(&link.reader)) {
+                (ReadOutcome::Frames, _) | (_, ReadOutcome::Frames) => ReadOutcome::Frames,
+                (ReadOutcome::Full, _) | (_, ReadOutcome::Full) => ReadOutcome::Full,
+                (ReadOutcome::Nothing, _) | (_, ReadOutcome::Nothing) => ReadOutcome::Nothing,
+                (ReadOutcome::Ended, ReadOutcome::Ended) => ReadOutcome::Ended,
+            };
+        }
+        outcome
+    }
+
+    /// Waits for one of these, or for bytes from anyone whose bytes can be taken.
+    pub(super) fn poll<const N: usize>(&self, these: [PollFd<'_>; N], pause: Duration) {
+        let none = PollFd::from_borrowed_fd(
+            match self.iter().next() {
+                Some((_, link)) => link.stream().as_fd(),
+                None => return thread::sleep(pause),
+            },
+            PollFlags::empty(),
+        );
+        let mut few = std::array::from_fn::<_, MAX_STACK_FDS, _>(|_| none.clone());
+        let mut many = Vec::new();
+        let fds = match self.0.len() + N <= MAX_STACK_FDS {
+            true => &mut few[..],
+            false => {
+                many.resize(self.0.len() + N, none);
+                &mut many[..]
+            }
+        };
+        let mut count = 0;
+        for these in these {
+            fds[count] = these;
+            count += 1;
+        }
+        for (_, link) in self.iter() {
+            if is_open(&link.reader) {
+                fds[count] = PollFd::new(link.stream(), PollFlags::IN);
+                count += 1;
+            }
+        }
+        // One that failed is followed by another look.
+        let _ = poll(&mut fds[..count], Some(&timespec(pause)));
+    }
+}
+
+/// The most connections that are polled without allocating memory.
+const MAX_STACK_FDS: usize = 64;
+
+/// A connection that reads and writes through one descriptor.
+#[derive(Clone, Debug)]
+pub(super) struct SharedStream(Arc<TcpStream>);
+
+impl Read for SharedStream {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        (&*self.0).read(buffer)
+    }
+
+    fn read_vectored(&mut self, buffers: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
+        (&*self.0).read_vectored(buffers)
     }
 }
 

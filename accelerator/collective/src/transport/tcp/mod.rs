@@ -1,5 +1,5 @@
-//! A mesh of TCP connections between processes: a control plane, and a data plane; and the threads that read what peers
-//! send while no operation does, with the handoff to them. See the README.
+//! A mesh of TCP connections between processes: a control plane, and a data plane; and the thread that reads what peers
+//! send while no operation does, with the handoff to it. See the README.
 
 mod frame_reader;
 mod link;
@@ -8,7 +8,6 @@ mod planes;
 
 #[cfg(feature = "fuzzing")]
 use std::io::Read;
-use std::net::TcpStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::thread;
@@ -16,23 +15,23 @@ use std::time::{Duration, Instant};
 
 use accelerator_host::machine::UsableCores;
 use accelerator_host::sync::{Condvar, Mutex};
-use rustix::event::PollFlags;
 
-use self::frame_reader::{FrameReader, ReadOutcome, read_frames};
-use self::link::Link;
+use self::frame_reader::ReadOutcome;
+#[cfg(feature = "fuzzing")]
+use self::frame_reader::{FrameReader, Stages};
+use self::link::Links;
 use super::{ControlPlane, Inbox, Peer, PeerLocation, Poller, Transport, new_poller};
 use crate::error::{Error, Result};
 use crate::rendezvous::{MAX_WAIT, Meeting};
-use crate::socket::await_ready;
 use crate::topology::Topology;
 
-/// One rank in a mesh of connections. Waiting operations read incoming data; while none waits, one
-/// thread per peer does, so a peer that sends never waits for this rank's engine for long.
+/// One rank in a mesh of connections. Waiting operations read incoming data; while none waits, a
+/// thread does, so a peer that sends never waits for this rank's engine for long.
 #[derive(Debug)]
 pub(crate) struct Tcp {
     rank: usize,
     peers: Arc<[Peer]>,
-    links: Vec<Option<Link>>,
+    links: Arc<Links>,
     inbox: Arc<Inbox>,
     /// The poller of operations of all ranks.
     poller: Arc<Poller>,
@@ -74,19 +73,8 @@ impl Tcp {
         let handoff = Arc::new(ReaderHandoff::new());
         // Silence counts from here on, and so does the time in which this process is suspended.
         let round_due = Instant::now();
-        let mut links = Vec::with_capacity(peers.len());
-        for (peer, stream) in peers.iter().zip(streams) {
-            let link = match stream {
-                None => None,
-                Some(stream) => {
-                    let link = Link::new(stream, peer.rank, &inbox)?;
-                    let (inbox, handoff) = (Arc::clone(&inbox), Arc::clone(&handoff));
-                    spawn_reader(&link, peer.rank, inbox, handoff)?;
-                    Some(link)
-                }
-            };
-            links.push(link);
-        }
+        let links = Arc::new(Links::new(streams, &inbox)?);
+        spawn_reader(&links, &inbox, &handoff)?;
         Ok(Self {
             rank,
             busy: busy(&peers, rank),
@@ -109,11 +97,6 @@ impl Tcp {
         let control: Arc<dyn ControlPlane> = mesh.clone();
         Transport::new(peers, inbox, control, Some(mesh)).with_poller(poller)
     }
-
-    fn others(&self) -> impl Iterator<Item = (usize, &Link)> {
-        let links = self.links.iter().enumerate();
-        links.filter_map(|(rank, link)| Some((rank, link.as_ref()?)))
-    }
 }
 
 impl Drop for Tcp {
@@ -121,7 +104,7 @@ impl Drop for Tcp {
         // Usually the final message has been sent; a second end of the sending side does nothing.
         self.inbox.close();
         self.handoff.end();
-        for (_, link) in self.others() {
+        for (_, link) in self.links.iter() {
             link.hang_up();
         }
     }
@@ -152,39 +135,33 @@ const SPIN_TIME: Duration = Duration::from_micros(100);
 /// The longest time that the final messages may take, to all peers together.
 const FINAL_MESSAGES_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Starts to read from a peer into the inbox. The thread ends with the connection, or some time
-/// after the inbox is closed: the peer's final message must be taken off the wire, or closing would
+/// Starts to read from all peers into the inbox. The thread ends with the connections, or some time
+/// after the inbox is closed: the peers' final messages must be taken off the wire, or closing would
 /// cut off our own.
 fn spawn_reader(
-    link: &Link,
-    rank: usize,
-    inbox: Arc<Inbox>,
-    handoff: Arc<ReaderHandoff>,
+    links: &Arc<Links>,
+    inbox: &Arc<Inbox>,
+    handoff: &Arc<ReaderHandoff>,
 ) -> Result<()> {
-    let spawned = link.source().and_then(|stream| {
-        let reader = ReaderThread {
-            stream,
-            reader: Arc::clone(&link.reader),
-            rank,
-            inbox,
-            handoff,
-        };
-        thread::Builder::new()
-            .name(format!("from-rank-{rank}"))
-            .stack_size(256 * 1024)
-            .spawn(move || reader.run())
-    });
-    match spawned {
-        Ok(_) => Ok(()),
-        Err(error) => Err(Error::io("a reading thread cannot be started", error)),
-    }
+    let reader = ReaderThread {
+        links: Arc::clone(links),
+        inbox: Arc::clone(inbox),
+        handoff: Arc::clone(handoff),
+    };
+    thread::Builder::new()
+        .name("from-peers".to_owned())
+        .stack_size(256 * 1024)
+        .spawn(move || reader.run())
+        .map_err(|error| Error::io("a reading thread cannot be started", error))?;
+    Ok(())
 }
 
 /// Reads bytes as if a peer had sent them, until they end.
 #[cfg(feature = "fuzzing")]
 pub(crate) fn feed(source: impl Read, peer: Peer, inbox: Arc<Inbox>) {
     let liveness = Arc::new(frame_reader::PeerLiveness::new());
-    let mut reader = FrameReader::new(source, peer.rank, Arc::clone(&inbox), liveness);
+    let stages = Arc::new(Stages::default());
+    let mut reader = FrameReader::new(source, peer.rank, Arc::clone(&inbox), liveness, stages);
     loop {
         match reader.read_frames() {
             ReadOutcome::Frames | ReadOutcome::Nothing => {}
@@ -195,9 +172,7 @@ pub(crate) fn feed(source: impl Read, peer: Peer, inbox: Arc<Inbox>) {
 }
 
 struct ReaderThread {
-    stream: TcpStream,
-    reader: Arc<std::sync::Mutex<FrameReader<TcpStream>>>,
-    rank: usize,
+    links: Arc<Links>,
     inbox: Arc<Inbox>,
     handoff: Arc<ReaderHandoff>,
 }
@@ -207,14 +182,11 @@ impl ReaderThread {
         let mut closed = None;
         loop {
             self.handoff.wait_for_turn();
-            match read_frames(&self.reader) {
+            match self.links.read_frames() {
                 ReadOutcome::Frames => {}
-                ReadOutcome::Nothing => drop(await_ready(
-                    &self.stream,
-                    PollFlags::IN,
-                    CLOSE_CHECK_INTERVAL,
-                )),
-                ReadOutcome::Full => drop(self.inbox.has_room(self.rank, CLOSE_CHECK_INTERVAL)),
+                ReadOutcome::Nothing => self.links.poll([], CLOSE_CHECK_INTERVAL),
+                // No event tells of room.
+                ReadOutcome::Full => self.links.poll([], ROOM_CHECK_INTERVAL),
                 ReadOutcome::Ended => return,
             }
             if self.inbox.is_closed() {
@@ -230,6 +202,9 @@ impl ReaderThread {
 /// The interval at which a waiting reader checks if the inbox is closed.
 const CLOSE_CHECK_INTERVAL: Duration = Duration::from_millis(500);
 
+/// The interval at which a reader checks if a full queue has room.
+const ROOM_CHECK_INTERVAL: Duration = Duration::from_millis(20);
+
 /// The time that a closed inbox leaves the peer to finish.
 const DRAIN: Duration = Duration::from_secs(2);
 
@@ -241,18 +216,10 @@ struct ReaderHandoff {
     inside: AtomicUsize,
     /// The time at which the last one left, in milliseconds after `since`, plus one; zero before the first.
     left: AtomicU64,
-    queue: Mutex<WaitingReaders>,
-    /// The reading threads may read.
-    wakeup: Condvar,
-}
-
-/// The reading threads that wait for their turn.
-#[derive(Debug, Default)]
-struct WaitingReaders {
-    /// Set while one of them checks from time to time on behalf of all.
-    watched: bool,
     /// Set once no operation will read any more.
-    is_over: bool,
+    is_over: Mutex<bool>,
+    /// The reading thread may read.
+    wakeup: Condvar,
 }
 
 impl ReaderHandoff {
@@ -261,7 +228,7 @@ impl ReaderHandoff {
             since: Instant::now(),
             inside: AtomicUsize::new(0),
             left: AtomicU64::new(0),
-            queue: Mutex::default(),
+            is_over: Mutex::new(false),
             wakeup: Condvar::new(),
         }
     }
@@ -272,38 +239,22 @@ impl ReaderHandoff {
         PollingGuard(self)
     }
 
-    /// Leaves the connections to the reading threads for good.
+    /// Leaves the connections to the reading thread for good.
     fn end(&self) {
-        self.queue.lock().is_over = true;
+        *self.is_over.lock() = true;
         self.wakeup.notify_all();
     }
 
-    /// Waits until a reading thread may read. One of those that wait looks from time to time, and
-    /// wakes the others: operations, which come and go all the time, need not tell them.
+    /// Waits until the reading thread may read. It looks from time to time: operations, which come and go all the
+    /// time, need not tell it.
     fn wait_for_turn(&self) {
-        let mut queue = self.queue.lock();
-        let mut has_watched = false;
-        while !queue.is_over
-            && let Some(nap) = self.nap()
-        {
-            if queue.watched {
-                let woken = self.wakeup.wait(queue);
-                queue = woken;
-                continue;
-            }
-            queue.watched = true;
-            let woken = self.wakeup.wait_timeout(queue, nap);
-            queue = woken;
-            queue.watched = false;
-            has_watched = true;
-        }
-        drop(queue);
-        if has_watched {
-            self.wakeup.notify_all();
+        let mut is_over = self.is_over.lock();
+        while !*is_over && let Some(nap) = self.nap() {
+            is_over = self.wakeup.wait_timeout(is_over, nap);
         }
     }
 
-    /// The time for which the reading threads leave the connections alone before one of them checks again.
+    /// The time for which the reading thread leaves the connections alone before it checks again.
     fn nap(&self) -> Option<Duration> {
         if self.inside.load(Ordering::Relaxed) > 0 {
             return Some(NAP);
@@ -327,7 +278,7 @@ impl Drop for PollingGuard<'_> {
     }
 }
 
-/// The time after an operation's last read for which reading threads expect the next one. A peer
+/// The time after an operation's last read for which the reading thread expects the next one. A peer
 /// whose socket is full waits at most this much longer.
 const NAP: Duration = Duration::from_millis(20);
 

@@ -6,16 +6,16 @@ use std::{
     time::{Duration, Instant},
 };
 
-use rustix::event::{PollFd, PollFlags, poll};
+use rustix::event::{PollFd, PollFlags};
 
 use super::{
     FINAL_MESSAGES_TIMEOUT, Tcp,
-    frame_reader::{ReadOutcome, is_open, read_frames},
+    frame_reader::ReadOutcome,
     link::{Link, WRITER_CHECK_INTERVAL},
 };
 use crate::error::{Certainty, Error, Result, Seconds};
 use crate::liveness::{self, mesh_interval, suspended_for};
-use crate::socket::{await_ready, timespec};
+use crate::socket::await_ready;
 use crate::topology::TransportKind;
 use crate::transport::{
     ControlPlane, DataPlane, FinalMessage, LeaveKind, MAX_IN_FLIGHT, OpDeadline, OutgoingChunk,
@@ -36,7 +36,7 @@ impl DataPlane for Tcp {
         poller: Option<&Poller>,
     ) -> Result<()> {
         let poller = poller.unwrap_or(&self.poller);
-        let Some(link) = &self.links[to] else {
+        let Some(link) = self.links.get(to) else {
             return Err(deadline.protocol(&self.peers[self.rank], "it sent a part to itself"));
         };
         let encoded = chunk.fingerprint.map(|fingerprint| fingerprint.encode());
@@ -147,7 +147,7 @@ impl Tcp {
         let _polling = self.handoff.enter();
         let mut busy = Instant::now() + self.busy;
         loop {
-            let outcome = self.read_frames();
+            let outcome = self.links.read_frames();
             if self.inbox.version() != version {
                 return;
             }
@@ -165,7 +165,8 @@ impl Tcp {
             let Some(waker) = self.inbox.before_poll(poller, version) else {
                 return;
             };
-            self.poll([PollFd::new(waker, PollFlags::IN)], due - now);
+            self.links
+                .poll([PollFd::new(waker, PollFlags::IN)], due - now);
             self.inbox.after_poll(poller);
         }
     }
@@ -181,7 +182,7 @@ impl Tcp {
         stop: impl Fn() -> bool,
     ) {
         let _polling = self.handoff.enter();
-        while self.read_frames() == ReadOutcome::Frames {}
+        while self.links.read_frames() == ReadOutcome::Frames {}
         let version = self.inbox.version();
         if stop() {
             return;
@@ -191,7 +192,7 @@ impl Tcp {
             return;
         };
         let left = due.saturating_duration_since(Instant::now());
-        self.poll(
+        self.links.poll(
             [
                 PollFd::new(waker, PollFlags::IN),
                 PollFd::new(link.stream(), PollFlags::OUT),
@@ -205,7 +206,8 @@ impl Tcp {
     /// while at most. Where bytes are left unread when the program ends, or come later, the system cuts off what
     /// has not arrived, and what has arrived stays.
     pub(super) fn drain_until_sent(&self, receivers: &[&Link], until: Instant) {
-        let take = || while self.read_frames() == ReadOutcome::Frames && Instant::now() < until {};
+        let take =
+            || while self.links.read_frames() == ReadOutcome::Frames && Instant::now() < until {};
         take();
         while let Some(link) = receivers.iter().find(|link| link.has_unsent()) {
             let left = until.saturating_duration_since(Instant::now());
@@ -219,47 +221,10 @@ impl Tcp {
         // A peer that ended just now has sent its own final message before.
         take();
     }
-
-    /// Takes at most a frame or two from everyone.
-    fn read_frames(&self) -> ReadOutcome {
-        let mut outcome = ReadOutcome::Nothing;
-        for (_, link) in self.others() {
-            if read_frames(&link.reader) == ReadOutcome::Frames {
-                outcome = ReadOutcome::Frames;
-            }
-        }
-        outcome
-    }
-
-    /// Waits for one of these, or for bytes from anyone whose bytes can be taken.
-    fn poll<const N: usize>(&self, these: [PollFd<'_>; N], pause: Duration) {
-        let mut few = std::array::from_fn::<_, MAX_STACK_FDS, _>(|at| these[at.min(N - 1)].clone());
-        let mut many = Vec::new();
-        let fds = match self.links.len() + N <= MAX_STACK_FDS {
-            true => &mut few[..],
-            false => {
-                many.extend_from_slice(&these);
-                many.resize(self.links.len() + N, these[0].clone());
-                &mut many[..]
-            }
-        };
-        let mut count = N;
-        for (_, link) in self.others() {
-            if is_open(&link.reader) {
-                fds[count] = PollFd::new(link.stream(), PollFlags::IN);
-                count += 1;
-            }
-        }
-        // One that failed is followed by another look.
-        let _ = poll(&mut fds[..count], Some(&timespec(pause)));
-    }
 }
 
 /// The interval at which to check if the final message has left.
 const SEND_CHECK_INTERVAL: Duration = Duration::from_millis(1);
-
-/// The most connections that are polled without allocating memory.
-const MAX_STACK_FDS: usize = 64;
 
 impl ControlPlane for Tcp {
     fn leave(&self, leave: &FinalMessage) {
@@ -275,7 +240,8 @@ impl ControlPlane for Tcp {
         };
         // Lost ranks get their message last, so that no other rank waits for them.
         let (mut receivers, lost): (Vec<_>, Vec<_>) = self
-            .others()
+            .links
+            .iter()
             .partition(|(rank, _)| self.inbox.can_receive(*rank));
         // Nor for one that broke the protocol, and may take nothing.
         receivers.sort_by_key(|(rank, _)| !self.inbox.is_present(*rank));
@@ -305,7 +271,7 @@ impl ControlPlane for Tcp {
         let frame = goodbye(kind).in_group(group.id).encode();
         let until = Instant::now() + FINAL_MESSAGES_TIMEOUT;
         for member in group.members.iter() {
-            if let Some(link) = &self.links[*member]
+            if let Some(link) = self.links.get(*member)
                 && self.inbox.is_present(*member)
             {
                 link.write_until(&frame, until);
@@ -330,7 +296,8 @@ impl ControlPlane for Tcp {
         if suspended_for(due, now, 2 * silence).is_some() {
             return Vec::new();
         }
-        self.others()
+        self.links
+            .iter()
             .filter(|(rank, link)| {
                 self.inbox.is_present(*rank)
                     && link.liveness.has_spoken()
@@ -342,7 +309,7 @@ impl ControlPlane for Tcp {
     }
 
     fn report_exit(&self, rank: usize, text: &str) -> bool {
-        if let Some(link) = &self.links[rank]
+        if let Some(link) = self.links.get(rank)
             && self.inbox.is_present(rank)
         {
             if link.liveness.is_paused() || link.has_unread() {
@@ -354,7 +321,7 @@ impl ControlPlane for Tcp {
     }
 
     fn inject_disconnect(&self) {
-        for (_, link) in self.others() {
+        for (_, link) in self.links.iter() {
             link.cut();
         }
     }
@@ -438,13 +405,14 @@ impl Tcp {
     /// Takes so much silence off every peer.
     fn credit_silence(&self, silence: Duration) {
         let now = Instant::now();
-        for (_, link) in self.others() {
+        for (_, link) in self.links.iter() {
             link.liveness.credit(silence, now);
         }
     }
 
     fn present(&self) -> impl Iterator<Item = (usize, &Link)> {
-        self.others()
+        self.links
+            .iter()
             .filter(|(rank, _)| self.inbox.is_present(*rank))
     }
 }

@@ -222,7 +222,7 @@ fn heard_pair() -> (Tcp, TcpStream) {
     let (tcp, mut other) = pair();
     show_life(std::slice::from_mut(&mut other));
     let until = Instant::now() + Duration::from_secs(30);
-    while !tcp.links[1].as_ref().unwrap().liveness.has_spoken() {
+    while !tcp.links.get(1).unwrap().liveness.has_spoken() {
         assert!(Instant::now() < until, "nothing was heard");
         thread::sleep(Duration::from_millis(1));
     }

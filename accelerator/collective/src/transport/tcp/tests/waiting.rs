@@ -29,7 +29,7 @@ use crate::wire::{FrameKind, GroupId, Head};
 #[test]
 fn nothing_is_left_unread_after_the_last_word() {
     let (tcp, mut other) = pair();
-    let link = tcp.links[1].as_ref().unwrap();
+    let link = tcp.links.get(1).unwrap();
     // The reading thread believes that an operation reads, and does not read itself.
     let _polling = tcp.handoff.enter();
     let mut others = [other.try_clone().unwrap()];
@@ -129,7 +129,7 @@ fn trouble_wakes_who_waits_for_room() {
     for failure_text in troubles {
         let (tcp, mut other) = pair();
         narrow(&tcp, &other);
-        let link = tcp.links[1].as_ref().unwrap();
+        let link = tcp.links.get(1).unwrap();
         fill(link);
         thread::scope(|scope| {
             let waits = scope.spawn(|| {
@@ -154,9 +154,9 @@ fn trouble_wakes_who_waits_for_room() {
 #[test]
 fn a_panic_of_a_thread_that_reads_ends_the_group() {
     let (tcp, _other) = pair();
-    let reader = Arc::clone(&tcp.links[1].as_ref().unwrap().reader);
+    let links = Arc::clone(&tcp.links);
     let panicked = thread::spawn(move || {
-        let _intake = reader.lock().unwrap();
+        let _intake = links.get(1).unwrap().reader.lock().unwrap();
         panic!("as the test wants it");
     });
     panicked.join().unwrap_err();
@@ -179,7 +179,7 @@ fn a_panic_of_a_thread_that_reads_ends_the_group() {
 fn last_words_have_left_when_a_rank_has_said_them() {
     let (tcp, mut other) = pair();
     narrow(&tcp, &other);
-    let link = tcp.links[1].as_ref().unwrap();
+    let link = tcp.links.get(1).unwrap();
     fill(link);
     let (sender, told) = mpsc::channel();
     thread::spawn(move || {
@@ -199,7 +199,7 @@ fn last_words_have_left_when_a_rank_has_said_them() {
 fn a_failed_peer_gets_the_final_message_though_another_thread_writes() {
     let (tcp, mut other) = pair();
     narrow(&tcp, &other);
-    let link = tcp.links[1].as_ref().unwrap();
+    let link = tcp.links.get(1).unwrap();
     let error = Error::misuse("it failed".to_owned());
     let preamble = Abort {
         group: GroupId::WORLD,
@@ -240,7 +240,7 @@ fn a_failed_peer_gets_the_final_message_though_another_thread_writes() {
 
 /// Makes the buffers of a connection small.
 fn narrow(tcp: &Tcp, other: &TcpStream) {
-    for stream in [tcp.links[1].as_ref().unwrap().stream(), other] {
+    for stream in [tcp.links.get(1).unwrap().stream(), other] {
         set_socket_send_buffer_size(stream, 16 * 1024).unwrap();
         set_socket_recv_buffer_size(stream, 16 * 1024).unwrap();
     }
