@@ -148,7 +148,9 @@ impl MeshThreads {
                 deadline,
                 closed: Arc::clone(&threads.closed),
             };
-            let (lower, sender) = (meeting.ranks[..rank].to_vec(), sender.clone());
+            // Each begins with the rank before it: one that all others call at the same time would refuse most of them.
+            let lower: Vec<_> = meeting.ranks[..rank].iter().rev().cloned().collect();
+            let sender = sender.clone();
             let body = move || outbound.call(&lower, &sender);
             spawn("mesh-caller", Box::new(body))
                 .map_err(|error| Error::io("this rank cannot connect to the others", error))?;
