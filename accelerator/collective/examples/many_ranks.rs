@@ -1,4 +1,5 @@
-//! Tells what a rank of a large world costs: rank 0 prints the largest of all ranks. Start it by
+//! Measures what one rank costs in a job with many ranks: time to connect and to all-reduce, memory, descriptors and
+//! threads. Rank 0 prints the maximum of each over all ranks. Start it with
 //! `accel-launch --num-processes 128 target/release/examples/many_ranks`.
 
 use std::{error::Error, fs, time::Instant};
@@ -30,7 +31,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     if group.rank() == 0 {
         let [met, small, large, memory, descriptors, threads] = costs;
         println!(
-            "{} ranks over {}: {met:.2} s to meet, {small:.3} s for 4 KiB, {large:.3} s for 1 MiB; a rank has at most \
+            "{} ranks over {}: {met:.2} s to connect, {small:.3} s for 4 KiB, {large:.3} s for 1 MiB; a rank has at most \
              {memory:.1} MiB more than at its start, {descriptors} descriptors and {threads} threads",
             group.world_size(),
             group.transport()

@@ -214,10 +214,11 @@ impl Accelerator {
         &self.shared.context.group
     }
 
-    /// Returns the groups of this rank by hosts: the ranks of its host, and its counterparts on the other hosts. For
-    /// other groups, call [`split`](ProcessGroup::split) of [`group`](Self::group).
+    /// Returns two groups of this rank: the ranks of its host, and the ranks that have its local rank on all hosts, itself
+    /// included. For other groups, call [`split`](ProcessGroup::split) on [`group`](Self::group).
     ///
-    /// The first call makes the groups, so all ranks must make it at the same point.
+    /// The first call creates the groups, which is a collective operation: all ranks must make it at the same point among
+    /// their collectives. Later calls only return them.
     ///
     /// ```
     /// use accelerator::prelude::*;
@@ -252,10 +253,10 @@ impl Accelerator {
     }
 }
 
-/// The groups of a rank by hosts; from [`Accelerator::groups`].
+/// A rank's group on its host, and its group across hosts; from [`Accelerator::groups`].
 ///
-/// A model whose shards are on the ranks of a host, with a replica on each host, gathers in the one and averages in the
-/// other, as hybrid sharding does.
+/// For hybrid sharding, the ranks of a host hold the shards of one replica of the model: gather parameters in
+/// [`host`](Self::host), and average gradients in [`replicas`](Self::replicas).
 #[derive(Clone, Debug)]
 pub struct Groups {
     host: ProcessGroup,
@@ -268,7 +269,8 @@ impl Groups {
         &self.host
     }
 
-    /// Returns the group of the ranks that have this rank's local rank on their hosts, in the order of the hosts.
+    /// Returns the group of the ranks with the same local rank as this one, at most one per host, in the order of the
+    /// hosts.
     pub fn replicas(&self) -> &ProcessGroup {
         &self.replicas
     }

@@ -11,22 +11,24 @@ use crate::topology::{Topology, TransportKind};
 use crate::transport::{GroupId, Subset, Transport};
 
 impl ProcessGroup {
-    /// Divides the ranks into groups, like `MPI_Comm_split`: all ranks of this group call it, those that pass the same
-    /// `color` form a group, and each gets a handle on its own. Ranks of the new group are numbered in the order of
-    /// their keys, or of their ranks in this group if keys are equal.
+    /// Divides the ranks of this group into new groups, like `MPI_Comm_split`. All ranks of this group must call it. Ranks
+    /// that pass the same `color` form a group, and each rank gets a handle on its own group. Ranks of a new group are
+    /// numbered by `key`; ranks with equal keys keep their order in this group.
     ///
-    /// The new group has its own order of operations, and options, timeouts, checks and results are those of a world of
-    /// that size, whose bits it has, too. It uses the connections that are there: it costs a few kilobytes, the buffers
-    /// of a host's shared memory, and two descriptors. Groups of a rank may be used at the same time, from several
-    /// threads or by started operations. If one thread waits in several groups in turn, all ranks must call in an order
-    /// that ends, as with any collective.
+    /// The new group has its own order of operations. Its options, timeouts, checks and results, to the bit, are those of
+    /// a job with that many ranks (a *world*). It uses the existing connections. It costs a few kilobytes and two
+    /// descriptors, and buffers in shared memory if its members are on one host. Over several hosts, members that share
+    /// one use its memory if they follow one another.
     ///
-    /// All groups of a job fail together: after a failure in one of them, operations of all groups return the same
-    /// error on the ranks that took part in it, and name one of these on all others. Errors, and
-    /// [`lost`](Self::lost), name ranks by their numbers in the world.
+    /// A rank may use several groups at the same time, from several threads or with operations that it has started and
+    /// not yet waited for. If one thread waits in several groups in turn, the orders of calls on all ranks must be
+    /// compatible. Otherwise the ranks wait for each other in a circle.
     ///
-    /// [`close`](Self::close) leaves this group alone. The ranks of a job can make some 65,000 groups, one after the
-    /// other.
+    /// If one group of a job fails, all fail: the members of that group return the same error, and other ranks return one
+    /// that names the same rank, or the one that told them. Errors and [`lost`](Self::lost) use ranks of the world.
+    ///
+    /// [`close`](Self::close) leaves only the group that it is called on. After the world is closed, none of its groups
+    /// can be used. A rank can be in about 65,000 groups during a job, whether at the same time or in succession.
     ///
     /// ```
     /// use std::thread;
@@ -54,7 +56,7 @@ impl ProcessGroup {
     ///
     /// # Errors
     ///
-    /// The same on every rank of this group: a misuse error if the ranks have made too many groups; an I/O error if
+    /// Every rank of this group returns the same error: a misuse error if the ranks have made too many groups; an I/O error if
     /// there is no memory or descriptor for the new group; otherwise the errors of [`barrier`](Self::barrier).
     #[track_caller]
     pub fn split(&self, color: usize, key: usize) -> Result<Self> {
@@ -74,8 +76,7 @@ impl ProcessGroup {
             world.note_group(number);
             let Ok(id) = u16::try_from(number).map(GroupId) else {
                 return Err(Error::misuse(format!(
-                    "a rank can be in {} groups in its life, one after the other or at a time; make groups once, and \
-                     use them again",
+                    "a rank can be in at most {} groups during a job; make groups once and reuse them",
                     u16::MAX
                 )));
             };

@@ -18,6 +18,7 @@ mod exchange;
 mod failures;
 #[cfg(all(feature = "faults", target_os = "linux"))]
 mod faults;
+mod groups;
 mod intruders;
 #[cfg(unix)]
 mod meeting;
