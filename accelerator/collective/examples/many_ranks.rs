@@ -23,7 +23,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         met.as_secs_f64(),
         times[0].as_secs_f64(),
         times[1].as_secs_f64(),
-        (resident() - before) as f64 / 1024.0,
+        resident().saturating_sub(before) as f64 / 1024.0,
         count("/proc/self/fd") as f64,
         count("/proc/self/task") as f64,
     ];

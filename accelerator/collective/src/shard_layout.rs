@@ -1,4 +1,5 @@
-//! Shard layouts: which elements of a buffer each rank keeps of a reduce-scatter; and the partition into equal parts.
+//! Shard layouts: which elements of a buffer each rank keeps, after a reduce-scatter and for an all-gather; and the
+//! partition into equal parts.
 
 use std::{fmt, iter, ops::Range};
 

@@ -18,11 +18,12 @@ mod training;
 mod variables;
 
 use core::fmt;
+use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, OnceLock};
 
 use accelerator_collective::internal::GroupExt;
 use accelerator_collective::{ProcessGroup, Topology};
+use accelerator_host::sync::Mutex;
 use burn::tensor::Device;
 
 pub use self::builder::AcceleratorBuilder;
@@ -74,7 +75,7 @@ pub(crate) struct Shared {
     pub(crate) optimizers: OptimizerCount,
     pub(crate) reduction: Arc<ReduceContext>,
     /// The groups of this rank, once they are made.
-    groups: OnceLock<Groups>,
+    groups: Mutex<Option<Groups>>,
     restarts: u64,
     trace: builder::TraceSettings,
     pub(crate) tracker_settings: TrackerSettings,
@@ -239,17 +240,13 @@ impl Accelerator {
     ///
     /// [`Error::is_collective`](crate::Error::is_collective) if the groups cannot be made.
     #[track_caller]
-    pub fn groups(&self) -> Result<&Groups> {
-        if let Some(groups) = self.shared.groups.get() {
-            return Ok(groups);
+    pub fn groups(&self) -> Result<Groups> {
+        let mut groups = self.shared.groups.lock();
+        if let Some(groups) = &*groups {
+            return Ok(groups.clone());
         }
-        let (group, topology) = (self.group(), self.topology());
-        let first = topology.rank() - topology.local_rank();
-        let groups = Groups {
-            host: group.split(first, topology.local_rank())?,
-            replicas: group.split(topology.local_rank(), topology.rank())?,
-        };
-        Ok(self.shared.groups.get_or_init(|| groups))
+        let [host, replicas] = self.group().split_by_hosts()?;
+        Ok(groups.insert(Groups { host, replicas }).clone())
     }
 }
 

@@ -20,6 +20,15 @@ use crate::shard_layout::ShardLayout;
 
 /// Methods of a [`ProcessGroup`] for the other crates of this project.
 pub trait GroupExt: Sized {
+    /// Divides the ranks of this group by their hosts. Returns the group of those on this rank's host, and the group of
+    /// those that have its local rank on their hosts.
+    ///
+    /// # Errors
+    ///
+    /// The errors of [`split`](ProcessGroup::split).
+    #[track_caller]
+    fn split_by_hosts(&self) -> Result<[Self; 2]>;
+
     /// Forbids collectives on all handles of this rank while the guard lives.
     ///
     /// A collective that only some ranks reach would wait for the others in vain; around code
@@ -332,6 +341,11 @@ pub enum NextPlace {
 }
 
 impl GroupExt for ProcessGroup {
+    #[track_caller]
+    fn split_by_hosts(&self) -> Result<[Self; 2]> {
+        self.split_hosts()
+    }
+
     fn forbid(&self, reason: impl Into<String>) -> Forbidden {
         let reason: Arc<str> = reason.into().into();
         self.handle.rank_state.forbid(Arc::clone(&reason));
@@ -379,7 +393,11 @@ impl GroupExt for ProcessGroup {
     }
 
     fn token(&self, purpose: &str) -> Option<Token> {
-        self.handle.key.as_ref().map(|key| key.token(purpose))
+        let key = self.handle.key.as_ref()?;
+        Some(match self.handle.rank_state.transport.subset() {
+            None => key.token(purpose),
+            Some(group) => key.token(&format!("{purpose} of group {} of {group}", group.id.0)),
+        })
     }
 
     fn buffer_bytes(&self) -> usize {

@@ -11,7 +11,7 @@ use accelerator_host::sync::{Condvar, Mutex, MutexGuard};
 use crate::buffer::Buffer;
 use crate::error::{Error, Result};
 
-/// A reduction that was started and gives its buffer back when it is done.
+/// An operation on a buffer that was started, and gives the buffer back when it is done.
 ///
 /// Dropping it does not stop the operation, since the other ranks count on it. The buffer and any error are then lost,
 /// but if the group has failed, its next operation returns an error.
@@ -19,7 +19,7 @@ use crate::error::{Error, Result};
 pub struct Pending(Option<Arc<PendingSlot>>);
 
 impl Pending {
-    /// Waits until the operation is done and gives the reduced buffer back.
+    /// Waits until the operation is done and gives the buffer back.
     ///
     /// Operations may be waited for in any order.
     ///

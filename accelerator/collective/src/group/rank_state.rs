@@ -55,6 +55,10 @@ pub(crate) struct RankState {
     observer: OnceLock<Callback>,
     /// The next number of a group.
     groups: AtomicU32,
+    /// The groups of this rank that are parts of this one.
+    parts: Mutex<Vec<Weak<RankState>>>,
+    /// The host of each rank of the world, by the number of its first rank; set by the first group that is made.
+    pub(super) hosts: OnceLock<Vec<usize>>,
 }
 
 impl RankState {
@@ -82,13 +86,24 @@ impl RankState {
             buffers: Meter::default(),
             observer: OnceLock::new(),
             groups: AtomicU32::new(1),
+            parts: Mutex::default(),
+            hosts: OnceLock::new(),
         }
     }
 
     /// The state of a rank in a group that is a part of the `world`.
-    pub(super) fn in_world(world: &Arc<Self>, topology: Topology, transport: Transport) -> Self {
+    pub(super) fn in_world(
+        world: &Arc<Self>,
+        topology: Topology,
+        transport: Transport,
+    ) -> Arc<Self> {
         let mut state = Self::new(topology, world.options.clone(), transport, None);
         state.world = Some(Arc::clone(world));
+        let state = Arc::new(state);
+        let mut parts = world.parts.lock();
+        parts.retain(|part| part.strong_count() > 0);
+        parts.push(Arc::downgrade(&state));
+        drop(parts);
         state
     }
 
@@ -169,7 +184,7 @@ impl RankState {
         {
             return Err(Error::misuse(format!(
                 "rank {} called {fingerprint}, but the ranks are 0 to {}",
-                self.topology.rank(),
+                self.transport.member(self.topology.rank()),
                 self.topology.world_size() - 1
             )));
         }
@@ -249,6 +264,11 @@ impl RankState {
         if self.left.load(Ordering::Acquire) {
             return;
         }
+        // Their operations would be cut off.
+        let parts = std::mem::take(&mut *self.parts.lock());
+        for part in parts.iter().filter_map(Weak::upgrade) {
+            part.close();
+        }
         let ticket = self.order.take_ticket();
         let _turn = self.order.acquire(ticket);
         if self.send_final_message(&FinalMessage::Goodbye(LeaveKind::Closed))
@@ -273,13 +293,10 @@ impl RankState {
     }
 
     pub(crate) fn abort(&self, reason: &str) {
-        if let Some(world) = &self.world {
-            return world.abort(reason);
-        }
         if self.left.load(Ordering::Acquire) {
             return;
         }
-        let me = &self.transport.peers()[self.topology.rank()];
+        let me = self.transport.peer(self.topology.rank());
         let sequence = self.order.serving();
         let error = Error::blaming(
             Kind::PeerLost,
@@ -360,7 +377,7 @@ impl RankState {
         if self.left.load(Ordering::Acquire) {
             return Err(Error::closed(format!(
                 "the group of rank {} is closed; collectives must come before close()",
-                self.topology.rank()
+                self.transport.member(self.topology.rank())
             )));
         }
         Ok(())
@@ -376,6 +393,10 @@ impl RankState {
     }
 
     fn fail_in(&self, operation: OpNumber, error: Error) -> Error {
+        if self.left.load(Ordering::Acquire) && self.failure.get().is_none() {
+            // It has said goodbye, so this is no failure of the world.
+            return error;
+        }
         // Whoever sees the failure may end the process at once, so the store is told before.
         let _first = self.failing.lock();
         if let Some(earlier) = self.failure.get() {

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use super::{ProcessGroup, data_path, rank_state::RankState};
 use crate::error::{Error, Kind, Result};
 use crate::topology::{Topology, TransportKind};
-use crate::transport::{GroupId, Subset, Transport};
+use crate::transport::{GroupId, Peer, Subset, Transport};
 
 impl ProcessGroup {
     /// Divides the ranks of this group into new groups, like `MPI_Comm_split`. All ranks of this group must call it. Ranks
@@ -16,9 +16,9 @@ impl ProcessGroup {
     /// numbered by `key`; ranks with equal keys keep their order in this group.
     ///
     /// The new group has its own order of operations. Its options, timeouts, checks and results, to the bit, are those of
-    /// a job with that many ranks (a *world*). It uses the existing connections. It costs a few kilobytes and two
-    /// descriptors, and buffers in shared memory if its members are on one host. Over several hosts, members that share
-    /// one use its memory if they follow one another.
+    /// a job with that many ranks (a *world*). It uses the existing connections, and costs two descriptors; with members
+    /// on one host, also a file in memory with the steps of their operations (some 400 KiB) and buffers that it makes. Over
+    /// several hosts, members that share one use its memory if they follow one another.
     ///
     /// A rank may use several groups at the same time, from several threads or with operations that it has started and
     /// not yet waited for. If one thread waits in several groups in turn, the orders of calls on all ranks must be
@@ -62,15 +62,18 @@ impl ProcessGroup {
     pub fn split(&self, color: usize, key: usize) -> Result<Self> {
         let group = self.for_purpose("split").for_caller(self.location());
         let world = self.handle.rank_state.world();
-        let began = Instant::now();
         loop {
-            let topology = &world.topology;
             let wishes = group.all_gather_object(&Wish {
                 color,
                 key,
                 number: world.propose_group(),
-                host: topology.rank() - topology.local_rank(),
+                local_rank: world.topology.local_rank(),
             })?;
+            // The first group of a rank is a part of the world.
+            let hosts = world.hosts.get_or_init(|| {
+                let local_ranks: Vec<usize> = wishes.iter().map(|wish| wish.local_rank).collect();
+                hosts(world.transport.peers(), &local_ranks)
+            });
             // Groups without a common rank may have the same number.
             let number = wishes.iter().map(|wish| wish.number).max().unwrap_or(0);
             world.note_group(number);
@@ -81,7 +84,7 @@ impl ProcessGroup {
                 )));
             };
             let members = members(&wishes, color);
-            let made = self.subgroup(id, &wishes, &members);
+            let made = self.subgroup(id, hosts, &members);
             // Nobody sends before all can receive.
             let outcomes = group.all_gather_object(&match &made {
                 Ok(Some(_)) => Outcome::Made,
@@ -90,6 +93,7 @@ impl ProcessGroup {
             })?;
             for (rank, outcome) in outcomes.iter().enumerate() {
                 if let Outcome::Failed(text) = outcome {
+                    world.transport.forget(id);
                     let rank = self.handle.rank_state.transport.member(rank);
                     let text = format!("rank {rank} cannot make a group: {text}");
                     return Err(Error::about(Kind::Io, vec![rank], text));
@@ -99,27 +103,38 @@ impl ProcessGroup {
                 continue;
             };
             if outcomes.contains(&Outcome::Taken) {
+                world.transport.forget(id);
                 continue;
             }
-            let rank_state = RankState::in_world(world, topology, transport);
-            let made = self.with_state(Arc::new(rank_state));
+            let made = self.with_state(RankState::in_world(world, topology, transport));
             let asked = match world.transport.kind() {
                 TransportKind::Tcp => Some(TransportKind::Tcp),
                 TransportKind::Threads => None,
                 _ => Some(TransportKind::Auto),
             };
             if let Some(asked) = asked.filter(|_| members.len() > 1) {
-                data_path::negotiate(&made.handle.rank_state, asked, began)?;
+                data_path::negotiate(&made.handle.rank_state, asked, Instant::now())?;
             }
             return Ok(made);
         }
+    }
+
+    /// See [`GroupExt::split_by_hosts`](super::GroupExt::split_by_hosts).
+    #[track_caller]
+    pub(super) fn split_hosts(&self) -> Result<[Self; 2]> {
+        let world = self.handle.rank_state.world();
+        let (rank, local_rank) = (world.topology.rank(), world.topology.local_rank());
+        let replicas = self.split(local_rank, rank)?;
+        // The first group has found the hosts.
+        let host = world.hosts.get().map_or(0, |hosts| hosts[rank]);
+        Ok([self.split(host, local_rank)?, replicas])
     }
 
     /// This rank's part of a new group; `None` if its number is taken.
     fn subgroup(
         &self,
         id: GroupId,
-        wishes: &[Wish],
+        hosts: &[usize],
         members: &[usize],
     ) -> Result<Option<(Topology, Transport)>> {
         let (rank_state, me) = (&self.handle.rank_state, self.rank());
@@ -127,10 +142,11 @@ impl ProcessGroup {
         let position = |rank: usize| members.iter().position(|member| *member == rank);
         // It gave its own color.
         let rank = position(me).unwrap_or_default();
+        let host = |rank: usize| hosts[transport.member(rank)];
         let here: Vec<usize> = members
             .iter()
             .copied()
-            .filter(|member| wishes[*member].host == wishes[me].host)
+            .filter(|member| host(*member) == host(me))
             .collect();
         let local = here.iter().position(|member| *member == me);
         let topology = Topology::new(rank, members.len())?;
@@ -163,8 +179,8 @@ struct Wish {
     key: usize,
     /// A number that no group of this rank has had.
     number: u32,
-    /// The first rank of its host.
-    host: usize,
+    /// The rank's number on its host, in the world.
+    local_rank: usize,
 }
 
 /// The outcome of a rank.
@@ -183,4 +199,47 @@ fn members(wishes: &[Wish], color: usize) -> Vec<usize> {
         .collect();
     members.sort_by_key(|rank| wishes[*rank].key);
     members
+}
+
+/// The host of each rank, by the number of its first rank. Ranks of one host may be any; hosts of the same name are told
+/// apart by local ranks, of which a host has each once.
+fn hosts(peers: &[Peer], local_ranks: &[usize]) -> Vec<usize> {
+    let mut found: Vec<usize> = Vec::new();
+    for (rank, local_rank) in local_ranks.iter().enumerate() {
+        let lacks_it = |host: usize| {
+            let mut others = found.iter().zip(local_ranks);
+            !others.any(|(other, local)| *other == host && local == local_rank)
+        };
+        let mut before = (0..rank).filter(|other| found[*other] == *other);
+        let beside =
+            before.find(|host| peers[*host].host() == peers[rank].host() && lacks_it(*host));
+        found.push(beside.unwrap_or(rank));
+    }
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::transport::PeerLocation;
+
+    fn peers(names: &[&str]) -> Vec<Peer> {
+        let peer = |(rank, host): (usize, &&str)| Peer {
+            rank,
+            location: PeerLocation::Process {
+                host: (*host).to_owned(),
+                pid: 7,
+            },
+        };
+        names.iter().enumerate().map(peer).collect()
+    }
+
+    #[test]
+    fn hosts_may_take_turns_or_have_one_name() {
+        let found = |names: &[&str], local_ranks: &[usize]| hosts(&peers(names), local_ranks);
+        assert_eq!(found(&["a", "a", "b"], &[0, 1, 0]), [0, 0, 2]);
+        assert_eq!(found(&["a", "b", "a", "b"], &[0, 0, 1, 1]), [0, 1, 0, 1]);
+        assert_eq!(found(&["pod"; 4], &[0, 1, 0, 1]), [0, 0, 2, 2]);
+        assert_eq!(found(&["pod"; 3], &[0, 0, 1]), [0, 1, 0]);
+    }
 }

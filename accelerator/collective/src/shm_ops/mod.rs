@@ -89,7 +89,7 @@ impl<'a> ShmOp<'a> {
         let mine = header.write(sequence, &self.deadline.fingerprint, data);
         self.put(0, first);
         let kind = self.transport.kind();
-        match fail_point(self.deadline.rank, Point::Operation(sequence)) {
+        match self.fault(Point::Operation(sequence)) {
             // Neither can happen to threads; the others have no place here.
             _ if kind == TransportKind::Threads => {}
             Some(Effect::DropConnection) => {
@@ -196,7 +196,7 @@ impl<'a> ShmOp<'a> {
     /// The next step: whatever was put becomes readable, for everyone.
     pub(crate) fn advance(&mut self) -> Result<()> {
         let point = Point::Within(self.deadline.number.sequence);
-        if let Some(effect) = fail_point(self.deadline.rank, point) {
+        if let Some(effect) = self.fault(point) {
             self.apply_fault(effect)?;
         }
         self.publish();
@@ -204,6 +204,14 @@ impl<'a> ShmOp<'a> {
             self.wait(peer)?;
         }
         Ok(())
+    }
+
+    /// The fault that is planned for here. Plans count the operations of the world.
+    fn fault(&self, point: Point) -> Option<Effect> {
+        match self.transport.subset() {
+            None => fail_point(self.deadline.rank, point),
+            Some(_) => None,
+        }
     }
 
     #[cold]
@@ -247,9 +255,10 @@ impl<'a> ShmOp<'a> {
     #[cold]
     fn wait_slow(&mut self, peer: usize) -> Result<()> {
         let inbox = self.transport.inbox();
-        inbox.await_rank(Some(self.peer(peer).rank));
+        let group = self.deadline.number.group;
+        inbox.await_rank(group, Some(self.peer(peer).rank));
         let outcome = self.wait_until_lost(peer);
-        inbox.await_rank(None);
+        inbox.await_rank(group, None);
         outcome
     }
 

@@ -2,11 +2,10 @@
 
 use std::{
     fmt,
-    sync::Arc,
     time::{Duration, Instant},
 };
 
-use super::{LastOp, Peer};
+use super::{LastOp, Peer, subset::Subset};
 use crate::wire::GroupId;
 use crate::{
     error::{Certainty, Culprit, Error, Kind, Result, Seconds, list_ranks, stderr_fallback},
@@ -37,11 +36,17 @@ pub(crate) enum TimeoutKind {
 pub(crate) struct OpNumber {
     pub(crate) group: GroupId,
     pub(crate) sequence: u64,
-    /// The ranks of the group in words; `None` for the world.
-    pub(crate) members: Option<Arc<str>>,
+    /// The members of the group; `None` for the world.
+    pub(crate) subset: Option<Subset>,
 }
 
 impl OpNumber {
+    /// Returns `true` if a rank takes part in it.
+    pub(crate) fn has_member(&self, rank: usize) -> bool {
+        let subset = self.subset.as_ref();
+        subset.is_none_or(|subset| subset.members.contains(&rank))
+    }
+
     /// Returns `true` if another rank was last seen in this operation.
     fn is_that_of(&self, last: &LastOp) -> bool {
         (self.group, self.sequence) == (last.group, last.sequence)
@@ -65,8 +70,8 @@ impl OpNumber {
 impl fmt::Display for OpNumber {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "#{}", self.sequence)?;
-        match &self.members {
-            Some(members) => write!(f, " of {members}"),
+        match &self.subset {
+            Some(subset) => write!(f, " of {subset}"),
             None => Ok(()),
         }
     }

@@ -4,6 +4,7 @@ mod chunk;
 mod deadline;
 mod inbox;
 mod peer;
+mod subset;
 mod tcp;
 #[cfg(test)]
 pub(crate) mod tests;
@@ -17,7 +18,7 @@ use std::{
 use crate::{
     buffer::Buffer,
     element::DType,
-    error::{Error, Result, list_ranks},
+    error::{Error, Result},
     shm::{Arena, Hosts, ShmPeers, Spin},
     topology::TransportKind,
 };
@@ -28,6 +29,7 @@ pub(crate) use chunk::{OpPhase, OutgoingChunk, Tag};
 pub(crate) use deadline::{OpDeadline, OpNumber, OpTimeouts, TimeoutKind};
 pub(crate) use inbox::{ActivityClock, Inbox, MAX_IN_FLIGHT, OpPosition, Poller, RecvChunk};
 pub(crate) use peer::{LastOp, LeaveKind, Peer, PeerLocation};
+pub(crate) use subset::Subset;
 pub(crate) use tcp::Tcp;
 
 #[cfg(feature = "fuzzing")]
@@ -53,25 +55,6 @@ pub(crate) struct Transport {
     /// The memory that the threads of groups share, if the ranks are threads.
     arenas: Option<Arc<ThreadArenas>>,
     path: OnceLock<DataPath>,
-}
-
-/// The members of a group, in its order, and the number by which their frames are told from those of other groups.
-#[derive(Clone, Debug)]
-pub(crate) struct Subset {
-    pub(crate) id: GroupId,
-    pub(crate) members: Arc<[usize]>,
-    /// The members in words.
-    name: Arc<str>,
-}
-
-impl Subset {
-    pub(crate) fn new(id: GroupId, members: Vec<usize>) -> Self {
-        Self {
-            id,
-            name: list_ranks(&members).into(),
-            members: members.into(),
-        }
-    }
 }
 
 /// Moves tagged chunks between ranks; knows nothing of reductions.
@@ -182,7 +165,7 @@ impl Transport {
             _ => None,
         };
         let poller = match &self.poller {
-            Some(_) => Some(new_poller(&self.inbox)?),
+            Some(_) => Some(new_poller(&self.inbox, subset.id)?),
             None => None,
         };
         let transport = Self {
@@ -199,6 +182,13 @@ impl Transport {
             transport.set_path(DataPath::Threads(memory));
         }
         Ok(transport)
+    }
+
+    /// Forgets a group that is not made after all.
+    pub(crate) fn forget(&self, group: GroupId) {
+        if let Some(arenas) = &self.arenas {
+            arenas.forget(group);
+        }
     }
 
     /// Lets operations sleep on the connections of the mesh.
@@ -268,7 +258,7 @@ impl Transport {
         OpNumber {
             group: subset.map_or(GroupId::WORLD, |subset| subset.id),
             sequence,
-            members: subset.map(|subset| Arc::clone(&subset.name)),
+            subset: subset.cloned(),
         }
     }
 
@@ -369,8 +359,8 @@ impl Drop for Transport {
 }
 
 /// Makes a poller that wakes whenever something happens in the inbox.
-fn new_poller(inbox: &Inbox) -> Result<Arc<Poller>> {
-    let poller = Poller::new()
+fn new_poller(inbox: &Inbox, group: GroupId) -> Result<Arc<Poller>> {
+    let poller = Poller::new(group)
         .map_err(|error| Error::io("there is no pair of sockets to wake a thread", error))?;
     let poller = Arc::new(poller);
     inbox.add_poller(Arc::clone(&poller));
@@ -440,6 +430,13 @@ impl ThreadArenas {
             groups.swap_remove(index);
         }
         Ok(ShmPeers::new(rank, arenas, 0, thread_spin(size)))
+    }
+}
+
+impl ThreadArenas {
+    /// Drops what members of groups of this number have not asked for.
+    fn forget(&self, group: GroupId) {
+        self.0.lock().retain(|other| other.group.id != group);
     }
 }
 

@@ -29,6 +29,14 @@ pub(crate) enum PeerLocation {
 }
 
 impl Peer {
+    /// The name of its host.
+    pub(crate) fn host(&self) -> &str {
+        match &self.location {
+            PeerLocation::Process { host, .. } => host,
+            PeerLocation::Thread => "",
+        }
+    }
+
     pub(crate) fn culprit(&self, cause: impl Into<String>, certainty: Certainty) -> Culprit {
         let (host, pid) = match &self.location {
             PeerLocation::Process { host, pid } => (host.clone(), Some(*pid)),
@@ -120,6 +128,8 @@ pub(super) struct PeerQueue {
     pub(super) blamed: bool,
     /// The groups, apart from the world, that the peer has left.
     pub(super) left: Vec<(GroupId, LeaveKind)>,
+    /// The number of operations that wait for a chunk of the peer which is not there.
+    pub(super) wanted: usize,
 }
 
 impl PeerQueue {
@@ -188,7 +198,8 @@ pub(crate) const MAX_IN_FLIGHT: usize = 4;
 
 /// The bytes at which the queue of one sender is full. A peer sends at most 16 chunks of a reduction
 /// ahead of this rank, for each operation under way, so only a broadcast to a slow rank ever gets
-/// there: a part that is needed never waits behind a full queue of parts that are not.
+/// there: a part that is needed never waits behind a full queue of parts that are not. If there are several groups, it may
+/// wait behind those of another one; so the queue is not full while an operation waits.
 pub(super) const QUEUE_BYTES: usize = 128 * CHUNK;
 
 /// The last sign of work of one rank, which ranks that wait for it count as progress.

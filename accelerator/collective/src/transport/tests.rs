@@ -19,6 +19,6 @@ pub(crate) fn number(sequence: u64) -> OpNumber {
     OpNumber {
         group: GroupId::WORLD,
         sequence,
-        members: None,
+        subset: None,
     }
 }

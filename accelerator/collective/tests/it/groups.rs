@@ -1,5 +1,8 @@
 //! Random groups of up to 16 ranks: their operations cross in time, and some ranks end in the middle.
 
+use std::{sync::Arc, thread, time::Duration};
+
+use accelerator_collective::internal::{GroupExt, ShardLayout};
 use accelerator_collective::{Element, Pending, ProcessGroup, ReduceOp};
 
 use crate::suite::{
@@ -21,6 +24,42 @@ fn tcp() {
 #[cfg(target_os = "linux")]
 fn shm() {
     (2000..2050).for_each(|seed| check(Means::Shm, seed, 7));
+}
+
+/// Chunks that a rank does not take yet, in the queue and in the connection, stop no other group.
+#[test]
+fn a_full_queue_stops_no_other_group() {
+    run(Means::Tcp, 2, |world| {
+        let (rank, len) = (world.rank(), 5 << 20);
+        // Rank 0 sends the first chunks of all gathers ahead: more than a queue and a connection hold.
+        let layout = Arc::new(ShardLayout::new(len, vec![vec![0..len], vec![]]).unwrap());
+        let groups: Vec<ProcessGroup> = (0..24).map(|_| world.split(0, rank).unwrap()).collect();
+        let start = || -> Vec<Pending> {
+            let four = groups.iter().flat_map(|group| [group; 4]);
+            four.map(|group| {
+                let buffer = group.buffer(u8::DTYPE, len);
+                group.start_all_gather(buffer, &layout).unwrap()
+            })
+            .collect()
+        };
+        let mut started = Vec::new();
+        if rank == 0 {
+            started = start();
+            thread::sleep(Duration::from_millis(700));
+        }
+        for _ in 0..10 {
+            let mut values = vec![1_u32; 100_000];
+            world.all_reduce(&mut values, ReduceOp::Sum).unwrap();
+            assert!(values.iter().all(|x| *x == 2));
+        }
+        if rank == 1 {
+            started = start();
+        }
+        for pending in started {
+            pending.wait().unwrap();
+        }
+        world.barrier().unwrap();
+    });
 }
 
 /// Divides a world several times, and reduces in all of its groups at the same time: with the bits of worlds of these
@@ -62,7 +101,7 @@ fn train(world: &ProcessGroup, seed: u64, ends: Option<u64>) -> accelerator_coll
     }
     for step in 0..STEPS {
         if ends == Some(step) {
-            if draw(&[seed, 7]) % 2 == 0 {
+            if draw(&[seed, 7]).is_multiple_of(2) {
                 world.abort("it ends as planned");
             }
             return Ok(());

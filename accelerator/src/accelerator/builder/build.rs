@@ -1,9 +1,10 @@
 use core::num::NonZeroUsize;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64};
-use std::sync::{Arc, OnceLock};
 
 use accelerator_collective::{Launch, ProcessGroup, Topology, TransportKind};
 use accelerator_host::DEVICE;
+use accelerator_host::sync::Mutex;
 use burn::tensor::Device;
 
 use super::AcceleratorBuilder;
@@ -176,7 +177,7 @@ impl AcceleratorBuilder {
                 builder: self.clone(),
                 checkpoints: Arc::new(CheckpointContext::new(reduction.clone(), tracking.clone())),
                 context,
-                groups: OnceLock::new(),
+                groups: Mutex::default(),
                 optimizers: OptimizerCount::default(),
                 reduction,
                 restarts,

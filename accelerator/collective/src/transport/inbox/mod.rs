@@ -60,9 +60,10 @@ impl Inbox {
         if state.closed {
             return true;
         }
+        let group = chunk.tag.group;
         state.push(from, chunk);
         let has_room = !state.is_full(from);
-        self.notify(state);
+        self.notify_of(state, Some(group));
         has_room
     }
 
@@ -89,7 +90,7 @@ impl Inbox {
         self.notify(state);
     }
 
-    /// Takes in the chunks of a group from here on; returns `false` if it does so already.
+    /// Takes in the chunks of a group from here on; returns `false` if it ever did.
     pub(crate) fn open_group(&self, group: GroupId) -> bool {
         self.state.lock().open_group(group)
     }
@@ -98,8 +99,9 @@ impl Inbox {
     pub(crate) fn close_group(&self, group: GroupId) {
         let mut state = self.state.lock();
         state.close_group(group);
-        drop(state);
         self.room.notify_all();
+        // Readers continue where a queue was full.
+        self.notify(state);
     }
 
     /// Lets an engine sleep on its poller until something happens here; see [`before_poll`](Self::before_poll).
@@ -138,8 +140,12 @@ impl Inbox {
         self.notify_failure(state);
     }
 
-    /// Notes for which rank this one waits, so that others do not take it for the cause.
-    pub(crate) fn await_rank(&self, rank: Option<usize>) {
+    /// Notes for which rank an operation of a group waits, so that others do not take this rank for the cause. Those of
+    /// the world are told.
+    pub(crate) fn await_rank(&self, group: GroupId, rank: Option<usize>) {
+        if group != GroupId::WORLD {
+            return;
+        }
         let code = rank.map_or(0, |rank| rank + 1);
         self.awaited.store(code, Ordering::Relaxed);
     }
@@ -243,7 +249,7 @@ impl Inbox {
         state.close();
         self.has_failures.store(true, Ordering::Release);
         state.version += 1;
-        wake_pollers(&state);
+        wake_pollers(&state, None);
         drop(state);
         self.room.notify_all();
         self.arrival.notify_all();
@@ -258,10 +264,15 @@ impl Inbox {
         self.notify(state);
     }
 
-    fn notify(&self, mut state: MutexGuard<'_, InboxState>) {
+    fn notify(&self, state: MutexGuard<'_, InboxState>) {
+        self.notify_of(state, None);
+    }
+
+    /// The same, of an event that concerns one group only.
+    fn notify_of(&self, mut state: MutexGuard<'_, InboxState>, group: Option<GroupId>) {
         state.version += 1;
         let sleepers = state.sleepers;
-        wake_pollers(&state);
+        wake_pollers(&state, group);
         drop(state);
         match sleepers {
             0 => {}
@@ -283,10 +294,10 @@ impl Inbox {
     }
 }
 
-/// Wakes the engines that sleep on connections.
-fn wake_pollers(state: &InboxState) {
+/// Wakes the engines that sleep on connections, or that of a group.
+fn wake_pollers(state: &InboxState, group: Option<GroupId>) {
     for poller in state.pollers() {
-        if poller.end_poll() {
+        if group.is_none_or(|group| group == poller.group()) && poller.end_poll() {
             poller.wake();
         }
     }

@@ -5,20 +5,29 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use crate::wire::GroupId;
+
 /// An engine that sleeps on connections, and its waker.
 #[derive(Debug)]
 pub(crate) struct Poller {
+    group: GroupId,
     waker: Waker,
     /// Set while the engine sleeps until its waker wakes it; changed with the inbox's state locked.
     polling: AtomicBool,
 }
 
 impl Poller {
-    pub(crate) fn new() -> io::Result<Self> {
+    pub(crate) fn new(group: GroupId) -> io::Result<Self> {
         Ok(Self {
+            group,
             waker: Waker::new()?,
             polling: AtomicBool::new(false),
         })
+    }
+
+    /// The group whose operations sleep.
+    pub(super) fn group(&self) -> GroupId {
+        self.group
     }
 
     pub(super) fn waker(&self) -> &Waker {

@@ -24,8 +24,10 @@ impl Inbox {
         let (from, peers) = (transport.member(from), transport.peers());
         let mut state = self.state.lock();
         loop {
+            let was_full = state.is_full(from);
             if let Some(chunk) = state.next_chunk(from, OpPosition::First, peers, deadline)? {
-                self.taken(state, deadline);
+                let has_room = was_full && !state.is_full(from);
+                self.taken(state, has_room, deadline);
                 return Ok(chunk);
             }
             state = self.pause(state, awaited.clone(), transport, deadline)?;
@@ -41,9 +43,11 @@ impl Inbox {
         deadline: &mut OpDeadline,
     ) -> Result<Option<RecvChunk>> {
         let mut state = self.state.lock();
+        let was_full = state.is_full(from);
         let chunk = state.next_chunk(from, place, peers, deadline)?;
         if chunk.is_some() {
-            self.taken(state, deadline);
+            let has_room = was_full && !state.is_full(from);
+            self.taken(state, has_room, deadline);
         }
         Ok(chunk)
     }
@@ -103,7 +107,7 @@ impl Inbox {
 
     fn pause<'a>(
         &'a self,
-        state: MutexGuard<'a, InboxState>,
+        mut state: MutexGuard<'a, InboxState>,
         awaited: Range<usize>,
         transport: &Transport,
         deadline: &mut OpDeadline,
@@ -113,7 +117,7 @@ impl Inbox {
         let awaited = awaited.map(|peer| transport.member(peer));
         let missing =
             awaited.filter(|peer| *peer != rank && !state.queues[*peer].holds(group, sequence));
-        self.await_rank(missing.clone().next());
+        self.await_rank(group, missing.clone().next());
         let roots = |deadline: &OpDeadline| state.roots(missing.clone().collect(), deadline);
         let active = |rank| state.active(rank);
         let last = |rank: usize| state.queues.get(rank)?.last;
@@ -125,15 +129,27 @@ impl Inbox {
             last,
         )?;
         let version = state.version;
+        let missing: Vec<usize> = match state.has_groups() {
+            true => missing.collect(),
+            false => Vec::new(),
+        };
+        state.begin_wanting(missing.iter().copied());
         drop(state);
-        transport.wait_for_arrival(version, due, deadline)?;
-        Ok(self.state.lock())
+        let waited = transport.wait_for_arrival(version, due, deadline);
+        let mut state = self.state.lock();
+        state.end_wanting(missing.into_iter());
+        waited?;
+        Ok(state)
     }
 
-    fn taken(&self, state: MutexGuard<'_, InboxState>, deadline: &mut OpDeadline) {
+    fn taken(&self, state: MutexGuard<'_, InboxState>, has_room: bool, deadline: &mut OpDeadline) {
         let blocked = state.blocked > 0;
-        drop(state);
-        self.await_rank(None);
+        // Operations of other groups may sleep, and what they wait for may not have been read.
+        match has_room {
+            true => self.notify(state),
+            false => drop(state),
+        }
+        self.await_rank(deadline.number.group, None);
         // The system is asked only where somebody waits.
         if blocked {
             self.room.notify_all();

@@ -2,6 +2,7 @@
 //! of this file.
 
 use std::{
+    collections::BTreeSet,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -35,6 +36,8 @@ pub(super) struct InboxState {
     pollers: Vec<Arc<Poller>>,
     /// The groups, apart from the world, of which chunks are taken in.
     groups: Vec<GroupId>,
+    /// The groups that were ever opened: frames of one that is closed may still be under way.
+    opened: BTreeSet<u16>,
     /// The last time at which this process said that it runs, and the silence after which the others
     /// may give it up.
     last_run: Option<(Instant, Duration)>,
@@ -54,6 +57,7 @@ impl InboxState {
             blocked: 0,
             pollers: Vec::new(),
             groups: Vec::new(),
+            opened: BTreeSet::new(),
             last_run: None,
             suspended: None,
         }
@@ -61,7 +65,18 @@ impl InboxState {
 
     /// Checks if the queue of a sender is full; it never is after [`close`](Self::close).
     pub(super) fn is_full(&self, from: usize) -> bool {
-        !self.closed && self.queues[from].bytes >= QUEUE_BYTES
+        let queue = &self.queues[from];
+        let is_wanted = queue.wanted > 0 && self.has_groups();
+        !self.closed && queue.bytes >= QUEUE_BYTES && !is_wanted
+    }
+
+    /// Notes that an operation begins to wait for chunks of these peers.
+    pub(super) fn begin_wanting(&mut self, peers: impl Iterator<Item = usize>) {
+        peers.for_each(|peer| self.queues[peer].wanted += 1);
+    }
+
+    pub(super) fn end_wanting(&mut self, peers: impl Iterator<Item = usize>) {
+        peers.for_each(|peer| self.queues[peer].wanted -= 1);
     }
 
     /// Puts a chunk into the queue of its sender, unless it is of a group that this rank has left.
@@ -100,9 +115,9 @@ impl InboxState {
         Ok(chunk)
     }
 
-    /// Takes in the chunks of a group from here on; returns `false` if it does so already.
+    /// Takes in the chunks of a group from here on; returns `false` if it ever did.
     pub(super) fn open_group(&mut self, group: GroupId) -> bool {
-        let is_new = !self.groups.contains(&group);
+        let is_new = self.opened.insert(group.0);
         if is_new {
             self.groups.push(group);
         }
@@ -123,6 +138,11 @@ impl InboxState {
 
     pub(super) fn remove_poller(&mut self, poller: &Arc<Poller>) {
         self.pollers.retain(|other| !Arc::ptr_eq(other, poller));
+    }
+
+    /// Returns `true` if there are groups other than the world.
+    pub(super) fn has_groups(&self) -> bool {
+        !self.groups.is_empty()
     }
 
     pub(super) fn pollers(&self) -> &[Arc<Poller>] {
@@ -197,7 +217,12 @@ impl InboxState {
                 FailureCause::Reported(rank, abort.error)
             }
         };
-        self.record_failure(FailedAt::Operation(abort.group, abort.sequence), cause);
+        let at = FailedAt::Operation {
+            rank,
+            group: abort.group,
+            sequence: abort.sequence,
+        };
+        self.record_failure(at, cause);
     }
 
     pub(super) fn on_activity(&mut self, rank: usize, at: Option<Instant>) {
@@ -432,7 +457,12 @@ pub(super) struct ObservedFailure {
 pub(super) enum FailedAt {
     /// Nothing can be done any more in any group.
     Everywhere,
-    Operation(GroupId, u64),
+    /// An operation of a group of the rank that tells it.
+    Operation {
+        rank: usize,
+        group: GroupId,
+        sequence: u64,
+    },
     Unknown,
 }
 
@@ -441,8 +471,15 @@ impl ObservedFailure {
     fn dooms(&self, deadline: &OpDeadline) -> bool {
         match self.at {
             FailedAt::Everywhere => true,
-            FailedAt::Operation(group, sequence) => {
-                group == deadline.number.group && sequence <= deadline.number.sequence
+            FailedAt::Operation {
+                rank,
+                group,
+                sequence,
+            } => {
+                // A group without a common member may have the same number.
+                group == deadline.number.group
+                    && sequence <= deadline.number.sequence
+                    && deadline.number.has_member(rank)
             }
             FailedAt::Unknown => false,
         }

@@ -370,7 +370,7 @@ impl Stages {
 
 const MAX_FREE_STAGES: usize = 8;
 
-const READER_PANICKED: &str = "a thread that reads its connections panicked";
+pub(super) const READER_PANICKED: &str = "a thread that reads its connections panicked";
 
 const ENDED: &str = "its connection ended: the process died or lost the network";
 

@@ -18,6 +18,7 @@ use super::frame_reader::{FrameReader, PeerLiveness, ReadOutcome, Stages, is_ope
 use crate::error::{Error, Result};
 use crate::socket::{await_ready, limit_backoff, timespec, unconfirmed, unsent};
 use crate::transport::Inbox;
+use crate::wire::Head;
 
 /// The connection to one peer: whole frames go out, one at a time.
 #[derive(Debug)]
@@ -34,6 +35,8 @@ pub(super) struct Link {
     /// Set once a frame was left unfinished or the final message was sent, after which nothing can be
     /// sent any more.
     torn: AtomicBool,
+    /// Short frames for which there was no room.
+    late: accelerator_host::sync::Mutex<Vec<[u8; Head::LEN]>>,
     /// Set if something was sent since [`heartbeat`](Self::heartbeat) last asked.
     used: AtomicBool,
 }
@@ -68,6 +71,7 @@ impl Link {
             reader: Mutex::new(reader),
             liveness,
             torn: AtomicBool::new(false),
+            late: accelerator_host::sync::Mutex::default(),
             used: AtomicBool::new(false),
         })
     }
@@ -94,26 +98,42 @@ impl Link {
 
     /// Writes a short frame where nothing was written since the last call. Never waits: where a
     /// frame is under way the link is not idle, and a peer that takes nothing is not reading.
-    pub(super) fn heartbeat(&self, frame: &[u8]) {
-        if self.used.swap(false, Ordering::Relaxed) {
-            return;
-        }
-        if let Ok(_writing) = self.writer.try_lock()
-            && is_ready(self.stream(), PollFlags::OUT)
-        {
-            // A connection that says it is writable has room for some kilobytes; who else writes
-            // holds the lock.
-            let until = Instant::now() + WRITER_CHECK_INTERVAL;
-            let _ = self.write_frame([frame, &[], &[]], |written| {
-                written > 0 && self.has_room_by(until)
-            });
+    pub(super) fn heartbeat(&self, frame: &[u8; Head::LEN]) {
+        self.late.lock().retain(|late| !self.try_write_short(late));
+        if !self.used.swap(false, Ordering::Relaxed) {
+            self.try_write_short(frame);
         }
     }
 
-    /// Writes a short frame, if the peer takes it in time.
-    pub(super) fn write_until(&self, frame: &[u8], until: Instant) {
-        // A peer that takes nothing is found silent, or ends.
-        let _ = self.write(frame, &[], &[], |_| self.has_room_by(until));
+    /// Writes a short frame, or leaves it to the next [`heartbeat`](Self::heartbeat) if there is no room in time.
+    pub(super) fn write_soon(&self, frame: &[u8; Head::LEN], until: Instant) {
+        loop {
+            if self.try_write_short(frame) {
+                return;
+            }
+            if Instant::now() >= until {
+                self.late.lock().push(*frame);
+                return;
+            }
+            thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// Writes a short frame if nobody writes and there is room, and says whether it did.
+    fn try_write_short(&self, frame: &[u8; Head::LEN]) -> bool {
+        let Ok(_writing) = self.writer.try_lock() else {
+            return false;
+        };
+        if !is_ready(self.stream(), PollFlags::OUT) {
+            return false;
+        }
+        // A connection that says it is writable has room for some kilobytes.
+        let until = Instant::now() + WRITER_CHECK_INTERVAL;
+        let written = self.write_frame([frame, &[], &[]], |written| {
+            written > 0 && self.has_room_by(until)
+        });
+        // If it is broken, the peer hears of that.
+        written.is_ok() || self.torn.load(Ordering::Acquire)
     }
 
     /// Checks if bytes, or the end of the connection, wait to be read.

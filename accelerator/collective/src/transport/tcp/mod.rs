@@ -16,11 +16,11 @@ use std::time::{Duration, Instant};
 use accelerator_host::machine::UsableCores;
 use accelerator_host::sync::{Condvar, Mutex};
 
-use self::frame_reader::ReadOutcome;
 #[cfg(feature = "fuzzing")]
 use self::frame_reader::{FrameReader, Stages};
+use self::frame_reader::{READER_PANICKED, ReadOutcome};
 use self::link::Links;
-use super::{ControlPlane, Inbox, Peer, PeerLocation, Poller, Transport, new_poller};
+use super::{ControlPlane, GroupId, Inbox, Peer, PeerLocation, Poller, Transport, new_poller};
 use crate::error::{Error, Result};
 use crate::rendezvous::{MAX_WAIT, Meeting};
 use crate::topology::Topology;
@@ -33,7 +33,7 @@ pub(crate) struct Tcp {
     peers: Arc<[Peer]>,
     links: Arc<Links>,
     inbox: Arc<Inbox>,
-    /// The poller of operations of all ranks.
+    /// The poller of operations of the world.
     poller: Arc<Poller>,
     handoff: Arc<ReaderHandoff>,
     /// The time for which a waiting operation keeps its core.
@@ -69,7 +69,7 @@ impl Tcp {
             })
             .collect();
         let inbox = Arc::new(Inbox::new(peers.len()));
-        let poller = new_poller(&inbox)?;
+        let poller = new_poller(&inbox, GroupId::WORLD)?;
         let handoff = Arc::new(ReaderHandoff::new());
         // Silence counts from here on, and so does the time in which this process is suspended.
         let round_due = Instant::now();
@@ -175,6 +175,14 @@ struct ReaderThread {
     links: Arc<Links>,
     inbox: Arc<Inbox>,
     handoff: Arc<ReaderHandoff>,
+}
+
+impl Drop for ReaderThread {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            self.inbox.failed(READER_PANICKED);
+        }
+    }
 }
 
 impl ReaderThread {

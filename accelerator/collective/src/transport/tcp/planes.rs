@@ -35,7 +35,7 @@ impl DataPlane for Tcp {
         deadline: &mut OpDeadline,
         poller: Option<&Poller>,
     ) -> Result<()> {
-        let poller = poller.unwrap_or(&self.poller);
+        let (poller, group) = (poller.unwrap_or(&self.poller), chunk.tag.group);
         let Some(link) = self.links.get(to) else {
             return Err(deadline.protocol(&self.peers[self.rank], "it sent a part to itself"));
         };
@@ -61,7 +61,7 @@ impl DataPlane for Tcp {
                 if written > stuck.map_or(0, |(at, _)| at) {
                     deadline.on_progress(now);
                 }
-                self.inbox.await_rank(Some(to));
+                self.inbox.await_rank(group, Some(to));
                 let was_calm = self.inbox.has_no_failures();
                 if failure.is_none() && (now >= due || !was_calm) {
                     due = now + WRITER_CHECK_INTERVAL;
@@ -98,7 +98,7 @@ impl DataPlane for Tcp {
             },
         );
         if stuck.is_some() {
-            self.inbox.await_rank(None);
+            self.inbox.await_rank(group, None);
         }
         match (failure, outcome) {
             (Some((error, _)), _) => Err(error),
@@ -274,7 +274,7 @@ impl ControlPlane for Tcp {
             if let Some(link) = self.links.get(*member)
                 && self.inbox.is_present(*member)
             {
-                link.write_until(&frame, until);
+                link.write_soon(&frame, until);
             }
         }
     }

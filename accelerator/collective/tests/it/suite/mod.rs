@@ -141,6 +141,8 @@ macro_rules! set {
                 groups_cross,
                 groups_fail_together,
                 groups_outlive_the_handle_of_the_world,
+                groups_are_divided_at_the_same_time,
+                groups_end_in_order,
             ]
         );
     };

@@ -66,34 +66,30 @@ pub(crate) fn groups_cross(means: Means, world_size: usize) {
         let halves = world.split(rank % 2, rank).unwrap();
         let pairs = world.split(rank / 2, rank).unwrap();
         let groups = [&world, &halves, &pairs];
-        let sum = |group: &ProcessGroup, len: usize| {
-            let mut ones = group.buffer(f32::DTYPE, len);
-            ones.as_mut_slice::<f32>().unwrap().fill(1.0);
-            group.start_all_reduce(ones, ReduceOp::Sum).unwrap()
+        let sum = |group: &ProcessGroup, len: usize, mark: f32| {
+            let mut marks = group.buffer(f32::DTYPE, len);
+            marks.as_mut_slice::<f32>().unwrap().fill(mark);
+            group.start_all_reduce(marks, ReduceOp::Sum).unwrap()
         };
-        let gather = |group: &ProcessGroup, len: usize| {
+        let gather = |group: &ProcessGroup, len: usize, mark: f32| {
             let partition = Partition::new(len, group.world_size());
             let parts = (0..group.world_size()).map(|rank| vec![partition.range(rank)]);
             let layout = Arc::new(ShardLayout::new(len, parts.collect()).unwrap());
             let mut values = group.buffer(f32::DTYPE, len);
-            let size = group.world_size() as f32;
             let own = partition.range(group.rank());
-            values.as_mut_slice::<f32>().unwrap()[own].fill(size);
+            values.as_mut_slice::<f32>().unwrap()[own].fill(mark);
             group.start_all_gather(values, &layout).unwrap()
         };
         for round in 0..12 {
             let mut pending: Vec<(f32, Pending)> = Vec::new();
             for (number, group) in groups.iter().enumerate() {
-                let size = group.world_size() as f32;
-                // Sizes differ, so that operations end in another order than they began.
-                pending.push((
-                    size,
-                    sum(group, [90_000, 10, 700_000][(number + round) % 3]),
-                ));
-                pending.push((
-                    size,
-                    gather(group, [200_000, 3, 40_000][(number + round) % 3]),
-                ));
+                // No other group and round has these values.
+                let mark = (100 * round + number + 1) as f32;
+                let total = mark * group.world_size() as f32;
+                // Lengths differ, so that operations end in another order than they began.
+                let turn = (number + round) % 3;
+                pending.push((total, sum(group, [90_000, 10, 700_000][turn], mark)));
+                pending.push((mark, gather(group, [200_000, 3, 40_000][turn], mark)));
             }
             // Ranks wait for them in different orders, and call others meanwhile.
             pending.rotate_left(rank % 6);
@@ -101,18 +97,20 @@ pub(crate) fn groups_cross(means: Means, world_size: usize) {
                 halves.all_gather(&[1_u8]).unwrap().len(),
                 halves.world_size()
             );
-            for (size, pending) in pending {
+            for (wanted, pending) in pending {
                 let values = pending.wait().unwrap();
                 let values = values.as_slice::<f32>().unwrap();
                 assert!(
-                    values.iter().all(|x| *x == size),
+                    values.iter().all(|x| *x == wanted),
                     "{means:?}, round {round}"
                 );
             }
             if round == 5 {
                 // A group that comes and goes.
                 let short = pairs.split(0, 0).unwrap();
-                drop(sum(&short, 30_000).wait().unwrap());
+                let sum = sum(&short, 30_000, 2.0).wait().unwrap();
+                let wanted = 2.0 * short.world_size() as f32;
+                assert!(sum.as_slice::<f32>().unwrap().iter().all(|x| *x == wanted));
             }
         }
         world.barrier().unwrap();
@@ -178,7 +176,10 @@ pub(crate) fn groups_fail_together(means: Means, world_size: usize) {
                 );
                 assert!(part.contains(" of ranks "), "{part}");
             }
-            assert!(!all.is_empty());
+            assert!(
+                all.contains(&format!("rank {last}")) || all.contains("the ranks disagree"),
+                "{means:?}, rank {rank}: {all}"
+            );
         }
     }
 }
@@ -192,6 +193,54 @@ pub(crate) fn groups_outlive_the_handle_of_the_world(means: Means, world_size: u
             assert_eq!(group.all_gather(&[1_u8]).unwrap().len(), world_size);
         }
         group.close().unwrap();
+        assert!(group.barrier().unwrap_err().is_closed());
+    });
+}
+
+/// Threads of each rank divide two groups at the same time; the groups get different numbers.
+pub(crate) fn groups_are_divided_at_the_same_time(means: Means, world_size: usize) {
+    run(means, world_size, move |world| {
+        let parents = [0, 0, 0].map(|color| world.split(color, world.rank()).unwrap());
+        for _ in 0..6 {
+            thread::scope(|scope| {
+                for (number, parent) in parents.iter().enumerate() {
+                    scope.spawn(move || {
+                        let group = parent.split(0, parent.rank()).unwrap();
+                        let mut values = vec![number as u32; 30_000];
+                        group.all_reduce(&mut values, ReduceOp::Sum).unwrap();
+                        let wanted = (number * group.world_size()) as u32;
+                        assert!(values.iter().all(|x| *x == wanted));
+                    });
+                }
+            });
+        }
+        world.barrier().unwrap();
+    });
+}
+
+/// A world that is closed waits for what its groups have started; a group that is closed aborts nothing.
+pub(crate) fn groups_end_in_order(means: Means, world_size: usize) {
+    run(means, world_size, move |world| {
+        let group = world.split(0, world.rank()).unwrap();
+        let closed = world.split(0, world.rank()).unwrap();
+        closed.close().unwrap();
+        closed.abort("it is closed already");
+        drop(closed);
+        world.barrier().unwrap();
+        let started: Vec<Pending> = (0..3)
+            .map(|_| {
+                let values = group.buffer(f32::DTYPE, 500_000);
+                group.start_all_reduce(values, ReduceOp::Sum).unwrap()
+            })
+            .collect();
+        if world.rank() == 0 {
+            // Others need it for a while.
+            thread::sleep(Duration::from_millis(50));
+        }
+        world.close().unwrap();
+        for pending in started {
+            pending.wait().unwrap();
+        }
         assert!(group.barrier().unwrap_err().is_closed());
     });
 }
