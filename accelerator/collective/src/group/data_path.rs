@@ -223,7 +223,7 @@ mod linux {
         error::{Error, Result},
         group::rank_state::RankState,
         rendezvous::random,
-        shm::{Arena, ArenaId, Hosts, ShmPeers, Spin},
+        shm::{Arena, ArenaId, Hosts, Room, ShmPeers, Spin},
         topology::TransportKind,
         transport::{DataPath, Peer, PeerLocation},
     };
@@ -243,7 +243,11 @@ mod linux {
             word.copy_from_slice(&nonce[at..at + 8]);
             u64::from_le_bytes(word)
         });
-        let arena = Arena::of_process(nonce).map(Arc::new);
+        let room = match rank_state.is_part() {
+            true => Room::Group(topology.local_world_size()),
+            false => Room::World(topology.local_world_size()),
+        };
+        let arena = Arena::of_process(nonce, room).map(Arc::new);
         let memory = match &arena {
             Ok(arena) => arena
                 .file()

@@ -26,7 +26,9 @@ use crate::{
     liveness::suspect_after,
     rendezvous::StoreClient,
     topology::{Topology, TransportKind},
-    transport::{Abort, FinalMessage, LeaveKind, OpDeadline, OpNumber, OpTimeouts, Transport},
+    transport::{
+        Abort, DROPPED, FinalMessage, LeaveKind, OpDeadline, OpNumber, OpTimeouts, Transport,
+    },
 };
 
 /// The state that all handles of one rank and its communication thread share.
@@ -308,8 +310,13 @@ impl RankState {
 
     /// See [`ProcessGroup::failure`](super::ProcessGroup::failure).
     pub(crate) fn failure(&self) -> Option<String> {
-        if let Some(world) = &self.world {
-            return world.failure();
+        if let (Some(world), Some(group)) = (&self.world, self.transport.subset()) {
+            let dropped = || {
+                let rank = self.transport.inbox().dropped_member(group.id)?;
+                let peer = &self.transport.peers()[rank];
+                Some(format!("{peer} is lost: {DROPPED}"))
+            };
+            return world.failure().or_else(dropped);
         }
         if let Some(error) = self.failure.get() {
             return Some(error.to_string());

@@ -13,7 +13,7 @@ use std::{fmt, ops::Range, sync::Arc};
 
 use seq_counter::SeqCounter;
 
-pub(crate) use arena::{Arena, ArenaId, Region, SHM_CHUNK};
+pub(crate) use arena::{Arena, ArenaId, Region, Room, SHM_CHUNK};
 pub(crate) use memory::{HeaderDigest, MemoryRange};
 pub(crate) use seq_counter::Spin;
 

@@ -19,7 +19,7 @@ use crate::{
     buffer::Buffer,
     element::DType,
     error::{Error, Result},
-    shm::{Arena, Hosts, ShmPeers, Spin},
+    shm::{Arena, Hosts, Room, ShmPeers, Spin},
     topology::TransportKind,
 };
 use accelerator_host::{machine::UsableCores, sync::Mutex};
@@ -27,7 +27,9 @@ use accelerator_host::{machine::UsableCores, sync::Mutex};
 pub(crate) use crate::wire::{Abort, CHUNK, GroupId};
 pub(crate) use chunk::{OpPhase, OutgoingChunk, Tag};
 pub(crate) use deadline::{OpDeadline, OpNumber, OpTimeouts, TimeoutKind};
-pub(crate) use inbox::{ActivityClock, Inbox, MAX_IN_FLIGHT, OpPosition, Poller, RecvChunk};
+pub(crate) use inbox::{
+    ActivityClock, DROPPED, Inbox, MAX_IN_FLIGHT, OpPosition, Poller, RecvChunk,
+};
 pub(crate) use peer::{LastOp, LeaveKind, Peer, PeerLocation};
 pub(crate) use subset::Subset;
 pub(crate) use tcp::Tcp;
@@ -417,7 +419,7 @@ impl ThreadArenas {
             None => {
                 groups.push(GroupArenas {
                     group: group.clone(),
-                    arenas: thread_arenas(size)?,
+                    arenas: thread_arenas(size, Room::Group(size))?,
                     awaited: size,
                 });
                 groups.len() - 1
@@ -440,9 +442,9 @@ impl ThreadArenas {
     }
 }
 
-fn thread_arenas(count: usize) -> Result<Arc<[Arc<Arena>]>> {
+fn thread_arenas(count: usize, room: Room) -> Result<Arc<[Arc<Arena>]>> {
     let arenas: io::Result<_> = (0..count)
-        .map(|_| Arena::of_thread().map(Arc::new))
+        .map(|_| Arena::of_thread(room).map(Arc::new))
         .collect();
     arenas.map_err(|error| Error::io("there is no memory that threads can share", error))
 }
@@ -466,7 +468,7 @@ impl Threads {
         if world_size == 1 {
             return Ok(vec![Self::alone()]);
         }
-        let arenas = thread_arenas(world_size)?;
+        let arenas = thread_arenas(world_size, Room::World(world_size))?;
         let (inboxes, peers) = (inboxes(world_size), peers(world_size));
         let spin = thread_spin(world_size);
         let groups = Arc::new(ThreadArenas::default());

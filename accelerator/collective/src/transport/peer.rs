@@ -127,7 +127,7 @@ pub(super) struct PeerQueue {
     /// Set once another rank blames this one.
     pub(super) blamed: bool,
     /// The groups, apart from the world, that the peer has left.
-    pub(super) left: Vec<(GroupId, LeaveKind)>,
+    pub(super) left: Vec<(GroupId, LeaveKind, Instant)>,
     /// The number of operations that wait for a chunk of the peer which is not there.
     pub(super) wanted: usize,
 }
@@ -174,7 +174,7 @@ impl PeerQueue {
 
     /// Drops what is there of a group.
     pub(super) fn close_group(&mut self, group: GroupId) {
-        self.left.retain(|(left, _)| *left != group);
+        self.left.retain(|(left, ..)| *left != group);
         self.chunks.retain(|chunk| chunk.tag.group != group);
         self.bytes = self.chunks.iter().map(RecvChunk::weight).sum();
     }

@@ -53,9 +53,9 @@ unsafe impl Atomics for ArenaHeader {}
 
 impl Arena {
     /// Memory for one of several threads of this process.
-    pub(crate) fn of_thread() -> io::Result<Self> {
+    pub(crate) fn of_thread(room: Room) -> io::Result<Self> {
         #[cfg(target_os = "linux")]
-        return Self::private(installed());
+        return Self::private(room.bytes());
         #[cfg(not(target_os = "linux"))]
         return Ok(Self {
             memory: RawMemory::heap(CONTROL)?,
@@ -80,8 +80,8 @@ impl Arena {
 
     /// Memory in a file of its own, which other processes can open as long as this value lives.
     #[cfg(target_os = "linux")]
-    pub(crate) fn of_process(nonce: [u64; 2]) -> io::Result<Self> {
-        let arena = Self::in_file(installed())?;
+    pub(crate) fn of_process(nonce: [u64; 2], room: Room) -> io::Result<Self> {
+        let arena = Self::in_file(room.bytes())?;
         for (target, word) in arena.head().nonce.iter().zip(nonce) {
             target.store(word, Ordering::Release);
         }
@@ -399,11 +399,30 @@ impl Drop for Region {
 
 /// The memory of the machine: more buffers than that there cannot be.
 #[cfg(target_os = "linux")]
-fn installed() -> usize {
+fn installed() -> u64 {
     let info = rustix::system::sysinfo();
-    let bytes = info.totalram as u64 * u64::from(info.mem_unit.max(1));
-    // At most a 64th of the address space, so that the ranks of a large host fit into it.
-    bytes.min(1 << 41).next_multiple_of(LARGE as u64) as usize
+    info.totalram as u64 * u64::from(info.mem_unit.max(1))
+}
+
+/// The room for the buffers of one rank. Each rank maps that of all ranks that share memory: together they take a quarter
+/// of the address space, and those of a group a 512th, so that there is room for many.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Room {
+    /// The room of one of so many ranks of the world on a host.
+    World(usize),
+    /// The room of one of so many members of a group on a host.
+    Group(usize),
+}
+
+impl Room {
+    #[cfg(target_os = "linux")]
+    fn bytes(self) -> usize {
+        let most = match self {
+            Self::World(ranks) => (1 << 45) / ranks.max(1) as u64,
+            Self::Group(ranks) => (1 << 38) / ranks.max(1) as u64,
+        };
+        installed().min(most).next_multiple_of(LARGE as u64) as usize
+    }
 }
 
 /// The room for buffers in a file that this process may make: one that is larger than its limit

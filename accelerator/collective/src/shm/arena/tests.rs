@@ -29,7 +29,7 @@ fn buffers_are_zeroes_and_give_their_memory_back() {
 
 #[test]
 fn only_buffers_are_found_in_an_arena() {
-    let arena = Arena::of_thread().unwrap();
+    let arena = Arena::of_thread(Room::World(1)).unwrap();
     assert!(arena.buffer(0, 10).is_none());
     assert!(arena.buffer(u64::MAX - 1, 10).is_none());
     assert!(arena.buffer(CONTROL as u64, usize::MAX).is_none());
@@ -81,13 +81,15 @@ fn a_limit_of_files_is_kept() {
     };
     for (bytes, pages) in [(CONTROL + 3 * PAGE + 7, 3), (CONTROL, 0)] {
         limit(bytes);
-        let arena = Arc::new(Arena::of_process([1, 2]).unwrap());
+        let arena = Arc::new(Arena::of_process([1, 2], Room::World(1)).unwrap());
         assert_eq!(arena.memory.len(), CONTROL + pages * PAGE);
         assert_eq!(Region::new(&arena, 3 * PAGE).is_some(), pages == 3);
         assert!(Region::new(&arena, 4 * PAGE).is_none());
     }
     limit(CONTROL - 1);
-    let text = Arena::of_process([1, 2]).unwrap_err().to_string();
+    let text = Arena::of_process([1, 2], Room::World(1))
+        .unwrap_err()
+        .to_string();
     assert!(text.contains("`ulimit -f`"), "{text}");
 }
 

@@ -9,7 +9,9 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use accelerator_host::sync::{Condvar, Mutex, MutexGuard};
-use state::{DROPPED, GRACE, InboxState};
+use state::{GRACE, InboxState};
+
+pub(crate) use state::DROPPED;
 
 use super::chunk::{Pool, PooledBuffer};
 use super::peer::PeerState;
@@ -225,6 +227,11 @@ impl Inbox {
         }
         let (rank, since) = state.dropped?;
         (since.elapsed() >= GRACE).then(|| format!("{} is lost: {DROPPED}", peers[rank]))
+    }
+
+    /// The member that dropped its handle of a group, unless that was a moment ago.
+    pub(crate) fn dropped_member(&self, group: GroupId) -> Option<usize> {
+        self.state.lock().dropped_member(group)
     }
 
     /// The ranks that are gone, by their own message or without one, or by the message of others.

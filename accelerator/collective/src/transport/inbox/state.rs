@@ -152,8 +152,18 @@ impl InboxState {
     /// Notes that a peer has left a group other than the world.
     pub(super) fn on_left_group(&mut self, rank: usize, group: GroupId, kind: LeaveKind) {
         if self.groups.contains(&group) {
-            self.queues[rank].left.push((group, kind));
+            self.queues[rank].left.push((group, kind, Instant::now()));
         }
+    }
+
+    /// See [`Inbox::dropped_member`](super::Inbox::dropped_member).
+    pub(super) fn dropped_member(&self, group: GroupId) -> Option<usize> {
+        self.queues.iter().position(|queue| {
+            let mut left = queue.left.iter();
+            left.any(|(other, kind, since)| {
+                *other == group && *kind == LeaveKind::Dropped && since.elapsed() >= GRACE
+            })
+        })
     }
 
     pub(super) fn on_left(&mut self, rank: usize, kind: LeaveKind) {
@@ -423,9 +433,9 @@ impl InboxState {
                 PeerState::Dropped => Err(deadline.lost(&peers[from], DROPPED, Certainty::Partial)),
                 PeerState::Broken | PeerState::Aborted | PeerState::Lost | PeerState::Present => {
                     let group = deadline.number.group;
-                    match queue.left.iter().find(|(left, _)| *left == group) {
-                        Some((_, LeaveKind::Closed)) => Err(deadline.left(&peers[from])),
-                        Some((_, LeaveKind::Dropped)) => {
+                    match queue.left.iter().find(|(left, ..)| *left == group) {
+                        Some((_, LeaveKind::Closed, _)) => Err(deadline.left(&peers[from])),
+                        Some((_, LeaveKind::Dropped, _)) => {
                             Err(deadline.lost(&peers[from], DROPPED, Certainty::Partial))
                         }
                         None => Ok(()),
@@ -505,5 +515,5 @@ pub(super) enum FailureCause {
 
 pub(super) const GRACE: Duration = Duration::from_millis(100);
 
-pub(super) const DROPPED: &str =
+pub(crate) const DROPPED: &str =
     "it dropped its group without closing it: its program returned early or failed";
