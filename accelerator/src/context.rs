@@ -96,14 +96,18 @@ impl Context {
     }
 
     /// Names the loader that is being prepared, for an error.
-    pub(crate) fn loader_name(&self) -> String {
-        let number = self.loaders.load(Ordering::Relaxed);
-        format!("loader {number} (the first that was prepared is 0)")
+    pub(crate) fn next_loader_name(&self) -> String {
+        loader_name(self.loaders.load(Ordering::Relaxed))
     }
 
     pub(crate) fn next_loader(&self) -> u64 {
         self.loaders.fetch_add(1, Ordering::Relaxed)
     }
+}
+
+/// The name of a loader in messages, by its number among those of the program.
+pub(crate) fn loader_name(number: u64) -> String {
+    format!("loader {number} (the first that was prepared is 0)")
 }
 
 impl Accumulation {

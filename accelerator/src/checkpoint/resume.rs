@@ -13,6 +13,7 @@ use super::settings::Checkpoints;
 use super::state_file::{
     PartKind, Source, StateFile, decode, is_called_checkpoint, is_meant_as_checkpoint, list,
 };
+use crate::context::loader_name;
 use crate::core::agreement::{self, Term};
 use crate::core::error::{self, Error, Result};
 use crate::data::PreparedLoader;
@@ -123,7 +124,7 @@ pub(crate) fn resume_loader<O: Send + 'static>(
     loader: PreparedLoader<O>,
 ) -> Result<PreparedLoader<O>> {
     let number = loader.number();
-    let name = format!("loader {number} (the first that was prepared is 0)");
+    let name = loader_name(number);
     let missing =
         format!("it has no {name}; prepare loaders in the order of the program that saved it");
     let Some(found) = find_of_loader(context, settings, number, &name, &missing)? else {

@@ -89,7 +89,7 @@ impl<O: Send + 'static> PreparedLoader<O> {
         };
         let items = agree_on_items(context, described, digests)?;
         // From here on it is the same on all ranks.
-        let samples = samples.map_err(|error| error.about(context.loader_name()))?;
+        let samples = samples.map_err(|error| error.about(context.next_loader_name()))?;
         if let Some(item) = items.iter().find(|item| item.changes_between_reads()) {
             return Err(Error::config(format!(
                 "the data set of a loader gives {item}: ranks cannot share it out by index {DRAWN_HINT}"
@@ -113,7 +113,7 @@ impl<O: Send + 'static> PreparedLoader<O> {
         )?;
         // One that does not know its length may say 0.
         if items == 0 && loader.iter().next().is_none() {
-            return Err(no_samples().about(context.loader_name()));
+            return Err(no_samples().about(context.next_loader_name()));
         }
         let samples = Samples::Opaque(loader.to_device(&context.device));
         Ok(Self::new(LoaderContext::new(context, uncounted), samples))

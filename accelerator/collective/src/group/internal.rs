@@ -343,7 +343,12 @@ pub enum NextPlace {
 impl GroupExt for ProcessGroup {
     #[track_caller]
     fn split_by_hosts(&self) -> Result<[Self; 2]> {
-        self.split_hosts()
+        let world = self.handle.rank_state.world();
+        let (rank, local_rank) = (world.topology.rank(), world.topology.local_rank());
+        let replicas = self.split(local_rank, rank)?;
+        // The first group has found the hosts.
+        let host = world.hosts.get().map_or(0, |hosts| hosts[rank]);
+        Ok([self.split(host, local_rank)?, replicas])
     }
 
     fn forbid(&self, reason: impl Into<String>) -> Forbidden {

@@ -393,10 +393,8 @@ impl RankState {
     /// Ends the group, and all groups of this rank with it, unless they have ended before; gives the error with which
     /// they ended.
     pub(super) fn fail(&self, sequence: u64, error: Error) -> Error {
-        match &self.world {
-            Some(world) => world.fail_in(self.transport.op_number(sequence), error),
-            None => self.fail_in(self.transport.op_number(sequence), error),
-        }
+        let world = self.world.as_deref().unwrap_or(self);
+        world.fail_in(self.transport.op_number(sequence), error)
     }
 
     fn fail_in(&self, operation: OpNumber, error: Error) -> Error {

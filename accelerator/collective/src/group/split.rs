@@ -119,17 +119,6 @@ impl ProcessGroup {
         }
     }
 
-    /// See [`GroupExt::split_by_hosts`](super::GroupExt::split_by_hosts).
-    #[track_caller]
-    pub(super) fn split_hosts(&self) -> Result<[Self; 2]> {
-        let world = self.handle.rank_state.world();
-        let (rank, local_rank) = (world.topology.rank(), world.topology.local_rank());
-        let replicas = self.split(local_rank, rank)?;
-        // The first group has found the hosts.
-        let host = world.hosts.get().map_or(0, |hosts| hosts[rank]);
-        Ok([self.split(host, local_rank)?, replicas])
-    }
-
     /// This rank's part of a new group; `None` if its number is taken.
     fn subgroup(
         &self,
@@ -201,8 +190,8 @@ fn members(wishes: &[Wish], color: usize) -> Vec<usize> {
     members
 }
 
-/// The host of each rank, by the number of its first rank. Ranks of one host may be any; hosts of the same name are told
-/// apart by local ranks, of which a host has each once.
+/// Returns the host of each rank, as the lowest rank on it. The ranks of a host need not follow one another. Hosts of the
+/// same name are distinguished by local ranks, since each occurs once per host.
 fn hosts(peers: &[Peer], local_ranks: &[usize]) -> Vec<usize> {
     let mut found: Vec<usize> = Vec::new();
     for (rank, local_rank) in local_ranks.iter().enumerate() {

@@ -128,7 +128,7 @@ pub(super) struct PeerQueue {
     pub(super) blamed: bool,
     /// The groups, apart from the world, that the peer has left.
     pub(super) left: Vec<(GroupId, LeaveKind, Instant)>,
-    /// The number of operations that wait for a chunk of the peer which is not there.
+    /// The number of operations that wait for a chunk of the peer which is not there, if there are several groups.
     pub(super) wanted: usize,
 }
 

@@ -5,7 +5,7 @@ use std::{fmt, sync::Arc};
 use crate::error::list_ranks;
 use crate::wire::GroupId;
 
-/// The members of a group, in its order, and the number by which their frames are told from those of other groups.
+/// The members of a group, in its order, and the number that its frames carry.
 #[derive(Clone, Debug)]
 pub(crate) struct Subset {
     pub(crate) id: GroupId,

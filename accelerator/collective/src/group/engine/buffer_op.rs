@@ -86,10 +86,7 @@ impl OpContext<'_> {
             }
         }
         let mut running = op.begin(dtype, bytes.len(), self.world_size);
-        match running.advance(&mut self, bytes)? {
-            OpProgress::Done => Ok(()),
-            // Only an operation that is resumed is ever in between.
-            OpProgress::Waiting(_) => Err(self.deadline.interrupted()),
-        }
+        let progress = running.advance(&mut self, bytes)?;
+        self.completed(progress)
     }
 }

@@ -180,9 +180,14 @@ impl<'a> OpContext<'a> {
         &mut self,
         expected: impl Fn(usize, &CollectiveFingerprint) -> usize,
     ) -> Result<()> {
-        match self.try_exchange_headers(expected)? {
+        let progress = self.try_exchange_headers(expected)?;
+        self.completed(progress)
+    }
+
+    /// Ends an operation that runs from its beginning to its end: only one that is resumed is ever in between.
+    fn completed(&self, progress: OpProgress) -> Result<()> {
+        match progress {
             OpProgress::Done => Ok(()),
-            // Only an operation that is resumed is ever in between.
             OpProgress::Waiting(_) => Err(self.deadline.interrupted()),
         }
     }

@@ -202,11 +202,8 @@ impl OpContext<'_> {
             return self.all_reduce_hierarchical(hosts, dtype, op, bytes, None);
         }
         let mut reduction = Reduction::new(dtype, op, None, bytes.len(), self.world_size);
-        match reduction.advance(&mut self, bytes)? {
-            OpProgress::Done => Ok(()),
-            // Only an operation that is resumed is ever in between.
-            OpProgress::Waiting(_) => Err(self.deadline.interrupted()),
-        }
+        let progress = reduction.advance(&mut self, bytes)?;
+        self.completed(progress)
     }
 
     /// Reduces this rank's part of `bytes` over all ranks into `own`, which holds this rank's

@@ -142,8 +142,8 @@ impl Inbox {
         self.notify_failure(state);
     }
 
-    /// Notes for which rank an operation of a group waits, so that others do not take this rank for the cause. Those of
-    /// the world are told.
+    /// Notes for which rank an operation waits, so that others do not take this rank for the cause. Heartbeats carry it
+    /// for operations of the world alone.
     pub(crate) fn await_rank(&self, group: GroupId, rank: Option<usize>) {
         if group != GroupId::WORLD {
             return;

@@ -66,8 +66,7 @@ impl InboxState {
     /// Checks if the queue of a sender is full; it never is after [`close`](Self::close).
     pub(super) fn is_full(&self, from: usize) -> bool {
         let queue = &self.queues[from];
-        let is_wanted = queue.wanted > 0 && self.has_groups();
-        !self.closed && queue.bytes >= QUEUE_BYTES && !is_wanted
+        !self.closed && queue.bytes >= QUEUE_BYTES && queue.wanted == 0
     }
 
     /// Notes that an operation begins to wait for chunks of these peers.
