@@ -21,6 +21,7 @@ use crate::commands::checkpoint::{self, CheckpointArgs};
 use crate::commands::config::{self, ConfigArgs};
 use crate::commands::env::{self, EnvArgs};
 use crate::commands::estimate::{self, EstimateArgs};
+use crate::commands::inspect::{self, InspectArgs};
 use crate::commands::launch;
 use crate::commands::plan::{self, PlanArgs};
 use crate::commands::runs::{self, RunsArgs};
@@ -42,6 +43,7 @@ use crate::text::print;
         accel-launch [OPTIONS] --bin NAME [ARGS]...\n       \
         accel-launch env|plan|test [OPTIONS]\n       \
         accel-launch config [OPTIONS]\n       \
+        accel-launch inspect [PID]\n       \
         accel-launch bench all-reduce [OPTIONS]\n       \
         accel-launch checkpoint list|show|verify DIR\n       \
         accel-launch runs list|show|compare|diff|report|board|export|upload|sync|gc|reproduce\n       \
@@ -75,6 +77,8 @@ enum Subcommands {
     Config(Box<ConfigArgs>),
     /// Show which rank gets which sample.
     Plan(PlanArgs),
+    /// Show the operation that each rank of a running job is in, and the rank that the others wait for.
+    Inspect(InspectArgs),
     /// List the checkpoints in a folder, show the contents of one, or verify them.
     Checkpoint(CheckpointArgs),
     /// List, show and compare tracked runs, export them, or run them again.
@@ -184,6 +188,7 @@ impl Cli {
             Subcommands::Env(arguments) => env::run(arguments),
             Subcommands::Config(arguments) => config::run(arguments),
             Subcommands::Plan(arguments) => plan::run(arguments),
+            Subcommands::Inspect(arguments) => inspect::run(arguments),
             Subcommands::Checkpoint(arguments) => checkpoint::run(arguments),
             Subcommands::Runs(arguments) => runs::run(arguments),
             Subcommands::Tune(arguments) => tune::run(arguments, liveness),

@@ -140,8 +140,13 @@ impl CollectiveFingerprint {
     pub(crate) const FIXED: usize = 24;
 }
 
-impl fmt::Display for CollectiveFingerprint {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+impl CollectiveFingerprint {
+    /// The call without its site, for example "all_reduce sum f32 x 10".
+    pub(crate) fn call(&self) -> impl fmt::Display {
+        fmt::from_fn(|f| self.describe(f, None))
+    }
+
+    fn describe(&self, f: &mut fmt::Formatter<'_>, site: Option<CallSite>) -> fmt::Result {
         let purpose = self.purpose.as_str();
         if !purpose.is_empty() {
             write!(f, "{purpose} (")?;
@@ -156,8 +161,16 @@ impl fmt::Display for CollectiveFingerprint {
         if let Some(root) = self.root {
             write!(f, " from rank {root}")?;
         }
-        write!(f, " at {}", self.site)?;
+        if let Some(site) = site {
+            write!(f, " at {site}")?;
+        }
         f.write_str(if purpose.is_empty() { "" } else { ")" })
+    }
+}
+
+impl fmt::Display for CollectiveFingerprint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.describe(f, Some(self.site))
     }
 }
 

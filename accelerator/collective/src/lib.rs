@@ -68,12 +68,13 @@ pub mod internal {
         },
         processor::TargetFeatures,
         rendezvous::{
-            FailureReport, PendingHandshake, PendingHandshakes, Rendezvous, Report, Security,
-            StoreHost, StoreOptions, StoreServer, Token, is_own_address, listen_at,
-            listen_everywhere,
+            FailureReport, FlightRecords, PendingHandshake, PendingHandshakes, Rendezvous, Report,
+            Security, StoreHost, StoreOptions, StoreServer, Token, flight_records, is_own_address,
+            listen_at, listen_everywhere,
         },
         shard_layout::ShardLayout,
         socket::limit_backoff,
+        wire::message::OpRecord,
     };
 
     #[cfg(feature = "fuzzing")]

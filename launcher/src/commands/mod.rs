@@ -5,6 +5,7 @@ pub(crate) mod checkpoint;
 pub(crate) mod config;
 pub(crate) mod env;
 pub(crate) mod estimate;
+pub(crate) mod inspect;
 pub(crate) mod launch;
 pub(crate) mod plan;
 pub(crate) mod runs;

@@ -77,11 +77,18 @@ impl ProcessInfo {
 
     /// The rank that it belongs to, by the environment that it was started with.
     pub(crate) fn rank(&self) -> Option<usize> {
+        self.variables()?.get("RANK")?.parse().ok()
+    }
+
+    /// The environment that it was started with, if this user may see it.
+    pub(crate) fn variables(&self) -> Option<BTreeMap<String, String>> {
         let environment = std::fs::read(format!("/proc/{}/environ", self.pid)).ok()?;
-        let value = environment
-            .split(|&byte| byte == 0)
-            .find_map(|variable| variable.strip_prefix(b"RANK="))?;
-        std::str::from_utf8(value).ok()?.parse().ok()
+        let text = String::from_utf8_lossy(&environment);
+        let variables = text
+            .split('\0')
+            .filter_map(|variable| variable.split_once('='));
+        let owned = |(name, value): (&str, &str)| (name.to_owned(), value.to_owned());
+        Some(variables.map(owned).collect())
     }
 }
 
@@ -105,6 +112,28 @@ pub(crate) fn running(excluded: &Excluded) -> Option<Vec<ProcessInfo>> {
         }
     }
     Some(found)
+}
+
+/// All processes that can be seen but this one, or those that descend from `ancestor`, itself included.
+pub(crate) fn processes(ancestor: Option<i32>) -> Option<Vec<ProcessInfo>> {
+    let me = std::process::id().cast_signed();
+    let table = table()?;
+    let parents: BTreeMap<i32, i32> = table.iter().map(|one| (one.pid, one.parent)).collect();
+    let descends = |process: &ProcessInfo| {
+        let Some(ancestor) = ancestor else {
+            return true;
+        };
+        let mut line = std::iter::successors(Some(process.pid), |pid| parents.get(pid).copied());
+        // Longer lines are circles, of processes that came and went while they were listed.
+        line.by_ref().take(parents.len()).any(|pid| pid == ancestor)
+    };
+    let others = table.iter().filter(|process| process.pid != me);
+    Some(
+        others
+            .filter(|process| descends(process))
+            .copied()
+            .collect(),
+    )
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,6 +1,7 @@
 //! The report of a failed attempt: which rank failed first, as text and as `failure.json`.
 
 mod block;
+pub(crate) mod operations;
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;
@@ -15,6 +16,7 @@ use serde::Serialize;
 use signal_hook::consts::signal;
 use signal_hook::low_level::signal_name;
 
+use self::operations::RankOperations;
 use crate::error::START_AGAIN;
 use crate::process::End;
 use crate::supervisor::group_machine::Cause;
@@ -42,6 +44,9 @@ pub(crate) struct FailureRecord {
     command_line: String,
     log_files: Vec<String>,
     time: String,
+    /// The last operations of all ranks; the file has those of the last attempt.
+    #[serde(skip)]
+    operations: Vec<RankOperations>,
 }
 
 /// The rank that failed first.
@@ -161,6 +166,12 @@ impl FailureRecord {
             command: words(command),
             log_files: ranks.filter_map(log).collect(),
             time: utc(SystemTime::now()),
+            operations: finished
+                .operations
+                .iter()
+                .cloned()
+                .map(RankOperations::from)
+                .collect(),
         })
     }
 
@@ -214,6 +225,8 @@ pub(crate) struct ReportFile<'a> {
     ending: JobOutcome,
     reason: Option<&'a str>,
     attempts: &'a [FailureRecord],
+    /// The last 64 operations of each rank of the last attempt, for a hang.
+    operations: &'a [RankOperations],
 }
 
 impl<'a> ReportFile<'a> {
@@ -228,6 +241,7 @@ impl<'a> ReportFile<'a> {
             ending,
             reason,
             attempts,
+            operations: attempts.last().map_or(&[], |last| &last.operations),
         }
     }
 }
@@ -386,6 +400,7 @@ impl FailureRecord {
             command: words(command),
             log_files: Vec::new(),
             time: utc(SystemTime::now()),
+            operations: Vec::new(),
         }
     }
 }
@@ -440,6 +455,7 @@ mod tests {
             command_line: String::new(),
             log_files: Vec::new(),
             time: String::new(),
+            operations: Vec::new(),
         }
     }
 

@@ -4,6 +4,7 @@ use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use accelerator_collective::internal::FlightRecords;
 use rustix::process::Signal;
 
 use super::attempt::{Attempt, last_lines, start, wait_until};
@@ -28,6 +29,9 @@ const REPORTS_WITHIN: Duration = Duration::from_millis(100);
 /// longer for the store's report.
 const LEAVE_WITHIN: Duration = Duration::from_millis(100);
 
+/// The time that running ranks may take to tell what they are doing, when another one has failed.
+const OPERATIONS_WITHIN: Duration = Duration::from_secs(2);
+
 /// The longest part of a rank's error that the other ranks get.
 const MAX_TOLD: usize = 1000;
 
@@ -50,6 +54,8 @@ pub(crate) struct FinishedAttempt {
     pub(crate) output: Output,
     pub(crate) rank_reports: RankReports,
     pub(crate) settings: Settings,
+    /// The last operations of the ranks, as they have told the store.
+    pub(crate) operations: Vec<FlightRecords>,
     /// True if the ranks had been told to form another group.
     pub(crate) was_to_regroup: bool,
 }
@@ -102,6 +108,7 @@ impl Attempt {
             rank_reports: rank_reports.clone(),
             store_handle,
             absent: Vec::new(),
+            has_asked_operations: false,
             regrouping: Regrouping::new(
                 spawner,
                 package_dir,
@@ -159,6 +166,7 @@ impl Attempt {
             processes,
             output,
             rank_reports,
+            operations: store.operations(),
             settings,
             was_to_regroup,
         })))
@@ -193,7 +201,21 @@ struct ExitReporter<'a> {
     store_handle: Option<StoreHandle>,
     /// Ranks that ended with code 0 before any had joined: perhaps none will.
     absent: Vec<usize>,
+    has_asked_operations: bool,
     regrouping: Regrouping<'a>,
+}
+
+impl ExitReporter<'_> {
+    /// Lets ranks that still run tell the store what they are doing, once. A rank that fails tells it by itself.
+    fn ask_operations(&mut self) {
+        if std::mem::replace(&mut self.has_asked_operations, true) {
+            return;
+        }
+        if let Some(store_handle) = self.store_handle.clone() {
+            let ask = move || store_handle.ask_operations(OPERATIONS_WITHIN);
+            let _ = thread::Builder::new().spawn(ask);
+        }
+    }
 }
 
 impl Observer for ExitReporter<'_> {
@@ -205,6 +227,7 @@ impl Observer for ExitReporter<'_> {
         match phase {
             GroupPhase::Running => self.regrouping.step(),
             GroupPhase::Ending => {
+                self.ask_operations();
                 self.regrouping.give_up(None);
                 false
             }

@@ -13,7 +13,9 @@ use std::sync::{Arc, Once, OnceLock, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use accelerator_collective::internal::{Report, Security, StoreOptions, StoreServer, Token};
+use accelerator_collective::internal::{
+    FlightRecords, Report, Security, StoreOptions, StoreServer, Token,
+};
 use accelerator_host::sync::Mutex;
 use accelerator_host::{TOKEN_FILE, variable};
 use accelerator_manifest::internal::StagedFolder;
@@ -140,6 +142,11 @@ impl Store {
         self.server.local_addr()
     }
 
+    /// The last operations of the ranks, as far as they are known.
+    pub(super) fn operations(&self) -> Vec<FlightRecords> {
+        self.server.flight_records(Duration::ZERO)
+    }
+
     /// A handle that does not keep the store open.
     pub(super) fn handle(&self) -> StoreHandle {
         StoreHandle(Arc::downgrade(&self.server))
@@ -159,6 +166,13 @@ impl StoreHandle {
     pub(super) fn report_exit(&self, rank: usize, text: String) {
         if let Some(server) = self.0.upgrade() {
             server.report_exit(rank, text);
+        }
+    }
+
+    /// Asks the ranks that run for their last operations, which the store keeps, and waits for them up to `timeout`.
+    pub(super) fn ask_operations(&self, timeout: Duration) {
+        if let Some(server) = self.0.upgrade() {
+            server.flight_records(timeout);
         }
     }
 

@@ -22,6 +22,7 @@ mod failure;
 mod flags;
 mod gpus;
 mod hosts;
+mod inspect;
 mod output;
 #[path = "../../../tests/src/ports.rs"]
 mod ports;

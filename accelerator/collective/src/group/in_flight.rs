@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 
 use super::engine::{BufferOp, OpContext, OpProgress, ResumableOp, Scratch};
+use super::flight_recorder::OpOutcome;
 use super::observer::{ExecThread, OpTimer};
 use super::pending::{Completion, OpPermit, Receiver, Ticket};
 use super::rank_state::{AbortOnPanic, RankState};
@@ -81,7 +82,7 @@ struct InFlightOps<'a> {
 struct InFlightOp<'a> {
     permit: OpPermit<'a>,
     fingerprint: CollectiveFingerprint,
-    start_timer: Option<OpTimer<'a>>,
+    timer: OpTimer<'a>,
     deadline: OpDeadline,
     scratch: Scratch,
     running: ResumableOp,
@@ -140,8 +141,12 @@ impl<'a> InFlightOps<'a> {
         };
         self.ops.push_back(InFlightOp {
             deadline: rank_state.deadline(permit.number(), &job.fingerprint, timeouts),
+            timer: rank_state.start_timer(
+                ExecThread::Communication,
+                permit.number(),
+                &job.fingerprint,
+            ),
             fingerprint: job.fingerprint,
-            start_timer: rank_state.start_timer(ExecThread::Communication),
             permit,
             scratch,
             running: job.op.begin(dtype, len, world_size),
@@ -247,9 +252,7 @@ impl InFlightOp<'_> {
     /// Reports the outcome, and then lets the next operation have its turn.
     fn end(mut self, outcome: Result<()>) -> Scratch {
         self.scratch.clear(0);
-        if let Some(start_timer) = self.start_timer {
-            start_timer.end(self.permit.number(), &self.fingerprint);
-        }
+        self.timer.end(&self.fingerprint, OpOutcome::of(&outcome));
         let buffer = self.buffer;
         self.completion.complete(outcome.map(|()| buffer));
         drop(self.permit);

@@ -92,7 +92,8 @@ pub trait GroupExt: Sized {
 
     /// Calls `observer` after each operation of this rank, before the operation returns its result. The observer is
     /// meant to measure, not to compute: it runs on the thread that ran the operation, must not wait, and must not call
-    /// a collective. Without an observer, nothing is measured.
+    /// a collective. It also sees the operations of groups that are parts of this one, unless they have observers of their
+    /// own.
     ///
     /// ```
     /// use std::sync::{Arc, atomic::{AtomicUsize, Ordering}};

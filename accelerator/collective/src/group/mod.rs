@@ -3,6 +3,7 @@
 mod collectives;
 mod data_path;
 mod engine;
+mod flight_recorder;
 mod in_flight;
 mod internal;
 mod lifecycle;

@@ -2,7 +2,9 @@
 
 use std::{fmt, time::Instant};
 
+use super::flight_recorder::{FlightRecorder, OpOutcome, RecordId};
 use crate::fingerprint::{CallSite, CollectiveFingerprint, OpKind};
+use crate::wire::GroupId;
 
 /// An operation of this rank that has ended, well or not; see
 /// [`GroupExt::observe`](super::GroupExt::observe).
@@ -13,6 +15,8 @@ pub struct OpEvent {
     pub kind: OpKind,
     /// The method that was called, such as `all_reduce`.
     pub name: &'static str,
+    /// The group: 0 is the world, and groups that are parts of it count from 1.
+    pub group: u16,
     /// The number of the operation in the group, from 0, the same on every rank.
     pub sequence: u64,
     /// The size of the data that this rank passed.
@@ -45,30 +49,51 @@ pub enum ExecThread {
 
 pub(super) type Callback = Box<dyn Fn(&OpEvent) + Send + Sync>;
 
-/// An operation that somebody looks on at, from its start.
+/// An operation under way, which the flight recorder and the observer see.
 pub(super) struct OpTimer<'a> {
-    callback: &'a Callback,
+    callback: Option<&'a Callback>,
+    recorder: &'a FlightRecorder,
+    record: RecordId,
+    group: GroupId,
+    sequence: u64,
     thread: ExecThread,
     started: Instant,
 }
 
 impl<'a> OpTimer<'a> {
-    pub(super) fn begin(callback: Option<&'a Callback>, thread: ExecThread) -> Option<Self> {
-        callback.map(|callback| Self {
+    pub(super) fn begin(
+        recorder: &'a FlightRecorder,
+        callback: Option<&'a Callback>,
+        thread: ExecThread,
+        (group, sequence): (GroupId, u64),
+        fingerprint: &CollectiveFingerprint,
+    ) -> Self {
+        let started = Instant::now();
+        Self {
             callback,
+            recorder,
+            record: recorder.begin(group, sequence, fingerprint, started),
+            group,
+            sequence,
             thread,
-            started: Instant::now(),
-        })
+            started,
+        }
     }
 
-    pub(super) fn end(self, sequence: u64, fingerprint: &CollectiveFingerprint) {
-        (self.callback)(&OpEvent {
+    pub(super) fn end(self, fingerprint: &CollectiveFingerprint, outcome: OpOutcome) {
+        let ended = Instant::now();
+        self.recorder.end(self.record, ended, outcome);
+        let Some(callback) = self.callback else {
+            return;
+        };
+        callback(&OpEvent {
             kind: fingerprint.kind,
             name: fingerprint.kind.name(),
-            sequence,
+            group: self.group.0,
+            sequence: self.sequence,
             bytes: fingerprint.bytes(),
             started: self.started,
-            ended: Instant::now(),
+            ended,
             thread: self.thread,
             site: fingerprint.site,
         });
@@ -102,6 +127,7 @@ mod tests {
                 scope.spawn(move || {
                     let seen = Arc::new(Mutex::new(Vec::new()));
                     let notes = Arc::clone(&seen);
+                    let notes_seen = Arc::clone(&seen);
                     let note = move |observed: &OpEvent| notes.lock().unwrap().push(*observed);
                     group.observe(note).unwrap();
                     let before = Instant::now();
@@ -130,6 +156,12 @@ mod tests {
                     }
                     assert!(seen.windows(2).all(|pair| pair[0].ended <= pair[1].ended));
                     assert!(group.observe(|_| {}).unwrap_err().is_misuse());
+                    drop(seen);
+                    let part = group.split(0, 0).unwrap();
+                    part.barrier().unwrap();
+                    let last = notes_seen.lock().unwrap().last().copied().unwrap();
+                    assert_eq!((last.kind, last.sequence), (OpKind::Barrier, 0));
+                    assert_ne!(last.group, 0);
                 });
             }
         });

@@ -16,6 +16,7 @@ use std::{
 use accelerator_host::sync::{Condvar, Mutex};
 
 use super::engine::{OpContext, Scratch};
+use super::flight_recorder::{FlightRecorder, OpOutcome};
 use super::observer::{Callback, ExecThread, OpTimer};
 use super::options::GroupOptions;
 use super::pending::{Ticket, TicketLock};
@@ -55,6 +56,8 @@ pub(crate) struct RankState {
     /// The memory of the buffers that live.
     pub(super) buffers: Meter,
     observer: OnceLock<Callback>,
+    /// The last operations of this rank, in all its groups.
+    recorder: Arc<FlightRecorder>,
     /// The next number of a group.
     groups: AtomicU32,
     /// The groups of this rank that are parts of this one.
@@ -87,6 +90,7 @@ impl RankState {
             heartbeat: Arc::default(),
             buffers: Meter::default(),
             observer: OnceLock::new(),
+            recorder: Arc::default(),
             groups: AtomicU32::new(1),
             parts: Mutex::default(),
             hosts: OnceLock::new(),
@@ -101,6 +105,7 @@ impl RankState {
     ) -> Arc<Self> {
         let mut state = Self::new(topology, world.options.clone(), transport, None);
         state.world = Some(Arc::clone(world));
+        state.recorder = Arc::clone(&world.recorder);
         let state = Arc::new(state);
         let mut parts = world.parts.lock();
         parts.retain(|part| part.strong_count() > 0);
@@ -143,6 +148,8 @@ impl RankState {
         if let Some(store) = &self.store {
             let heartbeat = Arc::clone(&self.heartbeat);
             store.on_event(move || heartbeat.wake());
+            let recorder = Arc::clone(&self.recorder);
+            store.on_records_asked(move || recorder.records());
         }
         // The thread may start late, as when this process is stopped meanwhile.
         let inbox = self.transport.inbox();
@@ -205,21 +212,27 @@ impl RankState {
         deliver: impl FnOnce(Result<T>) -> R,
     ) -> R {
         let permit = self.order.acquire(ticket);
-        let start_timer = self.start_timer(thread);
+        let timer = self.start_timer(thread, permit.number(), fingerprint);
         let outcome = self.run_op(
             permit.number(),
             fingerprint,
             self.options.op_timeouts(),
             body,
         );
-        if let Some(start_timer) = start_timer {
-            start_timer.end(permit.number(), fingerprint);
-        }
+        timer.end(fingerprint, OpOutcome::of(&outcome));
         deliver(outcome)
     }
 
-    pub(super) fn start_timer(&self, thread: ExecThread) -> Option<OpTimer<'_>> {
-        OpTimer::begin(self.observer.get(), thread)
+    pub(super) fn start_timer(
+        &self,
+        thread: ExecThread,
+        sequence: u64,
+        fingerprint: &CollectiveFingerprint,
+    ) -> OpTimer<'_> {
+        let of_world = || self.world.as_ref()?.observer.get();
+        let observer = self.observer.get().or_else(of_world);
+        let operation = (self.transport.group_id(), sequence);
+        OpTimer::begin(&self.recorder, observer, thread, operation, fingerprint)
     }
 
     /// See [`GroupExt::observe`](super::GroupExt::observe).
@@ -409,6 +422,7 @@ impl RankState {
         }
         let error = self.ask_store_for_cause(error);
         if let Some(store) = &self.store {
+            store.report_records(self.recorder.records());
             store.report_failure(&self.error_for_store(&error));
         }
         // Nobody else sets them while the lock is held.

@@ -4,6 +4,7 @@
 //! gets the table of all. This file has the settings of both sides.
 
 mod address;
+mod inspection;
 mod join;
 mod locality;
 mod meeting;
@@ -24,6 +25,7 @@ use crate::error::{Error, Result};
 
 pub(crate) use address::reachable;
 pub use address::{is_own_address, listen_at, listen_everywhere};
+pub use inspection::{FlightRecords, flight_records};
 pub(crate) use locality::resolve_local_rank;
 pub(crate) use meeting::{Meeting, StorePlace};
 pub use pending_handshakes::{PendingHandshake, PendingHandshakes};

@@ -15,7 +15,7 @@ use crate::{
     liveness::{store_interval, suspended_for},
     wire::{
         WireError,
-        message::{MAX_MESSAGE_RANKS, MAX_TABLE_BYTES, MAX_TEXT_BYTES, Message},
+        message::{MAX_MESSAGE_RANKS, MAX_TABLE_BYTES, MAX_TEXT_BYTES, Message, OpRecord},
         shorten,
     },
 };
@@ -47,6 +47,7 @@ impl StoreClient {
             known: Mutex::default(),
             changed: Condvar::new(),
             wake: Mutex::new(None),
+            records: Mutex::new(None),
         });
         let listening = Arc::clone(&connection);
         thread::Builder::new()
@@ -135,6 +136,19 @@ impl StoreClient {
         let wake: Wake = Arc::new(wake);
         *self.0.connection.wake.lock() = Some(Arc::clone(&wake));
         wake();
+    }
+
+    /// Answers the store, whenever it asks for the last operations of this rank.
+    pub(crate) fn on_records_asked(
+        &self,
+        records: impl Fn() -> Vec<OpRecord> + Send + Sync + 'static,
+    ) {
+        *self.0.connection.records.lock() = Some(Arc::new(records));
+    }
+
+    /// Tells the store the last operations of this rank, because its group fails.
+    pub(crate) fn report_records(&self, records: Vec<OpRecord>) {
+        self.0.connection.send(&Message::Records(records));
     }
 
     pub(crate) fn leave(&self) {
@@ -307,9 +321,12 @@ struct StoreConnection {
     known: Mutex<ClientState>,
     changed: Condvar,
     wake: Mutex<Option<Wake>>,
+    records: Mutex<Option<RecordSource>>,
 }
 
 type Wake = Arc<dyn Fn() + Send + Sync>;
+
+type RecordSource = Arc<dyn Fn() -> Vec<OpRecord> + Send + Sync>;
 
 /// The state of the sending side. After a message that was not sent whole, nothing more can be sent.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -398,6 +415,10 @@ impl StoreConnection {
                 }
                 Message::NextPlace { variables } => known.next_place = Some(variables),
                 Message::StoreClosing => known.end = ConnectionEnd::StoreClosing,
+                Message::AskRecords => {
+                    drop(known);
+                    return self.answer_with_records();
+                }
                 _ => return,
             }
         }
@@ -421,6 +442,13 @@ impl StoreConnection {
         if *writer == ConnectionWriter::Whole && message.offer(&self.stream).is_err() {
             // A store that takes nothing is stopped or gone; this rank continues without it.
             *writer = ConnectionWriter::Torn;
+        }
+    }
+
+    fn answer_with_records(&self) {
+        let records = self.records.lock().clone();
+        if let Some(records) = records {
+            self.send(&Message::Records(records()));
         }
     }
 

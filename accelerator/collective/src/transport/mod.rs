@@ -256,12 +256,16 @@ impl Transport {
 
     /// The number of an operation of the group.
     pub(crate) fn op_number(&self, sequence: u64) -> OpNumber {
-        let subset = self.subset.as_ref();
         OpNumber {
-            group: subset.map_or(GroupId::WORLD, |subset| subset.id),
+            group: self.group_id(),
             sequence,
-            subset: subset.cloned(),
+            subset: self.subset.clone(),
         }
+    }
+
+    pub(crate) fn group_id(&self) -> GroupId {
+        let subset = self.subset.as_ref();
+        subset.map_or(GroupId::WORLD, |subset| subset.id)
     }
 
     /// The inbox, which holds the chunks that arrive for this rank and the state of its peers.

@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 use super::{DeadlineReader, ReadError, WireError, fill, from_bytes, read_printable, to_bytes};
 use crate::{
     error::{Certainty, Culprit},
+    fingerprint::OpKind,
     topology::TransportKind,
 };
 
@@ -79,6 +80,21 @@ pub(crate) enum Message {
     Confirm { proof: [u8; 32] },
     /// The other one: the connection counts.
     Accepted,
+    /// The store to the rank: its last operations are asked for.
+    AskRecords,
+    /// The rank to the store: its last operations.
+    Records(Vec<OpRecord>),
+    /// An observer to the store, in place of a registration: proof of the token, where there is one. It asks for the last
+    /// operations of all ranks.
+    Inspect { proof: Option<[u8; 32]> },
+    /// The store to the observer: the last operations of a rank, which may be unknown.
+    RecordsOf {
+        rank: usize,
+        #[serde(deserialize_with = "read_printable")]
+        host: String,
+        pid: u32,
+        records: Option<Vec<OpRecord>>,
+    },
 }
 
 impl Message {
@@ -233,6 +249,33 @@ pub(crate) struct LocalPlace {
     pub(crate) size: usize,
 }
 
+/// An operation of a rank, as its flight recorder keeps it. Times are microseconds since the Unix epoch, by the clock of
+/// the rank's host.
+#[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct OpRecord {
+    /// The operation.
+    pub kind: OpKind,
+    /// The operation with its arguments and its purpose, such as `all_reduce sum f32 x 10`.
+    #[serde(deserialize_with = "read_printable")]
+    pub call: String,
+    /// The file and line of the call.
+    #[serde(deserialize_with = "read_printable")]
+    pub site: String,
+    /// The size of the data that the rank passed.
+    pub bytes: u64,
+    /// The group: 0 is the world, and groups that are parts of it count from 1.
+    pub group: u16,
+    /// The number of the operation in its group, from 0, the same on every rank.
+    pub sequence: u64,
+    /// The time at which its turn came.
+    pub started: u64,
+    /// The time at which it ended; `None` while it is under way.
+    pub ended: Option<u64>,
+    /// True if it ended with an error.
+    pub failed: bool,
+}
+
 /// A transport by its name.
 mod name {
     use serde::{Deserialize, Deserializer, Serializer, de::Error};
@@ -267,13 +310,16 @@ pub(crate) const MAX_SHORT_BYTES: usize = 4 * 1024;
 /// The most bytes of a table: over a thousand ranks.
 pub(crate) const MAX_TABLE_BYTES: usize = 1024 * 1024;
 
+/// The most bytes of the last operations of a rank.
+pub(crate) const MAX_RECORDS_BYTES: usize = 64 * 1024;
+
 pub(crate) const MAX_MESSAGE_RANKS: usize = 64;
 
 /// The most bytes of a text in a [`MAX_SHORT_BYTES`] message.
 pub(crate) const MAX_TEXT_BYTES: usize = 2000;
 
 const MESSAGE_MAGIC: [u8; 4] = *b"ACLR";
-const STORE_PROTOCOL_VERSION: u8 = 6;
+const STORE_PROTOCOL_VERSION: u8 = 7;
 const ENVELOPE_BYTES: usize = 16;
 
 #[cfg(test)]

@@ -18,6 +18,7 @@ mod exchange;
 mod failures;
 #[cfg(all(feature = "faults", target_os = "linux"))]
 mod faults;
+mod flight_records;
 mod groups;
 mod intruders;
 #[cfg(unix)]

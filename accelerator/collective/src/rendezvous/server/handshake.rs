@@ -14,7 +14,9 @@ use crate::rendezvous::peer_origin::{PeerOrigin, plain};
 use crate::rendezvous::store_state::{Connection, RankMessage, StoreInput};
 use crate::rendezvous::{PendingHandshake, PendingHandshakes, Security, Token, random};
 use crate::socket::limit_backoff;
-use crate::wire::message::{MAX_SHORT_BYTES, Message, Nonce, Proves, Registration};
+use crate::wire::message::{
+    MAX_RECORDS_BYTES, MAX_SHORT_BYTES, Message, Nonce, Proves, Registration,
+};
 use crate::wire::{ReadError, WireError, from_bytes};
 
 impl ServerState {
@@ -63,7 +65,8 @@ impl ServerState {
         let admitted = self.admit(stream, origin);
         let inside = handshake.leave();
         let (registration, nonces) = match admitted {
-            Ok(registered) if inside => registered,
+            Ok(Admitted::Observer) if inside => return self.answer(stream),
+            Ok(Admitted::Rank(registration, nonces)) if inside => (registration, nonces),
             // The connection had to make room for others. If it is a rank, it will connect again.
             Ok(_) => return,
             Err(error) => {
@@ -88,7 +91,7 @@ impl ServerState {
         }
         self.step(StoreInput::Registered {
             connection,
-            registration,
+            registration: *registration,
         });
         if self.registry.lock().state.knows(connection) {
             self.listen(stream, rank);
@@ -105,16 +108,37 @@ impl ServerState {
     fn listen(&self, stream: &TcpStream, rank: usize) {
         while let Ok(true) = Message::arrives(stream, None) {
             let deadline = Instant::now() + PendingHandshakes::TIMEOUT;
-            let message = match Message::receive(stream, MAX_SHORT_BYTES, deadline) {
+            let message = match Message::receive(stream, MAX_RECORDS_BYTES, deadline) {
                 Ok(Message::ReportFailure(refusal)) => {
                     RankMessage::ReportFailure(refusal.into_error())
                 }
                 Ok(Message::Connected) => RankMessage::Connected,
                 Ok(Message::Leave) => RankMessage::Leave,
                 Ok(Message::Heartbeat) => RankMessage::Heartbeat,
+                Ok(Message::Records(records)) => {
+                    self.reported.add(rank, records);
+                    RankMessage::Heartbeat
+                }
                 _ => return,
             };
             self.step(StoreInput::Message { rank, message });
+        }
+    }
+
+    /// Answers an observer with the last operations of all ranks.
+    fn answer(&self, stream: &TcpStream) {
+        let ranks = self.reported.ask(&self.registry, RECORDS_WAIT);
+        let told = ranks.into_iter().map(|rank| Message::RecordsOf {
+            rank: rank.rank,
+            host: rank.host,
+            pid: rank.pid,
+            records: rank.operations,
+        });
+        for message in told.chain([Message::StoreClosing]) {
+            // The observer may have gone.
+            if message.send(stream).is_err() {
+                return;
+            }
         }
     }
 
@@ -132,12 +156,8 @@ impl ServerState {
         }
     }
 
-    /// Performs the handshake with a rank; returns the registration of one that may join.
-    fn admit(
-        &self,
-        stream: &TcpStream,
-        origin: Option<PeerOrigin>,
-    ) -> Result<(Registration, [Nonce; 2])> {
+    /// Performs the handshake with a rank that may join, or with an observer.
+    fn admit(&self, stream: &TcpStream, origin: Option<PeerOrigin>) -> Result<Admitted> {
         let deadline = Instant::now() + PendingHandshakes::TIMEOUT;
         let unreadable =
             |error: ReadError| Error::protocol(format!("no rank of this job: {error}"));
@@ -171,8 +191,25 @@ impl ServerState {
         .send(stream)
         .map_err(unreadable)?;
         let register = Message::receive(stream, MAX_SHORT_BYTES, deadline).map_err(unreadable)?;
-        let Message::Register { body, proof } = register else {
-            return Err(Error::protocol("it did not register"));
+        let (body, proof) = match register {
+            Message::Register { body, proof } => (body, proof),
+            Message::Inspect { proof } => {
+                return match &key {
+                    Some(key)
+                        if !key.accepts(
+                            "observer",
+                            &[&own, &nonce],
+                            &proof.unwrap_or_default(),
+                        ) =>
+                    {
+                        Err(Error::unauthorized(
+                            "the token of the observer is not the token of this job",
+                        ))
+                    }
+                    _ => Ok(Admitted::Observer),
+                };
+            }
+            _ => return Err(Error::protocol("it did not register")),
         };
         if let Some(key) = &key
             && !key.accepts("rank", &[&own, &nonce, &body], &proof.unwrap_or_default())
@@ -183,7 +220,7 @@ impl ServerState {
             ));
         }
         let registration = from_bytes(&body).map_err(unreadable)?;
-        Ok((registration, [nonce, own]))
+        Ok(Admitted::Rank(Box::new(registration), [nonce, own]))
     }
 
     /// Checks if a process of this origin may join. With a token (`None`), the origin does not matter.
@@ -210,6 +247,16 @@ impl ServerState {
         }
     }
 }
+
+/// A peer that has proved that it belongs to the job.
+enum Admitted {
+    Observer,
+    /// A rank, with the nonces of its challenge.
+    Rank(Box<Registration>, [Nonce; 2]),
+}
+
+/// The time that ranks may take to answer an observer.
+const RECORDS_WAIT: Duration = Duration::from_secs(1);
 
 /// The longest search for the owner of an incoming connection.
 const ORIGIN_LOOKUP_TIME: Duration = Duration::from_millis(100);

@@ -17,8 +17,9 @@ use std::{
 };
 
 use super::{
-    StoreOptions,
+    FlightRecords, StoreOptions,
     address::{is_own_address, listen_everywhere, reachable},
+    inspection::Reported,
     outbox::{self, Registry},
     pending_handshakes::PendingHandshakes,
     store_state::{RankMessage, Severity, StoreAction, StoreInput, StoreState},
@@ -98,6 +99,7 @@ impl StoreServer {
             host_name: host_name(),
             changed: Condvar::new(),
             rejected_count: AtomicUsize::new(0),
+            reported: Reported::default(),
             stopped: AtomicBool::new(false),
         });
         let server = Self {
@@ -169,6 +171,12 @@ impl StoreServer {
     ) {
         let place = variables.into_iter().collect();
         self.shared.step(StoreInput::NextPlace { rank, place });
+    }
+
+    /// Asks the ranks for their last operations, and waits up to `timeout` for the answers; what a rank that has failed
+    /// told is kept. Only ranks that have come are listed.
+    pub fn flight_records(&self, timeout: Duration) -> Vec<FlightRecords> {
+        self.shared.reported.ask(&self.shared.registry, timeout)
     }
 
     /// The address on which the store listens.
@@ -277,6 +285,8 @@ struct ServerState {
     /// The rejected connections whose rejection is still being sent.
     rejected_handshakes: Arc<PendingHandshakes>,
     rejected_count: AtomicUsize,
+    /// The last operations of ranks, as they have told them.
+    reported: Reported,
     stopped: AtomicBool,
 }
 

@@ -121,6 +121,15 @@ impl StoreState {
         ranks.collect()
     }
 
+    /// The registrations of all ranks that have come, with the connections of those that are connected to the others.
+    pub(crate) fn participants(&self) -> impl Iterator<Item = (&Registration, Option<Connection>)> {
+        self.ranks.values().map(|participant| {
+            let connected = participant.stage == JoinStage::Connected;
+            let connection = participant.connection.filter(|_| connected);
+            (&participant.registration, connection)
+        })
+    }
+
     /// Checks if this is the connection of a rank that was not refused.
     pub(crate) fn knows(&self, connection: Connection) -> bool {
         let mut ranks = self.ranks.values();

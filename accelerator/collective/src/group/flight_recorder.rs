@@ -1,0 +1,179 @@
+//! The flight recorder of a rank, named after PyTorch's: its last operations, from which a hang is read.
+
+use std::time::Instant;
+
+use accelerator_host::{machine::unix_time, sync::Mutex};
+
+use crate::{
+    error::Result,
+    fingerprint::CollectiveFingerprint,
+    wire::{GroupId, message::OpRecord},
+};
+
+/// The last operations of one rank, in all its groups.
+#[derive(Debug)]
+pub(crate) struct FlightRecorder(Mutex<Ring>);
+
+/// The place of an operation in the recorder.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RecordId(u64);
+
+/// The end of an operation.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum OpOutcome {
+    Done,
+    Failed,
+}
+
+impl OpOutcome {
+    pub(crate) fn of<T>(outcome: &Result<T>) -> Self {
+        match outcome {
+            Ok(_) => Self::Done,
+            Err(_) => Self::Failed,
+        }
+    }
+}
+
+impl FlightRecorder {
+    /// Records an operation that begins.
+    pub(crate) fn begin(
+        &self,
+        group: GroupId,
+        sequence: u64,
+        fingerprint: &CollectiveFingerprint,
+        started: Instant,
+    ) -> RecordId {
+        let mut ring = self.0.lock();
+        let id = ring.begun;
+        ring.begun += 1;
+        let entry = Entry {
+            id,
+            fingerprint: *fingerprint,
+            group,
+            sequence,
+            started,
+            end: None,
+        };
+        match ring.entries.len() < CAPACITY {
+            true => ring.entries.push(entry),
+            false => ring.entries[slot(id)] = entry,
+        }
+        RecordId(id)
+    }
+
+    /// Records the end of an operation, unless so many were begun since that it is forgotten.
+    pub(crate) fn end(&self, RecordId(id): RecordId, ended: Instant, outcome: OpOutcome) {
+        let mut ring = self.0.lock();
+        let entry = ring.entries.get_mut(slot(id));
+        if let Some(entry) = entry.filter(|entry| entry.id == id) {
+            entry.end = Some((ended, outcome));
+        }
+    }
+
+    /// The operations, the oldest first.
+    pub(crate) fn records(&self) -> Vec<OpRecord> {
+        let ring = self.0.lock();
+        let (newer, older) = match ring.entries.len() < CAPACITY {
+            true => (&[][..], &ring.entries[..]),
+            false => ring.entries.split_at(slot(ring.begun)),
+        };
+        let (now, wall) = (Instant::now(), unix_time());
+        let time = |at: Instant| {
+            let ago = now.saturating_duration_since(at);
+            u64::try_from(wall.saturating_sub(ago).as_micros()).unwrap_or(u64::MAX)
+        };
+        let entries = older.iter().chain(newer);
+        entries.map(|entry| entry.record(time)).collect()
+    }
+}
+
+impl Default for FlightRecorder {
+    fn default() -> Self {
+        Self(Mutex::new(Ring {
+            entries: Vec::with_capacity(CAPACITY),
+            begun: 0,
+        }))
+    }
+}
+
+#[derive(Debug)]
+struct Ring {
+    entries: Vec<Entry>,
+    begun: u64,
+}
+
+#[derive(Debug)]
+struct Entry {
+    id: u64,
+    fingerprint: CollectiveFingerprint,
+    group: GroupId,
+    sequence: u64,
+    started: Instant,
+    end: Option<(Instant, OpOutcome)>,
+}
+
+impl Entry {
+    fn record(&self, time: impl Fn(Instant) -> u64) -> OpRecord {
+        OpRecord {
+            kind: self.fingerprint.kind,
+            call: self.fingerprint.call().to_string(),
+            site: self.fingerprint.site.to_string(),
+            bytes: self.fingerprint.bytes() as u64,
+            group: self.group.0,
+            sequence: self.sequence,
+            started: time(self.started),
+            ended: self.end.map(|(ended, _)| time(ended)),
+            failed: self
+                .end
+                .is_some_and(|(_, outcome)| outcome == OpOutcome::Failed),
+        }
+    }
+}
+
+fn slot(id: u64) -> usize {
+    // Less than the capacity.
+    (id % CAPACITY as u64) as usize
+}
+
+/// The number of operations that are kept.
+pub(crate) const CAPACITY: usize = 64;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        element::{DType, ReduceOp},
+        fingerprint::{CallSite, OpKind, Purpose},
+    };
+
+    #[test]
+    fn the_last_operations_are_kept_in_order() {
+        let recorder = FlightRecorder::default();
+        let fingerprint =
+            CollectiveFingerprint::new(OpKind::AllReduce, CallSite::new("train.rs", 12))
+                .with_op(ReduceOp::Sum)
+                .with_data(DType::F32, 10)
+                .with_purpose(Purpose::new("the loss"));
+        let begin =
+            |sequence| recorder.begin(GroupId::WORLD, sequence, &fingerprint, Instant::now());
+        let first = begin(0);
+        for sequence in 1..CAPACITY as u64 {
+            begin(sequence);
+        }
+        recorder.end(first, Instant::now(), OpOutcome::Failed);
+        let records = recorder.records();
+        assert!(records[0].failed && records[0].ended >= Some(records[0].started));
+        assert_eq!(records[1].ended, None);
+        assert_eq!(records[0].call, "the loss (all_reduce sum f32 x 10)");
+        assert_eq!((&*records[0].site, records[0].bytes), ("train.rs:12", 40));
+        for sequence in 64..100 {
+            begin(sequence);
+        }
+        // Its place is that of a later operation by now.
+        recorder.end(first, Instant::now(), OpOutcome::Done);
+        let records = recorder.records();
+        let sequences: Vec<_> = records.iter().map(|record| record.sequence).collect();
+        assert_eq!(sequences, (36..100).collect::<Vec<_>>());
+        assert!(records.iter().all(|record| record.ended.is_none()));
+    }
+}

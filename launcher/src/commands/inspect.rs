@@ -1,0 +1,265 @@
+//! `accel-launch inspect`: what the ranks of a running job are doing.
+
+use std::collections::BTreeMap;
+use std::fmt::Write;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use accelerator_collective::Launch;
+use accelerator_collective::internal::{FlightRecords, OpRecord, Rendezvous, flight_records};
+use accelerator_host::JOB;
+use accelerator_host::machine::unix_time;
+use clap::Args;
+use serde::Serialize;
+
+use crate::error::{Error, Result, chain};
+use crate::process::descendants::processes;
+use crate::report::operations::RankOperations;
+use crate::text::{columns, duration, json, list, plain, print};
+
+/// The time that the store and all ranks may take to answer.
+const ANSWER_WITHIN: Duration = Duration::from_secs(10);
+
+/// Shows the operation that each rank of a running job is in, and the rank that the others wait for.
+///
+/// Run it on a host of the job, as the user of the job. Nothing is stopped; ranks that are stopped or have ended do not
+/// answer. The place of the job is that of the environment with which its ranks were started, so a job whose number of
+/// ranks has changed since (`--num-processes 2:4`) cannot be found.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct InspectArgs {
+    /// A process of the job: a rank, or one that has started ranks. Needed if several jobs run here.
+    #[arg(value_name = "PID")]
+    pid: Option<i32>,
+
+    /// Also print the last N operations of each rank; 64 are known.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    last: usize,
+
+    /// Print one JSON object with the last 64 operations of each rank.
+    #[arg(long, conflicts_with = "last")]
+    json: bool,
+}
+
+/// Prints the operations of the ranks.
+///
+/// # Errors
+/// If no job is found, or several; if the store of the job does not answer.
+pub(crate) fn run(arguments: &InspectArgs) -> Result<ExitCode> {
+    let job = Job::find(arguments.pid)?;
+    let ranks = flight_records(&job.rendezvous, ANSWER_WITHIN)
+        .map_err(|error| Error::unreachable(chain(&error)))?;
+    if arguments.json {
+        return print(&json(&Inspection {
+            job: &job.name,
+            store: job.rendezvous.to_string(),
+            world_size: job.world_size,
+            ranks: ranks.into_iter().map(RankOperations::from).collect(),
+        })?);
+    }
+    print(&text(&job, &ranks, arguments.last))
+}
+
+/// The object of `--json`.
+#[derive(Serialize)]
+struct Inspection<'a> {
+    job: &'a str,
+    store: String,
+    world_size: usize,
+    ranks: Vec<RankOperations>,
+}
+
+/// A job with ranks on this host.
+struct Job {
+    rendezvous: Rendezvous,
+    name: String,
+    world_size: usize,
+    /// One of its processes on this host.
+    pid: i32,
+}
+
+impl Job {
+    /// Finds the job of `pid`, or the only one.
+    fn find(pid: Option<i32>) -> Result<Self> {
+        let processes = processes(pid).ok_or_else(|| {
+            Error::usage("this system does not list its processes (it has no /proc)")
+        })?;
+        let mut jobs: BTreeMap<(String, String), Self> = BTreeMap::new();
+        for process in processes {
+            let variables = process.variables().unwrap_or_default();
+            let launch = Launch::from_vars(|name| variables.get(name).cloned());
+            // Other processes are no ranks, or those of other programs.
+            let Ok(launch) = launch else {
+                continue;
+            };
+            let Some(rendezvous) = launch
+                .rendezvous
+                .filter(|_| launch.topology.world_size() > 1)
+            else {
+                continue;
+            };
+            let name = variables.get(JOB.name).cloned().unwrap_or_default();
+            let key = (rendezvous.to_string(), name.clone());
+            jobs.entry(key).or_insert(Self {
+                rendezvous,
+                name,
+                world_size: launch.topology.world_size(),
+                pid: process.pid,
+            });
+        }
+        let mut jobs: Vec<_> = jobs.into_values().collect();
+        match (jobs.pop(), jobs.is_empty(), pid) {
+            (Some(job), true, _) => Ok(job),
+            (Some(job), false, _) => {
+                jobs.push(job);
+                let each = jobs
+                    .iter()
+                    .map(|job| format!("{} (process {})", job, job.pid));
+                let each: Vec<_> = each.collect();
+                Err(Error::usage(format!(
+                    "several jobs run here; name a process of one: {}",
+                    each.join(", ")
+                )))
+            }
+            (None, _, Some(pid)) => Err(Error::not_found(format!(
+                "process {pid} is no rank of a job with several ranks, nor has it started any that is visible to this user"
+            ))),
+            (None, _, None) => Err(Error::not_found(
+                "no job with several ranks of this user runs on this host",
+            )),
+        }
+    }
+}
+
+impl std::fmt::Display for Job {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        if !self.name.is_empty() {
+            write!(f, "job {} ", plain(&self.name))?;
+        }
+        write!(f, "at {}", self.rendezvous)
+    }
+}
+
+fn text(job: &Job, ranks: &[FlightRecords], last: usize) -> String {
+    let now = u64::try_from(unix_time().as_micros()).unwrap_or(u64::MAX);
+    let mut text = format!(
+        "{job}: {} of {} ranks have come\n",
+        ranks.len(),
+        job.world_size
+    );
+    let row = |rank: &FlightRecords| {
+        [
+            rank.rank.to_string(),
+            rank.host.clone(),
+            rank.pid.to_string(),
+            state(rank, now),
+        ]
+    };
+    let head = ["rank", "host", "pid", "state"].map(str::to_owned);
+    let rows: Vec<_> = [head].into_iter().chain(ranks.iter().map(row)).collect();
+    text.push_str(&columns(&rows));
+    if let Some(verdict) = verdict(ranks) {
+        let _ = writeln!(text, "\n{verdict}");
+    }
+    for rank in ranks.iter().filter(|_| last > 0) {
+        let operations = rank.operations.as_deref().unwrap_or_default();
+        let _ = writeln!(text, "\nrank {}", rank.rank);
+        let shown = &operations[operations.len().saturating_sub(last)..];
+        let rows = shown.iter().map(|operation| {
+            let took = match operation.ended {
+                Some(ended) if operation.failed => {
+                    format!("failed after {}", span(ended, operation.started))
+                }
+                Some(ended) => format!("took {}", span(ended, operation.started)),
+                None => "under way".to_owned(),
+            };
+            let ago = format!("began {} ago", span(now, operation.started));
+            [
+                "".to_owned(),
+                number(operation),
+                named(operation),
+                ago,
+                took,
+            ]
+        });
+        text.push_str(&columns(&rows.collect::<Vec<_>>()));
+    }
+    text
+}
+
+/// Says what a rank is doing.
+fn state(rank: &FlightRecords, now: u64) -> String {
+    let Some(operations) = &rank.operations else {
+        return "does not answer: stopped, or ended".to_owned();
+    };
+    let mut under_way = operations
+        .iter()
+        .filter(|operation| operation.ended.is_none());
+    if let Some(first) = under_way.next() {
+        let more = match under_way.count() {
+            0 => String::new(),
+            more => format!(", and {more} more"),
+        };
+        let time = span(now, first.started);
+        return format!("in {} {} for {time}{more}", number(first), named(first));
+    }
+    match operations.last() {
+        None => "has called no operation yet".to_owned(),
+        Some(last) => format!(
+            "in no operation for {}; the last was {} {}",
+            span(now, last.ended.unwrap_or(last.started)),
+            number(last),
+            named(last)
+        ),
+    }
+}
+
+/// Says which ranks are behind in the operations of all ranks, if others wait for them.
+fn verdict(ranks: &[FlightRecords]) -> Option<String> {
+    let of_world = |rank: &FlightRecords| {
+        let operations = rank.operations.as_ref()?;
+        operations
+            .iter()
+            .rfind(|operation| operation.group == 0)
+            .cloned()
+    };
+    let known = ranks
+        .iter()
+        .filter_map(|rank| Some((rank.rank, of_world(rank)?)));
+    let known: Vec<_> = known.collect();
+    let waiting = known.iter().filter(|(_, last)| last.ended.is_none());
+    let first = waiting.clone().map(|(_, last)| last.sequence).max()?;
+    let waiting = waiting.filter(|(_, last)| last.sequence == first);
+    let waiting: Vec<_> = waiting.map(|(rank, _)| *rank).collect();
+    let behind = known.iter().filter(|(_, last)| last.sequence < first);
+    let behind: Vec<_> = behind.map(|(rank, _)| *rank).collect();
+    let wait = if waiting.len() == 1 { "waits" } else { "wait" };
+    (!behind.is_empty()).then(|| {
+        format!(
+            "{} {wait} in #{first} for {}, which {} not begun it",
+            list(&waiting),
+            list(&behind),
+            if behind.len() == 1 { "has" } else { "have" }
+        )
+    })
+}
+
+fn number(operation: &OpRecord) -> String {
+    match operation.group {
+        0 => format!("#{}", operation.sequence),
+        group => format!("#{} of group {group}", operation.sequence),
+    }
+}
+
+fn named(operation: &OpRecord) -> String {
+    format!("{} at {}", operation.call, operation.site)
+}
+
+/// Formats the time between two times in microseconds; clocks of hosts may differ.
+fn span(later: u64, earlier: u64) -> String {
+    match later.saturating_sub(earlier) {
+        micros @ 0..1000 => format!("{micros} µs"),
+        micros @ 1000..1_000_000 => format!("{:.1} ms", micros as f64 / 1e3),
+        micros @ 1_000_000..60_000_000 => format!("{:.1} s", micros as f64 / 1e6),
+        micros => duration(micros / 1_000_000),
+    }
+}
