@@ -1,7 +1,7 @@
 use super::Accelerator;
 use crate::core::agreement;
 use crate::core::error::Result;
-use crate::timeline::{Cycle, Profiler, ProfilerSchedule, StepSummary};
+use crate::timeline::{Cycle, Profiler, ProfilerSchedule, StepSummary, Straggler};
 
 /// The time of a step, by its parts.
 impl Accelerator {
@@ -33,7 +33,30 @@ impl Accelerator {
     /// # Ok::<(), Error>(())
     /// ```
     pub fn step_summary(&self) -> Option<StepSummary> {
-        self.shared.context.timeline.summary()
+        let summary = self.shared.context.timeline.summary()?;
+        let stragglers = self.stragglers();
+        Some(StepSummary {
+            stragglers,
+            ..summary
+        })
+    }
+
+    /// Returns the ranks that the others have had to wait for, the most frequent one first: the same on every rank,
+    /// without a message of its own. Steps of [`backward`](Self::backward) are always compared, without a recording. The
+    /// main process warns of a rank that is slow in two intervals in a row.
+    ///
+    /// ```
+    /// use accelerator::prelude::*;
+    ///
+    /// # let accelerator = Accelerator::new()?;
+    /// // After the training loop:
+    /// for straggler in accelerator.stragglers() {
+    ///     accelerator.print(straggler);
+    /// }
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn stragglers(&self) -> Vec<Straggler> {
+        self.shared.reduction.pace.stragglers()
     }
 
     /// Returns the [`step_summary`](Self::step_summary) of all ranks: each figure is the mean over the ranks, and

@@ -320,7 +320,7 @@ fn reduce_window(
         repair,
         timeline,
     )?;
-    let reducer = reducer.with_control(call, &context.trigger);
+    let reducer = reducer.with_control(call, context);
     let backward = timeline.span(Phase::Backward);
     let (loss, (gradients, reducer, observation)) = match step {
         MicroStep::Loss(loss) => {

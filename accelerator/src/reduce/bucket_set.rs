@@ -249,6 +249,7 @@ impl BucketSet {
         parameters: usize,
     ) -> Self {
         let buckets = layout.len();
+        let control_length = control_vector::length(parameters, buckets, group.world_size());
         let bucket = |bucket| {
             let (dtype, length) = layout.shape(bucket);
             Bucket::new(BucketStorage::new(group, placement, dtype, length))
@@ -259,7 +260,7 @@ impl BucketSet {
             parameters: repeat_with(ParameterRecord::default)
                 .take(parameters)
                 .collect(),
-            control: Some(group.buffer(DType::F64, control_vector::length(parameters, buckets))),
+            control: Some(group.buffer(DType::F64, control_length)),
             weight_buffer: None,
             layout,
         }

@@ -3,11 +3,13 @@
 use accelerator_collective::{Buffer, ProcessGroup};
 use accelerator_plan::mix;
 
+use super::pace;
 use crate::core::error::{Error, Kind, Result};
 
-/// The length of a control vector: the header, a flag for each parameter and bucket, and the trigger.
-pub(super) fn length(parameters: usize, buckets: usize) -> usize {
-    HEADER + parameters + buckets + 1
+/// The length of a control vector: the header, a flag for each parameter and bucket, the trigger, and the paces of the
+/// ranks.
+pub(super) fn length(parameters: usize, buckets: usize, ranks: usize) -> usize {
+    HEADER + parameters + buckets + 1 + pace::length(ranks)
 }
 
 pub(super) const HEADER: usize = size_of::<ControlHeader>() / size_of::<f64>();
@@ -100,15 +102,23 @@ pub(super) struct ControlSums<'a> {
     needs_retry: &'a [f64],
     /// The number of the `Trigger`.
     pub(super) trigger: f64,
+    /// The reports of all ranks for [`Pace`](super::pace::Pace).
+    pub(super) paces: &'a [f64],
 }
 
 impl<'a> ControlSums<'a> {
-    /// Splits a reduced control vector of a window with `parameters` parameters.
-    pub(super) fn read(control: &'a Option<Buffer>, parameters: usize) -> Result<Self> {
+    /// Splits the reduced control vector of a window with `parameters` parameters.
+    pub(super) fn read(
+        control: &'a Option<Buffer>,
+        parameters: usize,
+        group: &ProcessGroup,
+    ) -> Result<Self> {
         let values = match control {
             Some(control) => control.as_slice::<f64>()?,
             None => &[],
         };
+        let paces = pace::length(group.world_size());
+        let (values, paces) = values.split_at(values.len().saturating_sub(paces));
         let Some((header, [flags @ .., trigger])) = values.split_at_checked(HEADER) else {
             return Err(Error::new(
                 Kind::Collective,
@@ -121,6 +131,7 @@ impl<'a> ControlSums<'a> {
             present,
             needs_retry,
             trigger: *trigger,
+            paces,
         })
     }
 

@@ -20,6 +20,7 @@ mod loss;
 mod model_state;
 mod models;
 mod overlap;
+mod pace;
 mod parameter_mean;
 mod reduce_context;
 mod reduced_gradients;

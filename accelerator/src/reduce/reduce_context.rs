@@ -10,6 +10,7 @@ use super::hook::{HookFactory, HookInstance};
 use super::loss::OnNonFiniteLoss;
 use super::models::Models;
 use super::overlap::{Overlap, OverlapSwitch};
+use super::pace::Pace;
 use super::trigger::Trigger;
 use crate::context::Context;
 use crate::precision::{LossScale, Precision};
@@ -26,6 +27,7 @@ pub(crate) struct ReduceContext {
     pub(crate) guard: BackwardGuard,
     pub(crate) models: Models,
     pub(crate) overlap: OverlapSwitch,
+    pub(crate) pace: Arc<Pace>,
     pub(crate) settings: ReduceSettings,
     pub(crate) trigger: Arc<Trigger>,
     pub(crate) working: WorkingUse,
@@ -103,6 +105,7 @@ impl ReduceContext {
             guard: BackwardGuard::default(),
             models: Models::default(),
             overlap,
+            pace: Arc::default(),
             settings,
             trigger: Arc::default(),
             working: WorkingUse::default(),

@@ -17,7 +17,7 @@ use core::fmt;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use accelerator_collective::ProcessGroup;
 use accelerator_collective::internal::GroupExt;
@@ -26,7 +26,7 @@ pub(crate) use self::event::{EventSubject, Phase};
 pub(crate) use self::profiler::check_cycles;
 pub use self::profiler::{Cycle, ProfilerSchedule};
 pub(crate) use self::recorder::{Recording, Span};
-pub use self::summary::{Figure, StepSummary};
+pub use self::summary::{Figure, StepSummary, Straggler};
 pub(crate) use self::trace::{TraceFile, clear_traces};
 
 use self::clock::{ClockSync, PURPOSE};
@@ -37,7 +37,7 @@ use crate::core::error::{Error, Result};
 
 /// The notes of one rank about its steps: a handle, clones of which note in one place.
 ///
-/// If nothing is recorded, each method is one branch, and no clock is read.
+/// If nothing is recorded, each method is a branch or an addition, and no clock is read.
 #[derive(Clone)]
 pub(crate) struct Timeline(Arc<TimelineState>);
 
@@ -48,6 +48,8 @@ struct TimelineState {
     recorder: OnceLock<Arc<Recorder>>,
     recording: Recording,
     steps: AtomicU64,
+    /// In nanoseconds; the only time that is measured always.
+    waited_for_data: AtomicU64,
     world_size: usize,
     written: AtomicBool,
 }
@@ -61,6 +63,7 @@ impl Timeline {
             recorder: OnceLock::new(),
             recording,
             steps: AtomicU64::new(0),
+            waited_for_data: AtomicU64::new(0),
             world_size: group.world_size(),
             written: AtomicBool::new(false),
         }));
@@ -86,9 +89,18 @@ impl Timeline {
 
     /// A batch came, for which the loop had waited since `start`.
     pub(crate) fn batch_came(&self, start: Instant, end: Instant) {
+        let waited = end.saturating_duration_since(start);
+        // Enough for centuries.
+        let waited = waited.as_nanos() as u64;
+        self.0.waited_for_data.fetch_add(waited, Ordering::Relaxed);
         if let Some(recorder) = self.recorder() {
             recorder.batch_came(start, end);
         }
+    }
+
+    /// The time for which the loop has waited for batches so far.
+    pub(crate) fn time_waited_for_data(&self) -> Duration {
+        Duration::from_nanos(self.0.waited_for_data.load(Ordering::Relaxed))
     }
 
     /// The loss is computed, and `backward` was called.

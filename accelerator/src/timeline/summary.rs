@@ -47,9 +47,60 @@ pub struct StepSummary {
     pub communicating: Figure,
     /// The part of `communicating` that nothing hid: the thread that trains stood still meanwhile.
     pub exposed: Figure,
+    /// The ranks that the others had to wait for, the most frequent one first.
+    #[serde(default)]
+    pub stragglers: Vec<Straggler>,
     /// The number of bytes that this rank gave to the collectives of `backward`: all buckets, as they travel,
     /// and the few numbers that go with them.
     pub bytes: Figure,
+}
+
+/// A rank that was slower than the others, which had to wait for it; from
+/// [`Accelerator::stragglers`](crate::Accelerator::stragglers).
+///
+/// Ranks compare the medians of 16 steps, an interval. A rank is slow in an interval if its own work took at least 1.2
+/// times the median of the others; waiting for other ranks is no work of its own. For a device that computes beside the
+/// program (a GPU), that is the time of the program, which may wait for its device anywhere.
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct Straggler {
+    /// The rank.
+    pub rank: usize,
+    /// The time of its own work over the median of the others, in the last interval in which it was slow.
+    pub ratio: f64,
+    /// The seconds of its own work per step, in that interval.
+    pub busy: f64,
+    /// The part of it that was the wait for data.
+    pub data: f64,
+    /// The number of intervals in which it was slow.
+    pub slow_intervals: u64,
+    /// The number of intervals so far.
+    pub intervals: u64,
+}
+
+impl Straggler {
+    /// Returns `true` if it was slow in at least two intervals, and in at least half of them.
+    pub fn is_chronic(&self) -> bool {
+        self.slow_intervals >= 2 && 2 * self.slow_intervals >= self.intervals
+    }
+}
+
+impl fmt::Display for Straggler {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let chronic = match self.is_chronic() {
+            true => "chronic",
+            false => "now and then",
+        };
+        write!(
+            f,
+            "rank {} is slow ({chronic}, {} of {} intervals): {:.2} ms of its own work per step, {:.2} times the others'",
+            self.rank,
+            self.slow_intervals,
+            self.intervals,
+            1e3 * self.busy,
+            self.ratio
+        )
+    }
 }
 
 /// A time in seconds, or a number of bytes.
@@ -111,6 +162,7 @@ impl StepSummary {
             communicating: figure(second, &|times| times.communicating),
             exposed: figure(second, &|times| times.exposed),
             bytes: figure(1.0, &|times| times.bytes),
+            stragglers: Vec::new(),
         })
     }
 
@@ -174,10 +226,13 @@ impl fmt::Display for StepSummary {
             "{} steps, {:.0} bytes of gradients a step",
             self.steps, self.bytes.median
         )?;
-        match self.hidden() {
-            Some(hidden) => write!(f, ", {:.0}% of the communication hidden", 100.0 * hidden),
-            None => Ok(()),
+        if let Some(hidden) = self.hidden() {
+            write!(f, ", {:.0}% of the communication hidden", 100.0 * hidden)?;
         }
+        for straggler in &self.stragglers {
+            write!(f, "\n{straggler}")?;
+        }
+        Ok(())
     }
 }
 

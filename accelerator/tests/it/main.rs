@@ -36,6 +36,7 @@ mod saves;
 mod schedules;
 mod spread_gradients;
 mod statistics;
+mod stragglers;
 mod streams;
 mod tied_parameters;
 mod timeline;

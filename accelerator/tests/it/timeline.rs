@@ -118,7 +118,7 @@ fn bytes_are_those_of_the_buckets() {
     // The rest of the traffic is a few numbers.
     let exact = bytes(Compression::None);
     assert!(
-        (4 * PARAMETERS..4 * PARAMETERS + 160).contains(&exact),
+        (4 * PARAMETERS..4 * PARAMETERS + 192).contains(&exact),
         "{exact}"
     );
     let half = bytes(Compression::F16);

@@ -1,6 +1,12 @@
 //! The flight recorder of a rank, named after PyTorch's: its last operations, from which a hang is read.
 
-use std::time::Instant;
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::{Duration, Instant},
+};
 
 use accelerator_host::{machine::unix_time, sync::Mutex};
 
@@ -10,9 +16,27 @@ use crate::{
     wire::{GroupId, message::OpRecord},
 };
 
-/// The last operations of one rank, in all its groups.
+/// The last operations of one rank, in all its groups, and the time that it has waited for operations.
 #[derive(Debug)]
-pub(crate) struct FlightRecorder(Mutex<Ring>);
+pub(crate) struct FlightRecorder {
+    ring: Mutex<Ring>,
+    pub(super) waited: Arc<WaitClock>,
+}
+
+/// The sum of the times for which callers have waited for operations, in nanoseconds.
+#[derive(Debug, Default)]
+pub(crate) struct WaitClock(AtomicU64);
+
+impl WaitClock {
+    pub(super) fn add(&self, time: Duration) {
+        // Enough for centuries.
+        self.0.fetch_add(time.as_nanos() as u64, Ordering::Relaxed);
+    }
+
+    pub(super) fn total(&self) -> Duration {
+        Duration::from_nanos(self.0.load(Ordering::Relaxed))
+    }
+}
 
 /// The place of an operation in the recorder.
 #[derive(Clone, Copy, Debug)]
@@ -43,7 +67,7 @@ impl FlightRecorder {
         fingerprint: &CollectiveFingerprint,
         started: Instant,
     ) -> RecordId {
-        let mut ring = self.0.lock();
+        let mut ring = self.ring.lock();
         let id = ring.begun;
         ring.begun += 1;
         let entry = Entry {
@@ -63,7 +87,7 @@ impl FlightRecorder {
 
     /// Records the end of an operation, unless so many were begun since that it is forgotten.
     pub(crate) fn end(&self, RecordId(id): RecordId, ended: Instant, outcome: OpOutcome) {
-        let mut ring = self.0.lock();
+        let mut ring = self.ring.lock();
         let entry = ring.entries.get_mut(slot(id));
         if let Some(entry) = entry.filter(|entry| entry.id == id) {
             entry.end = Some((ended, outcome));
@@ -72,7 +96,7 @@ impl FlightRecorder {
 
     /// The operations, the oldest first.
     pub(crate) fn records(&self) -> Vec<OpRecord> {
-        let ring = self.0.lock();
+        let ring = self.ring.lock();
         let (newer, older) = match ring.entries.len() < CAPACITY {
             true => (&[][..], &ring.entries[..]),
             false => ring.entries.split_at(slot(ring.begun)),
@@ -89,10 +113,13 @@ impl FlightRecorder {
 
 impl Default for FlightRecorder {
     fn default() -> Self {
-        Self(Mutex::new(Ring {
-            entries: Vec::with_capacity(CAPACITY),
-            begun: 0,
-        }))
+        Self {
+            ring: Mutex::new(Ring {
+                entries: Vec::with_capacity(CAPACITY),
+                begun: 0,
+            }),
+            waited: Arc::default(),
+        }
     }
 }
 

@@ -119,6 +119,17 @@ pub trait GroupExt: Sized {
     /// A misuse error if this rank has an observer already.
     fn observe(&self, observer: impl Fn(&OpEvent) + Send + Sync + 'static) -> Result<()>;
 
+    /// The time for which threads of this rank have waited for operations so far, in all its groups: within blocking ones,
+    /// and in [`Pending::wait`](crate::Pending::wait).
+    fn time_waited(&self) -> Duration;
+
+    /// Describes a rank, with its process and host where they are known: "rank 2 (process 17 on n3)".
+    ///
+    /// # Panics
+    ///
+    /// Panics if the group has no such rank.
+    fn describe(&self, rank: usize) -> String;
+
     /// Gathers as [`all_gather_varied`](ProcessGroup::all_gather_varied) does, but into memory of the caller: `sink`
     /// gets the values of each other rank with its number, piece by piece and in order for each rank. It does not get
     /// the rank's own values.
@@ -412,6 +423,14 @@ impl GroupExt for ProcessGroup {
 
     fn observe(&self, observer: impl Fn(&OpEvent) + Send + Sync + 'static) -> Result<()> {
         self.handle.rank_state.observe(Box::new(observer))
+    }
+
+    fn time_waited(&self) -> Duration {
+        self.handle.rank_state.wait_clock().total()
+    }
+
+    fn describe(&self, rank: usize) -> String {
+        self.handle.rank_state.transport.peer(rank).to_string()
     }
 
     #[track_caller]

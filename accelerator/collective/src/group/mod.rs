@@ -321,11 +321,12 @@ impl ProcessGroup {
     }
 
     fn of(rank_state: Arc<RankState>, key: Option<Key>, parent: Option<Arc<GroupHandle>>) -> Self {
+        let slots = SlotPool::new(rank_state.wait_clock());
         Self {
             handle: Arc::new(GroupHandle {
                 rank_state,
                 jobs: Mutex::new(None),
-                slots: SlotPool::default(),
+                slots,
                 key,
                 _parent: parent,
             }),

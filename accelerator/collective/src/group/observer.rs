@@ -83,6 +83,9 @@ impl<'a> OpTimer<'a> {
     pub(super) fn end(self, fingerprint: &CollectiveFingerprint, outcome: OpOutcome) {
         let ended = Instant::now();
         self.recorder.end(self.record, ended, outcome);
+        if self.thread == ExecThread::Caller {
+            self.recorder.waited.add(ended - self.started);
+        }
         let Some(callback) = self.callback else {
             return;
         };

@@ -3,11 +3,12 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use std::{fmt, mem};
 
 use accelerator_host::sync::{Condvar, Mutex, MutexGuard};
 
+use super::flight_recorder::WaitClock;
 use crate::buffer::Buffer;
 use crate::error::{Error, Result};
 
@@ -32,7 +33,12 @@ impl Pending {
             return Err(interrupted());
         };
         let running = |outcome: &mut SlotState| matches!(outcome, SlotState::Running);
-        let mut outcome = slot.done.wait_while(slot.outcome.lock(), running);
+        let mut outcome = slot.outcome.lock();
+        if running(&mut outcome) {
+            let began = Instant::now();
+            outcome = slot.done.wait_while(outcome, running);
+            slot.waited.add(began.elapsed());
+        }
         match mem::replace(&mut *outcome, SlotState::Free) {
             SlotState::Done(result) => result,
             // `wait_while` returned, so it is not running; the other two have no such end.
@@ -114,11 +120,22 @@ impl Drop for Completion {
 
 /// The slots that both ends of started operations share, each for one operation after the other.
 #[derive(Debug, Default)]
-pub(crate) struct SlotPool(Mutex<Vec<Arc<PendingSlot>>>);
+pub(crate) struct SlotPool {
+    slots: Mutex<Vec<Arc<PendingSlot>>>,
+    waited: Arc<WaitClock>,
+}
 
 impl SlotPool {
+    /// A pool whose operations tell `waited` how long callers have waited for them.
+    pub(crate) fn new(waited: &Arc<WaitClock>) -> Self {
+        Self {
+            slots: Mutex::default(),
+            waited: Arc::clone(waited),
+        }
+    }
+
     pub(crate) fn pair(&self) -> (Pending, Completion) {
-        let mut slots = self.0.lock();
+        let mut slots = self.slots.lock();
         let free = slots.iter().find(|slot| slot.occupy());
         let slot = match free {
             Some(slot) => Arc::clone(slot),
@@ -126,6 +143,7 @@ impl SlotPool {
                 let slot = Arc::new(PendingSlot {
                     outcome: Mutex::new(SlotState::Running),
                     done: Condvar::new(),
+                    waited: Arc::clone(&self.waited),
                 });
                 if slots.len() < MAX_FREE_SLOTS {
                     slots.push(Arc::clone(&slot));
@@ -141,6 +159,7 @@ impl SlotPool {
 struct PendingSlot {
     outcome: Mutex<SlotState>,
     done: Condvar,
+    waited: Arc<WaitClock>,
 }
 
 impl PendingSlot {

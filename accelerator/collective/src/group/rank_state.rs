@@ -16,7 +16,7 @@ use std::{
 use accelerator_host::sync::{Condvar, Mutex};
 
 use super::engine::{OpContext, Scratch};
-use super::flight_recorder::{FlightRecorder, OpOutcome};
+use super::flight_recorder::{FlightRecorder, OpOutcome, WaitClock};
 use super::observer::{Callback, ExecThread, OpTimer};
 use super::options::GroupOptions;
 use super::pending::{Ticket, TicketLock};
@@ -233,6 +233,10 @@ impl RankState {
         let observer = self.observer.get().or_else(of_world);
         let operation = (self.transport.group_id(), sequence);
         OpTimer::begin(&self.recorder, observer, thread, operation, fingerprint)
+    }
+
+    pub(super) fn wait_clock(&self) -> &Arc<WaitClock> {
+        &self.recorder.waited
     }
 
     /// See [`GroupExt::observe`](super::GroupExt::observe).

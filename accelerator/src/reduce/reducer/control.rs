@@ -10,6 +10,7 @@ use crate::reduce::backward_calls::BackwardCall;
 use crate::reduce::control_vector::{
     ControlHeader, ControlSums, HEADER, WindowFingerprint, length,
 };
+use crate::reduce::pace;
 use crate::reduce::updates::SeenUpdates;
 use crate::timeline::{EventSubject, Phase};
 
@@ -48,6 +49,7 @@ impl Reducer {
             return Ok(());
         };
         let ranks = self.group.world_size();
+        let (rest, paces) = rest.split_at_mut(rest.len().saturating_sub(pace::length(ranks)));
         let failed = self.call.as_ref().map_or(0, BackwardCall::count);
         let window = [
             self.model.number(),
@@ -79,6 +81,10 @@ impl Reducer {
         if let (Some(last), Some(trigger)) = (rest.last_mut(), &self.trigger) {
             *last = trigger.send(&self.group);
         }
+        match &self.pace {
+            Some(pace) => pace.send(&self.group, &self.timeline, paces),
+            None => paces.fill(0.0),
+        }
         match self.send_mode {
             SendMode::Nowhere => self.bucket_set.control = Some(control),
             SendMode::InFlight => {
@@ -102,13 +108,19 @@ impl Reducer {
 
     /// Returns what all ranks have told each other, once it is there.
     pub(super) fn sums(&self) -> Result<ControlSums<'_>> {
-        ControlSums::read(&self.bucket_set.control, self.bucket_set.parameters.len())
+        let bucket_set = &self.bucket_set;
+        ControlSums::read(
+            &bucket_set.control,
+            bucket_set.parameters.len(),
+            &self.group,
+        )
     }
 
     pub(super) fn receive_control(&mut self) -> Result<()> {
         if let Some(control) = self.control.take() {
             let bucket_set = &self.bucket_set;
-            let bytes = 8 * length(bucket_set.parameters.len(), bucket_set.buckets.len());
+            let (parameters, buckets) = (bucket_set.parameters.len(), bucket_set.buckets.len());
+            let bytes = 8 * length(parameters, buckets, self.group.world_size());
             self.bucket_set.control = Some(waited(
                 &self.timeline,
                 EventSubject::Control,
@@ -117,7 +129,8 @@ impl Reducer {
             )?);
         }
         let bucket_set = &mut self.bucket_set;
-        let sums = ControlSums::read(&bucket_set.control, bucket_set.parameters.len())?;
+        let parameters = bucket_set.parameters.len();
+        let sums = ControlSums::read(&bucket_set.control, parameters, &self.group)?;
         if let Some(call) = &self.call {
             call.mark_synchronized();
         }
@@ -126,6 +139,9 @@ impl Reducer {
         }
         if let Some(trigger) = &self.trigger {
             trigger.receive(sums.trigger);
+        }
+        if let Some(pace) = &self.pace {
+            pace.receive(&self.group, sums.paces);
         }
         Ok(())
     }

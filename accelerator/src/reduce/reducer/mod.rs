@@ -23,6 +23,8 @@ use super::window::{self, Totals, Window, check_all_known};
 use crate::core::error::{Error, Result};
 use crate::data::ConsumeTicket;
 use crate::precision::Cast;
+use crate::reduce::pace::Pace;
+use crate::reduce::reduce_context::ReduceContext;
 use crate::reduce::trigger::Trigger;
 use crate::timeline::{EventSubject, Phase, Timeline};
 
@@ -65,6 +67,7 @@ pub(super) struct Reducer {
     device_reducer: Arc<DeviceReducer>,
     /// The flag that travels along.
     trigger: Option<Arc<Trigger>>,
+    pace: Option<Arc<Pace>>,
     wants_norm: bool,
 
     /// The bucket that is sent next.
@@ -202,6 +205,7 @@ impl Reducer {
             repair: Repair::Unneeded,
             device_reducer: model_state.device_reducer.clone(),
             trigger: None,
+            pace: None,
             wants_norm: false,
             next: 0,
             early: 0,
@@ -224,11 +228,13 @@ impl Reducer {
         Self { casts, ..self }
     }
 
-    /// Adds the number of calls that failed before `call`, and the flag of `trigger`, to the control vector.
-    pub(super) fn with_control(self, call: Option<&BackwardCall>, trigger: &Arc<Trigger>) -> Self {
+    /// Adds the number of calls that failed before `call`, the flag of the trigger, and the pace of this rank to the
+    /// control vector.
+    pub(super) fn with_control(self, call: Option<&BackwardCall>, context: &ReduceContext) -> Self {
         Self {
             call: call.cloned(),
-            trigger: Some(trigger.clone()),
+            trigger: Some(context.trigger.clone()),
+            pace: Some(context.pace.clone()),
             ..self
         }
     }

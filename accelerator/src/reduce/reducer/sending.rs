@@ -257,7 +257,8 @@ impl Reducer {
     ) -> Result<usize> {
         let bucket_set = &mut self.bucket_set;
         let layout = bucket_set.layout.clone();
-        let sums = ControlSums::read(&bucket_set.control, bucket_set.parameters.len())?;
+        let parameters = bucket_set.parameters.len();
+        let sums = ControlSums::read(&bucket_set.control, parameters, &self.group)?;
         for (bucket, some_rank) in bucket_set.buckets.iter_mut().zip(sums.needs_retry()) {
             bucket.needs_retry = some_rank;
         }
