@@ -45,7 +45,8 @@ use crate::reduce;
     note = "if it is a tuple, prepare its parts one by one to see which of them it is",
     note = "a scheduler goes beside its optimizer: `prepare((model, (optimizer, scheduler), train))`",
     note = "a module must derive `Module`, the config of an optimizer needs `.init()`, a loader builder needs \
-            `.build(dataset)`, and the `Result` of a scheduler's `.init()` needs `?` or `unwrap`",
+            `.build(dataset)`, and the `Result` of a scheduler's `.init()`, whose error is a `String`, needs `unwrap` or \
+            `map_err`",
     note = "if it is a loader of Burn's `DataLoaderBuilder`, import `accelerator::data::LoaderBuilder` in its place, \
             which has the same methods, or write `AssumeDeterministic(loader)` if it reads its batches in the same \
             order on every rank"

@@ -103,11 +103,25 @@ where
         .map_err(|error| Error::config(format!("{name}: {error}")))?;
     match (asked, named) {
         (Some(asked), Some(named)) if asked != named => Err(Error::config(format!(
-            "the program asks for {what} `{asked}`, and {name} for `{named}`; unset the \
-             variable, or leave the choice to it"
+            "the program asks for {what} `{asked}`, and {name} for `{named}`; {}, or leave the choice to it",
+            match is_set_by_launcher(name) {
+                true =>
+                    "`accel-launch` has set the variable for one of its options: leave the option out",
+                false => "unset the variable",
+            }
         ))),
         (asked, named) => Ok(asked.or(named)),
     }
+}
+
+fn is_set_by_launcher(name: &str) -> bool {
+    set_by_launcher().split(',').any(|known| known == name)
+}
+
+/// The names of the variables that the launcher has set.
+fn set_by_launcher() -> String {
+    let names = variable(SET_BY_LAUNCHER.name).unwrap_or_default();
+    names.to_string_lossy().into_owned()
 }
 
 /// Refuses a variable with this project's prefix that nothing reads: it is misspelt, unless the launcher
@@ -115,8 +129,7 @@ where
 pub(super) fn check() -> Result<()> {
     let set = std::env::vars_os().filter(|(_, value)| !value.is_empty());
     let names = set.map(|(name, _)| name.to_string_lossy().into_owned());
-    let launcher = variable(SET_BY_LAUNCHER.name).unwrap_or_default();
-    check_names(names, &launcher.to_string_lossy())
+    check_names(names, &set_by_launcher())
 }
 
 fn check_names(names: impl Iterator<Item = String>, set_by_launcher: &str) -> Result<()> {

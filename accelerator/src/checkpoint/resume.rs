@@ -1,3 +1,4 @@
+use std::fs;
 use std::path::Path;
 
 use accelerator_collective::Activity;
@@ -46,11 +47,15 @@ fn find_of_kinds(
     let misfit = |found: &Candidate, _: &Folder| Ok(found.state.misfit(kinds));
     let Some((found, source)) = find(context, settings, "resume", list(kinds), &misfit)? else {
         if context.is_main_process() {
-            let path = settings.path().display();
-            tracing::info!("no checkpoint in `{path}`: nothing is resumed");
+            report_absence(settings.path());
         }
         return Ok(None);
     };
+    if context.is_main_process() && matches!(found.origin, Origin::Checkpoint(_)) {
+        let trial = accelerator_host::variable(accelerator_host::TRIAL_FOLDER.name);
+        let warning = trial.and_then(|trial| from_another_trial(trial.as_ref(), &found.path));
+        warning.iter().for_each(|text| error::warn(text));
+    }
     if let Some(misfit) = found.state.misfit(kinds) {
         return Err(found.unfit(&misfit));
     }
@@ -63,6 +68,40 @@ fn find_of_kinds(
         );
     }
     Ok(Some((found, source)))
+}
+
+/// Says that there is no checkpoint in the folder, and where there are some if they are one level below.
+fn report_absence(path: &Path) {
+    let entries = fs::read_dir(path).into_iter().flatten().flatten();
+    let mut below = entries.map(|entry| entry.path()).filter(|folder| {
+        let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+        entries
+            .map(|entry| entry.path())
+            .any(|entry| is_called_checkpoint(&entry))
+    });
+    let path = path.display();
+    match below.next() {
+        None => tracing::info!("no checkpoint in `{path}`: nothing is resumed"),
+        Some(folder) => error::warn(&format!(
+            "no checkpoint in `{path}`: nothing is resumed; there are checkpoints in `{}`: name that folder to continue \
+             from them",
+            folder.display()
+        )),
+    }
+}
+
+/// The warning of a trial, with this folder, that continues from a checkpoint outside of the search's folder.
+fn from_another_trial(trial: &Path, checkpoint: &Path) -> Option<String> {
+    let search = trial.parent()?.canonicalize().ok()?;
+    let place = checkpoint.canonicalize().ok()?;
+    (!place.starts_with(&search)).then(|| {
+        format!(
+            "this trial continues from `{}`, outside of its search's folder `{}`: another trial may have saved it, and the \
+             result would be that of both; resume from `{{checkpoint}}` alone, and save below `{{folder}}`",
+            checkpoint.display(),
+            search.display()
+        )
+    })
 }
 
 /// Makes what remains of a checkpoint, once its parts are restored, that of the program.
@@ -329,3 +368,25 @@ fn named(checkpoint: Checkpoint) -> Result<Candidate> {
 
 const NAMED_HINT: &str = "pass the folder that holds the checkpoints to continue from the newest one, or see \
                           `accel-launch checkpoint list` for their names";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_trial_that_continues_from_outside_of_its_search_is_warned() {
+        let base = tempfile::tempdir().unwrap();
+        let trial = base.path().join("search/trial_1");
+        let own = trial.join("epochs/checkpoint-7");
+        // As population based training does.
+        let other_trial = base.path().join("search/trial_2/checkpoint_000001");
+        let elsewhere = base.path().join("checkpoints/checkpoint-7");
+        for folder in [&own, &other_trial, &elsewhere] {
+            fs::create_dir_all(folder).unwrap();
+        }
+        assert_eq!(from_another_trial(&trial, &own), None);
+        assert_eq!(from_another_trial(&trial, &other_trial), None);
+        let text = from_another_trial(&trial, &elsewhere).unwrap();
+        assert!(text.contains("resume from `{checkpoint}` alone"), "{text}");
+    }
+}

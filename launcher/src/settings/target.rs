@@ -105,6 +105,9 @@ impl Target {
             // A folder, say, which is rather meant than a program elsewhere.
             _ if script.exists() => run_as_it_is(program(script)?, options),
             Some(found) => run_as_it_is(found, options),
+            None if name == "launch" => Err(Error::usage(
+                "leave `launch` out: `accel-launch [OPTIONS] SCRIPT` starts a program",
+            )),
             None => Err(Error::usage(format!(
                 "the script {name} cannot be found: it is no file of the current folder, no example or binary of a \
                  cargo package here, and no program of the PATH"

@@ -233,7 +233,8 @@ fn a_search_without_a_report_says_what_one_is() {
     folder
         .launch("tune spec.toml --slots 2 -- echo loss: 1")
         .expect(1)
-        .prints("TERMINATED without a report")
+        .prints("ERROR without a report")
+        .prints("it ended without a report; report at least once")
         .says("no trial has reported a number as `loss`");
 }
 

@@ -268,3 +268,18 @@ fn an_absent_checkpoint_is_told_once() {
     assert_eq!(text.matches("no checkpoint in").count(), 1, "{text}");
     assert!(!text.contains("afresh"), "{text}");
 }
+
+/// The path that `accel-launch tune best` prints holds the folder that the program has named, for example.
+#[test]
+fn checkpoints_one_level_below_are_pointed_at() {
+    let folder = tempfile::tempdir().unwrap();
+    let below = folder.path().join("epoch-59");
+    let (position, text) = logged(|| {
+        let accelerator = Accelerator::new().unwrap();
+        let model = accelerator.prepare(line(&accelerator.device())).unwrap();
+        accelerator.save_state(&below, &model).unwrap();
+        accelerator.resume(folder.path(), model).unwrap().1
+    });
+    assert!(position.is_start());
+    assert!(text.contains("epoch-59`: name that folder"), "{text}");
+}

@@ -4,7 +4,7 @@ use std::env;
 use std::fs::{File, OpenOptions};
 use std::io::{Read, Seek, SeekFrom};
 use std::os::unix::process::CommandExt;
-use std::path::{Path, PathBuf};
+use std::path::{self, Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
 use std::thread;
 
@@ -84,6 +84,13 @@ impl LocalProcess {
             .stdout(stdout)
             .stderr(output)
             .process_group(guard.as_ref().map_or(0, |guard| guard.id().cast_signed()));
+        if let Some(folder) = spec
+            .log
+            .parent()
+            .and_then(|folder| path::absolute(folder).ok())
+        {
+            command.env(accelerator_host::TRIAL_FOLDER.name, folder);
+        }
         let threads = (spec.threads / spec.ranks).max(1).to_string();
         let defaults = [
             ("RAYON_NUM_THREADS", &*threads),

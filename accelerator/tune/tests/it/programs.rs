@@ -282,10 +282,20 @@ fn what_a_program_names_is_kept_and_gone_on_from_without_settings() {
 }
 
 #[test]
+fn a_program_that_reports_nothing_fails() {
+    let folder = tempfile::tempdir().unwrap();
+    let results = run(programs(folder.path(), 1), folder.path(), ":");
+    let trial = &results.trials()[0];
+    assert_eq!(trial.status, TrialStatus::Error);
+    let error = trial.error.as_ref().unwrap();
+    assert!(error.contains("it ended without a report"), "{error}");
+}
+
+#[test]
 fn a_time_budget_may_be_longer_than_clocks_reach() {
     let folder = tempfile::tempdir().unwrap();
     let search = programs(folder.path(), 1).time_budget(Duration::from_secs(1 << 63));
-    let results = run(search, folder.path(), ":");
+    let results = run(search, folder.path(), r#"echo '{{"loss": 1}}'"#);
     assert_eq!(results.trials()[0].status, TrialStatus::Terminated);
 }
 
