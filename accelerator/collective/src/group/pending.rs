@@ -435,7 +435,7 @@ mod tests {
     #[test]
     fn a_slot_serves_again_when_both_ends_are_done() {
         let slots = SlotPool::default();
-        let used = || slots.0.lock().len();
+        let used = || slots.slots.lock().len();
         let (pending, completion) = slots.pair();
         completion.complete(Ok(Buffer::zeroed(DType::F32, 3)));
         pending.wait().unwrap();

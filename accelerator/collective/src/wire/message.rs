@@ -1,6 +1,7 @@
 //! Messages of ranks with the store, and with one another while they meet.
 
 use std::{
+    collections::BTreeMap,
     io::{self, Read, Write},
     net::{SocketAddr, TcpStream},
     time::{Duration, Instant},
@@ -35,11 +36,13 @@ pub(crate) enum Message {
     },
     /// The rank to the store: a [`Registration`], with proof of the token.
     Register {
+        #[serde(with = "serde_bytes")]
         body: Vec<u8>,
         proof: Option<[u8; 32]>,
     },
     /// The store to the rank: a [`RankTable`], with proof of the token.
     Welcome {
+        #[serde(with = "serde_bytes")]
         body: Vec<u8>,
         proof: Option<[u8; 32]>,
     },
@@ -293,10 +296,107 @@ mod name {
 
 /// All ranks of a job, in rank order.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
+#[serde(into = "CompactTable", try_from = "CompactTable")]
 pub(crate) struct RankTable {
     pub(crate) ranks: Vec<Registration>,
     /// The secret from which the key of the job is derived.
     pub(crate) secret: Nonce,
+}
+
+/// A table on the wire, which names each host once: some 40 bytes for each rank.
+#[derive(Deserialize, Serialize)]
+struct CompactTable {
+    hosts: Vec<CompactHost>,
+    ranks: Vec<CompactRank>,
+    secret: Nonce,
+}
+
+#[derive(Deserialize, Eq, Ord, PartialEq, PartialOrd, Serialize)]
+struct CompactHost(
+    #[serde(deserialize_with = "read_printable")] String,
+    /// The boot of its kernel.
+    Option<String>,
+);
+
+#[derive(Deserialize, Serialize)]
+struct CompactRank {
+    /// The place of its host among the hosts.
+    #[serde(rename = "h")]
+    host: usize,
+    #[serde(rename = "p")]
+    pid: u32,
+    #[serde(rename = "a")]
+    address: SocketAddr,
+    /// The timeouts, in milliseconds.
+    #[serde(rename = "c")]
+    connect_timeout: u64,
+    #[serde(rename = "l")]
+    liveness: u64,
+    #[serde(rename = "t", with = "name")]
+    transport: TransportKind,
+    /// The place on its host.
+    #[serde(rename = "n")]
+    local: Option<(usize, usize)>,
+}
+
+impl From<RankTable> for CompactTable {
+    fn from(table: RankTable) -> Self {
+        let mut places = BTreeMap::new();
+        let mut hosts = Vec::new();
+        let millis = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
+        let ranks = table.ranks.into_iter().map(|rank| {
+            let host = (rank.host, rank.boot);
+            let place = *places.entry(host.clone()).or_insert_with(|| {
+                hosts.push(CompactHost(host.0, host.1));
+                hosts.len() - 1
+            });
+            CompactRank {
+                host: place,
+                pid: rank.pid,
+                address: rank.address,
+                connect_timeout: millis(rank.connect_timeout),
+                liveness: millis(rank.liveness),
+                transport: rank.transport,
+                local: rank.local.map(|local| (local.rank, local.size)),
+            }
+        });
+        Self {
+            ranks: ranks.collect(),
+            secret: table.secret,
+            hosts,
+        }
+    }
+}
+
+impl TryFrom<CompactTable> for RankTable {
+    type Error = &'static str;
+
+    fn try_from(table: CompactTable) -> Result<Self, Self::Error> {
+        let world_size = table.ranks.len();
+        let registration = |(rank, compact): (usize, CompactRank)| {
+            let CompactHost(host, boot) = table
+                .hosts
+                .get(compact.host)
+                .ok_or("a rank is on a host that is not listed")?;
+            Ok(Registration {
+                rank,
+                world_size,
+                host: host.clone(),
+                pid: compact.pid,
+                address: compact.address,
+                connect_timeout: Duration::from_millis(compact.connect_timeout),
+                liveness: Duration::from_millis(compact.liveness),
+                transport: compact.transport,
+                boot: boot.clone(),
+                local: compact.local.map(|(rank, size)| LocalPlace { rank, size }),
+            })
+        };
+        let ranks = table.ranks.into_iter().enumerate().map(registration);
+        Ok(Self {
+            ranks: ranks.collect::<Result<_, Self::Error>>()?,
+            secret: table.secret,
+        })
+    }
 }
 
 pub(crate) type Nonce = [u8; 32];
@@ -307,7 +407,7 @@ pub(crate) const SHORT_SEND_TIMEOUT: Duration = Duration::from_millis(200);
 /// The most bytes of a message that somebody unknown may send.
 pub(crate) const MAX_SHORT_BYTES: usize = 4 * 1024;
 
-/// The most bytes of a table: over a thousand ranks.
+/// The most bytes of a table: some 10,000 ranks.
 pub(crate) const MAX_TABLE_BYTES: usize = 1024 * 1024;
 
 /// The most bytes of the last operations of a rank.
@@ -347,6 +447,62 @@ mod tests {
             .read_to_end(&mut bytes)
             .unwrap();
         bytes
+    }
+
+    #[test]
+    fn a_table_of_thousands_of_ranks_fits_and_survives_the_wire() {
+        let rank = |rank: usize| Registration {
+            rank,
+            world_size: 8192,
+            host: format!("gpu-node-{:04}.cluster.example.org", rank / 8),
+            pid: 3_000_000 + rank as u32,
+            address: (
+                [10, 128, (rank / 2048) as u8, (rank / 8) as u8],
+                40_000 + (rank % 20_000) as u16,
+            )
+                .into(),
+            connect_timeout: Duration::from_secs(600),
+            liveness: Duration::from_millis(5_500),
+            transport: TransportKind::Auto,
+            boot: Some(format!("6f1c2a90-58d1-4d3c-a1fd-{:012}", rank / 8)),
+            local: Some(LocalPlace {
+                rank: rank % 8,
+                size: 8,
+            }),
+        };
+        let table = RankTable {
+            ranks: (0..8192).map(rank).collect(),
+            secret: [200; 32],
+        };
+        let message = Message::Welcome {
+            body: to_bytes(&table),
+            proof: Some([7; 32]),
+        };
+        let bytes = message.encode();
+        assert!(bytes.len() < MAX_TABLE_BYTES / 4 * 3, "{}", bytes.len());
+        let back = Message::read(&mut &bytes[..], MAX_TABLE_BYTES).unwrap();
+        let Message::Welcome { body, .. } = back else {
+            panic!("{back:?}");
+        };
+        assert_eq!(from_bytes::<RankTable>(&body).unwrap(), table);
+    }
+
+    #[test]
+    fn a_rank_on_a_host_that_is_not_listed_is_refused() {
+        let table = CompactTable {
+            hosts: Vec::new(),
+            ranks: vec![CompactRank {
+                host: 0,
+                pid: 1,
+                address: ([127, 0, 0, 1], 1).into(),
+                connect_timeout: 1,
+                liveness: 1,
+                transport: TransportKind::Auto,
+                local: None,
+            }],
+            secret: [0; 32],
+        };
+        assert!(from_bytes::<RankTable>(&to_bytes(&table)).is_err());
     }
 
     #[test]
