@@ -8,6 +8,9 @@ use std::sync::mpsc::{self, Receiver, Sender};
 use std::thread;
 use std::time::{Duration, Instant};
 
+#[cfg(unix)]
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
 use crate::sync::Mutex;
 
 /// The limits of a program, and its process group.
@@ -218,6 +221,33 @@ impl Drain {
     }
 }
 
+/// Lets this process, and those that it starts, have `needed` files and sockets open, if the system allows that many;
+/// otherwise as many as it allows. The soft limit, which is often 1,024, is raised only if it does not suffice.
+///
+/// # Errors
+/// The number that the system allows, if that is less than `needed`.
+#[cfg(unix)]
+pub fn allow_descriptors(needed: u64) -> Result<(), u64> {
+    let limit = getrlimit(Resource::Nofile);
+    let reaches = |limit: Option<u64>| limit.is_none_or(|limit| limit >= needed);
+    if reaches(limit.current) {
+        return Ok(());
+    }
+    let allowed = limit.maximum.map_or(needed, |maximum| maximum.min(needed));
+    let raised = Rlimit {
+        current: Some(allowed),
+        ..limit
+    };
+    let in_force = match setrlimit(Resource::Nofile, raised) {
+        Ok(()) => allowed,
+        Err(_) => limit.current.unwrap_or(allowed),
+    };
+    match in_force >= needed {
+        true => Ok(()),
+        false => Err(in_force),
+    }
+}
+
 /// Returns the absolute path of the program that a shell finds under this name.
 pub fn on_path(name: impl AsRef<Path>) -> Option<PathBuf> {
     let path = std::env::var_os("PATH")?;
@@ -366,6 +396,38 @@ mod tests {
 
     fn shell(script: &str, limits: Limits) -> Output {
         run(Command::new("sh").args(["-c", script]), limits).unwrap()
+    }
+
+    /// Runs this test again in a process with limits of its own.
+    #[test]
+    fn the_soft_limit_of_open_files_is_raised_as_far_as_allowed() {
+        const CHILD: &str = "HOST_TEST_LIMITED";
+        if std::env::var_os(CHILD).is_some() {
+            assert_eq!(allow_descriptors(40), Ok(()));
+            assert_eq!(getrlimit(Resource::Nofile).current, Some(64));
+            assert_eq!(allow_descriptors(150), Ok(()));
+            assert_eq!(getrlimit(Resource::Nofile).current, Some(150));
+            assert_eq!(allow_descriptors(300), Err(200));
+            assert_eq!(getrlimit(Resource::Nofile).current, Some(200));
+            return;
+        }
+        let test = "process::tests::the_soft_limit_of_open_files_is_raised_as_far_as_allowed";
+        let program = std::env::current_exe().unwrap();
+        let output = Command::new("sh")
+            .args([
+                "-c",
+                "ulimit -Sn 64; ulimit -Hn 200; exec \"$0\" --exact \"$1\"",
+            ])
+            .arg(program)
+            .arg(test)
+            .env(CHILD, "1")
+            .output()
+            .unwrap();
+        let text = String::from_utf8_lossy(&output.stdout);
+        assert!(
+            output.status.success() && text.contains("1 passed"),
+            "{text}"
+        );
     }
 
     /// Waits until the process with this number has ended; a zombie has.

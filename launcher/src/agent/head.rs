@@ -9,7 +9,8 @@ use std::time::{Duration, Instant};
 
 use accelerator_collective::Topology;
 use accelerator_host::machine::host_name;
-use rustix::process::{Resource, Rlimit, Signal, getrlimit, setrlimit};
+use accelerator_host::process::allow_descriptors;
+use rustix::process::Signal;
 
 use super::admission::{Absent, Acceptor, Admission, Gathered};
 use super::host::{Host, LeavePolicy};
@@ -72,7 +73,8 @@ impl Head {
         relay: &Relay,
     ) -> Result<Self> {
         let token = token_of_hosts()?;
-        raise_file_limit();
+        // Each rank of another host takes four. If there are too few, the error of the first that lacks one says so.
+        let _ = allow_descriptors(u64::MAX);
         let liveness = variables::liveness();
         let admission = Arc::new(Admission::new(
             [place.least_hosts, place.hosts],
@@ -596,19 +598,6 @@ impl Spawner for HeadSpawner<'_> {
         }
         swept
     }
-}
-
-/// Lets this launcher open as many files as the system allows it, since each rank of another host takes four.
-fn raise_file_limit() {
-    let limit = getrlimit(Resource::Nofile);
-    // If it cannot be raised, the ranks may be few enough; if not, the error says so.
-    let _ = setrlimit(
-        Resource::Nofile,
-        Rlimit {
-            current: limit.maximum,
-            ..limit
-        },
-    );
 }
 
 /// "host 1" or "hosts 1 and 3 (host 2 builds the program)".

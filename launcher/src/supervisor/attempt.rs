@@ -5,6 +5,8 @@ use std::sync::mpsc::Sender;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use accelerator_host::process::allow_descriptors;
+
 use super::group::{Watch, watch};
 use super::shim::KillOnDrop;
 use super::spawner::Spawner;
@@ -134,6 +136,8 @@ pub(super) fn start(
     let token = store.token_file();
     let environment = RankEnv::new(settings, store.address().port(), token, package_dir);
     let ranks = settings.layout.ranks();
+    // Pipes, watches and connections to the store. If there are too few, starting a rank fails with an error that says so.
+    let _ = allow_descriptors(8 * ranks as u64 + 64);
     let mut processes = Vec::with_capacity(ranks);
     let guard = KillOnDrop::new();
     spawner.begin(settings, store.address())?;

@@ -180,6 +180,8 @@ impl ProcessGroup {
             )));
         }
         let connect_timeout = options.connect_timeout;
+        #[cfg(unix)]
+        allow_connections(launch.topology.world_size())?;
         let options = &options.completed_by(launch);
         let liveness = options.liveness_timeout();
         let mut began = Instant::now();
@@ -373,6 +375,23 @@ impl fmt::Debug for ProcessGroup {
 fn check_faults() -> Result<()> {
     let refused = "the planned faults cannot be carried out";
     accelerator_fault::check().map_err(|error| Error::caused(Kind::Misuse, refused, error))
+}
+
+/// Lets this process have a connection to each other rank, and to each as the host of the store.
+#[cfg(unix)]
+fn allow_connections(world_size: usize) -> Result<()> {
+    /// What a program and a group have open besides, usually.
+    const OTHERS: u64 = 128;
+    let ranks = world_size as u64;
+    match accelerator_host::process::allow_descriptors(2 * ranks + OTHERS) {
+        Err(allowed) if allowed < ranks + OTHERS => Err(Error::misuse(format!(
+            "a world of {ranks} ranks takes some {} open files and sockets in each process, and the system allows {allowed}; \
+             raise the hard limit (`ulimit -Hn`, LimitNOFILE= of systemd, --ulimit nofile= of a container), or start fewer \
+             ranks",
+            ranks + OTHERS
+        ))),
+        _ => Ok(()),
+    }
 }
 
 /// The state that the handles of one rank share, besides the [`RankState`], which its communication thread shares, too.
