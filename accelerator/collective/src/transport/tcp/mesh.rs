@@ -1,6 +1,7 @@
 //! Connecting each rank with each.
 
 use std::{
+    collections::VecDeque,
     io,
     net::{TcpListener, TcpStream},
     sync::{
@@ -13,6 +14,7 @@ use std::{
 };
 
 use accelerator_fault::{Effect, Point, fail_point};
+use accelerator_host::sync::{Condvar, Mutex};
 
 use crate::{
     error::{Error, Kind, Result, list_ranks},
@@ -109,6 +111,7 @@ enum MeshEvent {
 struct MeshThreads {
     listener: TcpListener,
     pending: Arc<PendingHandshakes>,
+    workers: Arc<HandshakeWorkers>,
     closed: Arc<AtomicBool>,
 }
 
@@ -124,6 +127,7 @@ impl MeshThreads {
         let threads = Self {
             listener: meeting.listener.try_clone().map_err(deaf)?,
             pending: PendingHandshakes::logged(world_size + 64),
+            workers: Arc::default(),
             closed: Arc::default(),
         };
         let spawn = |name: &str, body: Box<dyn FnOnce() + Send>| {
@@ -138,7 +142,8 @@ impl MeshThreads {
             };
             let listener = meeting.listener.try_clone().map_err(deaf)?;
             let (pending, closed) = (Arc::clone(&threads.pending), Arc::clone(&threads.closed));
-            let body = move || inbound.accept(&listener, &pending, &closed);
+            let workers = Arc::clone(&threads.workers);
+            let body = move || inbound.accept(&listener, &pending, &workers, &closed);
             spawn("mesh", Box::new(body)).map_err(deaf)?;
         }
         if rank > 0 {
@@ -163,6 +168,7 @@ impl Drop for MeshThreads {
     fn drop(&mut self) {
         self.closed.store(true, Ordering::Release);
         self.pending.clear();
+        self.workers.end();
         // A last connection wakes the thread that accepts. Should it not get through, the thread
         // ends with the next one.
         if let Ok(address) = self.listener.local_addr() {
@@ -285,6 +291,79 @@ impl OutboundConnect {
     }
 }
 
+/// A connection that has been accepted.
+struct InboundConnection {
+    stream: Arc<TcpStream>,
+    handshake: PendingHandshake,
+}
+
+/// The threads for handshakes with connections that were accepted. A silent connection keeps its thread to itself, so a
+/// connection for which no thread is free gets a new one; [`PendingHandshakes`] bounds their number. Threads are used
+/// again, since the first memory that a thread takes costs more than a handshake.
+#[derive(Default)]
+struct HandshakeWorkers {
+    queue: Mutex<HandshakeQueue>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct HandshakeQueue {
+    connections: VecDeque<InboundConnection>,
+    /// The threads that wait for a connection.
+    idle: usize,
+    ended: bool,
+}
+
+impl HandshakeWorkers {
+    /// Hands a connection to a thread that is free, or to a new one.
+    fn handle(self: &Arc<Self>, connection: InboundConnection, inbound: &InboundHandshake) {
+        let mut queue = self.queue.lock();
+        if queue.ended {
+            return;
+        }
+        queue.connections.push_back(connection);
+        let has_thread = queue.connections.len() <= queue.idle;
+        drop(queue);
+        if has_thread {
+            return self.changed.notify_one();
+        }
+        let (workers, inbound) = (Arc::clone(self), inbound.clone());
+        let spawned = thread::Builder::new()
+            .name("mesh-handshake".to_owned())
+            .stack_size(512 * 1024)
+            .spawn(move || workers.work(&inbound));
+        if let Err(error) = spawned {
+            tracing::warn!(%error, "there is no thread for a connection of another rank");
+        }
+    }
+
+    fn work(&self, inbound: &InboundHandshake) {
+        while let Some(InboundConnection { stream, handshake }) = self.next() {
+            if let Err(error) = inbound.receive(stream, handshake) {
+                tracing::debug!(%error, "a connection that is no rank was dropped");
+            }
+        }
+    }
+
+    fn next(&self) -> Option<InboundConnection> {
+        let mut queue = self.queue.lock();
+        queue.idle += 1;
+        let waiting = |queue: &mut HandshakeQueue| queue.connections.is_empty() && !queue.ended;
+        let mut queue = self.changed.wait_while(queue, waiting);
+        queue.idle -= 1;
+        queue.connections.pop_front()
+    }
+
+    /// Ends the threads, those in a handshake after it.
+    fn end(&self) {
+        let mut queue = self.queue.lock();
+        queue.ended = true;
+        queue.connections.clear();
+        drop(queue);
+        self.changed.notify_all();
+    }
+}
+
 #[derive(Clone)]
 struct InboundHandshake {
     key: Key,
@@ -298,6 +377,7 @@ impl InboundHandshake {
         &self,
         listener: &TcpListener,
         pending: &Arc<PendingHandshakes>,
+        workers: &Arc<HandshakeWorkers>,
         closed: &AtomicBool,
     ) {
         loop {
@@ -310,22 +390,9 @@ impl InboundHandshake {
                 thread::sleep(Duration::from_millis(20));
                 continue;
             };
-            // Each connection has its own thread, so that a silent one keeps nobody
-            // waiting; the number is bounded.
             let stream = Arc::new(stream);
             let handshake = pending.enter(&stream);
-            let visit = self.clone();
-            let spawned = thread::Builder::new()
-                .name("mesh-handshake".to_owned())
-                .stack_size(512 * 1024)
-                .spawn(move || {
-                    if let Err(error) = visit.receive(stream, handshake) {
-                        tracing::debug!(%error, "a connection that is no rank was dropped");
-                    }
-                });
-            if let Err(error) = spawned {
-                tracing::warn!(%error, "there is no thread for a connection of another rank");
-            }
+            workers.handle(InboundConnection { stream, handshake }, self);
         }
     }
 
