@@ -349,13 +349,12 @@ fn redirect(message: Vec<u8>, proxy: impl FnOnce(SocketAddr) -> SocketAddr) -> V
     let Some(body) = field(&mut value, "Register").and_then(|x| field(x, "body")) else {
         return message;
     };
-    let bytes: Vec<u8> = body.deserialized().unwrap();
+    let bytes = body.as_bytes().unwrap();
     let mut registration: Value = ciborium::from_reader(&bytes[..]).unwrap();
     let address = field(&mut registration, "address").unwrap();
     let real: SocketAddr = ciborium::from_reader(&written(address)[..]).unwrap();
     *address = ciborium::from_reader(&written(&proxy(real))[..]).unwrap();
-    let bytes = written(&registration);
-    *body = Value::serialized(&bytes).unwrap();
+    *body = Value::Bytes(written(&registration));
     let body = written(&value);
     let mut out = message[..ENVELOPE].to_vec();
     out[8..12].copy_from_slice(&(body.len() as u32).to_le_bytes());
