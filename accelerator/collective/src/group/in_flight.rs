@@ -1,6 +1,7 @@
 //! The communication thread: started operations, several at a time.
 
 use std::collections::VecDeque;
+use std::time::Instant;
 
 use super::engine::{BufferOp, OpContext, OpProgress, ResumableOp, Scratch};
 use super::flight_recorder::OpOutcome;
@@ -139,13 +140,10 @@ impl<'a> InFlightOps<'a> {
             Ok(()) => OpState::Running(OpProgress::Waiting(0..world_size)),
             Err(error) => OpState::Failed(error),
         };
+        let (number, now) = (permit.number(), Instant::now());
         self.ops.push_back(InFlightOp {
-            deadline: rank_state.deadline(permit.number(), &job.fingerprint, timeouts),
-            timer: rank_state.start_timer(
-                ExecThread::Communication,
-                permit.number(),
-                &job.fingerprint,
-            ),
+            deadline: rank_state.deadline(number, &job.fingerprint, timeouts, now),
+            timer: rank_state.start_timer(ExecThread::Communication, number, &job.fingerprint, now),
             fingerprint: job.fingerprint,
             permit,
             scratch,
@@ -252,7 +250,8 @@ impl InFlightOp<'_> {
     /// Reports the outcome, and then lets the next operation have its turn.
     fn end(mut self, outcome: Result<()>) -> Scratch {
         self.scratch.clear(0);
-        self.timer.end(&self.fingerprint, OpOutcome::of(&outcome));
+        let end = OpOutcome::of(&outcome);
+        self.timer.end(&self.fingerprint, end, &self.deadline);
         let buffer = self.buffer;
         self.completion.complete(outcome.map(|()| buffer));
         drop(self.permit);

@@ -212,14 +212,12 @@ impl RankState {
         deliver: impl FnOnce(Result<T>) -> R,
     ) -> R {
         let permit = self.order.acquire(ticket);
-        let timer = self.start_timer(thread, permit.number(), fingerprint);
-        let outcome = self.run_op(
-            permit.number(),
-            fingerprint,
-            self.options.op_timeouts(),
-            body,
-        );
-        timer.end(fingerprint, OpOutcome::of(&outcome));
+        let number = permit.number();
+        let now = Instant::now();
+        let timer = self.start_timer(thread, number, fingerprint, now);
+        let mut deadline = self.deadline(number, fingerprint, self.options.op_timeouts(), now);
+        let outcome = self.run_until(number, &mut deadline, body);
+        timer.end(fingerprint, OpOutcome::of(&outcome), &deadline);
         deliver(outcome)
     }
 
@@ -228,11 +226,19 @@ impl RankState {
         thread: ExecThread,
         sequence: u64,
         fingerprint: &CollectiveFingerprint,
+        now: Instant,
     ) -> OpTimer<'_> {
         let of_world = || self.world.as_ref()?.observer.get();
         let observer = self.observer.get().or_else(of_world);
         let operation = (self.transport.group_id(), sequence);
-        OpTimer::begin(&self.recorder, observer, thread, operation, fingerprint)
+        OpTimer::begin(
+            &self.recorder,
+            observer,
+            thread,
+            operation,
+            fingerprint,
+            now,
+        )
     }
 
     pub(super) fn wait_clock(&self) -> &Arc<WaitClock> {
@@ -248,16 +254,17 @@ impl RankState {
         })
     }
 
-    /// The clock of an operation that begins.
+    /// The clock of an operation that begins `now`.
     pub(super) fn deadline(
         &self,
         sequence: u64,
         fingerprint: &CollectiveFingerprint,
         timeouts: OpTimeouts,
+        now: Instant,
     ) -> OpDeadline {
         let rank = self.transport.member(self.topology.rank());
         let number = self.transport.op_number(sequence);
-        OpDeadline::new(rank, number, *fingerprint, timeouts)
+        OpDeadline::new(rank, number, *fingerprint, timeouts, now)
     }
 
     /// Runs an operation on this thread, from its beginning to its end.
@@ -268,12 +275,21 @@ impl RankState {
         timeouts: OpTimeouts,
         body: impl FnOnce(OpContext<'_>) -> Result<T>,
     ) -> Result<T> {
+        let mut deadline = self.deadline(sequence, fingerprint, timeouts, Instant::now());
+        self.run_until(sequence, &mut deadline, body)
+    }
+
+    fn run_until<T>(
+        &self,
+        sequence: u64,
+        deadline: &mut OpDeadline,
+        body: impl FnOnce(OpContext<'_>) -> Result<T>,
+    ) -> Result<T> {
         self.check_open()?;
         let _abort_on_panic = AbortOnPanic { rank_state: self };
-        let mut deadline = self.deadline(sequence, fingerprint, timeouts);
         // Every operation starts by clearing the scratch memory.
         let mut scratch = self.scratch.lock();
-        let ctx = OpContext::new(&self.transport, &mut deadline, &mut scratch);
+        let ctx = OpContext::new(&self.transport, deadline, &mut scratch);
         body(ctx).map_err(|error| self.fail(sequence, error))
     }
 

@@ -95,16 +95,19 @@ pub(crate) struct OpDeadline {
     warnings: u32,
     /// Set once this operation can only fail.
     shortened: bool,
+    /// Set once the operation had to look at the clock.
+    has_looked: bool,
 }
 
 impl OpDeadline {
+    /// The clock of an operation that begins `now`.
     pub(crate) fn new(
         rank: usize,
         number: OpNumber,
         fingerprint: CollectiveFingerprint,
         timeouts: OpTimeouts,
+        now: Instant,
     ) -> Self {
-        let now = Instant::now();
         Self {
             rank,
             number,
@@ -115,11 +118,18 @@ impl OpDeadline {
             due: now,
             warnings: 0,
             shortened: false,
+            has_looked: false,
         }
+    }
+
+    /// Returns `true` if the operation has waited so long, or for so much, that it has looked at the clock.
+    pub(crate) fn has_looked(&self) -> bool {
+        self.has_looked
     }
 
     /// Notes progress: the clock starts again, unless it is that of connecting.
     pub(crate) fn on_progress(&mut self, now: Instant) {
+        self.has_looked = true;
         self.due = now;
         if self.timeouts.limit == TimeoutKind::Progress {
             self.began = now;
@@ -158,6 +168,7 @@ impl OpDeadline {
         last: impl Fn(usize) -> Option<LastOp>,
     ) -> Result<Instant> {
         let now = Instant::now();
+        self.has_looked = true;
         self.compensate(now);
         if self.waited(now) > self.timeouts.timeout {
             self.since = self.last_sign(missing(self), &active, now)?;
@@ -394,7 +405,7 @@ mod tests {
             };
             let fingerprint =
                 CollectiveFingerprint::new(OpKind::Connect, CallSite::new("here.rs", 1));
-            let mut deadline = OpDeadline::new(0, number(0), fingerprint, timeouts);
+            let mut deadline = OpDeadline::new(0, number(0), fingerprint, timeouts, Instant::now());
             deadline.on_progress(Instant::now() + Duration::from_secs(3600));
             deadline
         };
@@ -457,7 +468,7 @@ mod tests {
             limit: TimeoutKind::Progress,
         };
         let fingerprint = CollectiveFingerprint::new(OpKind::Barrier, CallSite::new("here.rs", 1));
-        let mut deadline = OpDeadline::new(1, number(0), fingerprint, timeouts);
+        let mut deadline = OpDeadline::new(1, number(0), fingerprint, timeouts, Instant::now());
         deadline.began -= Duration::from_secs(9);
         deadline.since -= Duration::from_secs(9);
         deadline

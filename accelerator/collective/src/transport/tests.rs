@@ -11,7 +11,13 @@ pub(crate) fn deadline(sequence: u64, timeout: Duration) -> OpDeadline {
         limit: TimeoutKind::Progress,
     };
     let fingerprint = CollectiveFingerprint::new(OpKind::Barrier, CallSite::new("here.rs", 1));
-    OpDeadline::new(0, number(sequence), fingerprint, timeouts)
+    OpDeadline::new(
+        0,
+        number(sequence),
+        fingerprint,
+        timeouts,
+        std::time::Instant::now(),
+    )
 }
 
 /// Returns the number of an operation of the world.

@@ -273,7 +273,8 @@ pub struct OpRecord {
     pub sequence: u64,
     /// The time at which its turn came.
     pub started: u64,
-    /// The time at which it ended; `None` while it is under way.
+    /// The time at which it ended; `None` while it is under way. One of up to 64 KiB that did not wait counts as ended when
+    /// it started.
     pub ended: Option<u64>,
     /// True if it ended with an error.
     pub failed: bool,

@@ -115,7 +115,13 @@ fn a_rank_sends_no_more_ahead_than_the_other_has_shown_to_have_taken() {
         notes.clone(),
         Some(notes.clone()),
     );
-    let mut deadline = OpDeadline::new(0, number(0), fingerprint, timeouts);
+    let mut deadline = OpDeadline::new(
+        0,
+        number(0),
+        fingerprint,
+        timeouts,
+        std::time::Instant::now(),
+    );
     let mut scratch = Scratch::default();
     scratch.clear(2);
     let op = BufferOp::ReduceScatter(ReduceOp::Sum, Arc::clone(&shards));
