@@ -74,7 +74,7 @@ pub mod internal {
         },
         shard_layout::ShardLayout,
         socket::limit_backoff,
-        wire::message::OpRecord,
+        wire::message::{OpRecord, RankStatus},
     };
 
     #[cfg(feature = "fuzzing")]

@@ -42,8 +42,8 @@ impl Accelerator {
     }
 
     /// Returns the ranks that the others have had to wait for, the most frequent one first: the same on every rank,
-    /// without a message of its own. Steps of [`backward`](Self::backward) are always compared, without a recording. The
-    /// main process warns of a rank that is slow in two intervals in a row.
+    /// without a message of its own. Steps of [`backward`](Self::backward) are compared without a recording, too, on up to
+    /// 512 ranks. The main process warns of a rank that is slow in two intervals in a row.
     ///
     /// ```
     /// use accelerator::prelude::*;

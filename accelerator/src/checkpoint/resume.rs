@@ -73,12 +73,16 @@ fn find_of_kinds(
 /// Says that there is no checkpoint in the folder, and where there are some if they are one level below.
 fn report_absence(path: &Path) {
     let entries = fs::read_dir(path).into_iter().flatten().flatten();
-    let mut below = entries.map(|entry| entry.path()).filter(|folder| {
-        let entries = fs::read_dir(folder).into_iter().flatten().flatten();
-        entries
-            .map(|entry| entry.path())
-            .any(|entry| is_called_checkpoint(&entry))
-    });
+    // A folder of something else may have very many.
+    let mut below = entries
+        .take(100)
+        .map(|entry| entry.path())
+        .filter(|folder| {
+            let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+            entries
+                .map(|entry| entry.path())
+                .any(|entry| is_called_checkpoint(&entry))
+        });
     let path = path.display();
     match below.next() {
         None => tracing::info!("no checkpoint in `{path}`: nothing is resumed"),

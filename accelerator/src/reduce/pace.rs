@@ -23,11 +23,12 @@ const INTERVAL: usize = 16;
 /// The ratio to the median of the other ranks from which on a rank is slow.
 const LIMIT: f64 = 1.2;
 
-/// The difference in seconds from which on a rank is slow: what the scheduler of a busy host does is no slowness.
+/// The difference in seconds from which on a rank is slow: what the scheduler of a busy host does is no slowness. Ranks
+/// whose own work is shorter are not compared.
 const SHORTEST: f64 = 100e-6;
 
-/// The most ranks whose paces are exchanged, which bounds the control vector.
-const MAX_RANKS: usize = 1024;
+/// The most ranks that are compared, which bounds the control vector.
+const MAX_RANKS: usize = 512;
 
 /// The numbers that each rank has in the control vector: the seconds of its own work, and of waiting for data within.
 pub(super) const NUMBERS: usize = 2;
@@ -65,11 +66,12 @@ struct Mark {
 /// The reports of one rank, as far as they matter.
 #[derive(Clone, Copy, Debug, Default)]
 struct RankPace {
-    /// The reports in which it was slow, and those of them without another one after.
+    /// The number of intervals in which it was slow.
     slow: u64,
+    /// The number of the latest intervals in a row in which it was slow.
     in_a_row: u64,
     warned: bool,
-    /// The ratio and the times of the last report in which it was slow.
+    /// The ratio and the times in the last interval in which it was slow.
     ratio: f64,
     busy: f64,
     data: f64,
@@ -143,7 +145,11 @@ impl PaceState {
         let last = self.last.replace(mark)?;
         let whole = mark.at.saturating_duration_since(last.at);
         let own = whole.saturating_sub(mark.waited.saturating_sub(last.waited));
-        let data = mark.waited_for_data.saturating_sub(last.waited_for_data);
+        // A loader may wait for other ranks, too, which is no work.
+        let data = mark
+            .waited_for_data
+            .saturating_sub(last.waited_for_data)
+            .min(own);
         for (samples, time) in self.samples.iter_mut().zip([own, data]) {
             samples.push(time.as_secs_f64());
         }
@@ -164,24 +170,37 @@ impl PaceState {
         }
         self.reports += 1;
         self.ranks.resize(paces.len(), RankPace::default());
+        let mut sorted: Vec<_> = paces.iter().map(|[busy, _]| *busy).collect();
+        sorted.sort_unstable_by(f64::total_cmp);
         let mut newly_slow = Vec::new();
-        for (rank, pace) in self.ranks.iter_mut().enumerate() {
-            let [busy, data] = paces[rank];
-            let others = (0..).zip(paces).filter(|(other, _)| *other != rank);
-            let mut others: Vec<_> = others.map(|(_, [busy, _])| *busy).collect();
-            let usual = median(&mut others);
-            if busy <= LIMIT * usual || busy - usual <= SHORTEST {
+        for (pace, &[busy, data]) in self.ranks.iter_mut().zip(paces) {
+            let usual = median_without(&sorted, busy);
+            if usual <= SHORTEST || busy <= LIMIT * usual || busy - usual <= SHORTEST {
                 pace.in_a_row = 0;
+                newly_slow.push(None);
                 continue;
             }
             pace.slow += 1;
             pace.in_a_row += 1;
             (pace.ratio, pace.busy, pace.data) = (busy / usual, busy, data);
-            if pace.in_a_row == 2 && !core::mem::replace(&mut pace.warned, true) {
-                newly_slow.push((rank, *pace));
-            }
+            let is_due = pace.in_a_row == 2 && !core::mem::replace(&mut pace.warned, true);
+            newly_slow.push(is_due.then_some(*pace));
         }
-        newly_slow
+        let ranks = newly_slow.into_iter().enumerate();
+        ranks
+            .filter_map(|(rank, pace)| Some((rank, pace?)))
+            .collect()
+    }
+}
+
+/// The median of the sorted values, without one of them.
+fn median_without(sorted: &[f64], value: f64) -> f64 {
+    let place = sorted.partition_point(|other| other.total_cmp(&value).is_lt());
+    let at = |index: usize| sorted[index + usize::from(index >= place)];
+    match sorted.len().saturating_sub(1) {
+        0 => 0.0,
+        others if others % 2 == 1 => at(others / 2),
+        others => at(others / 2 - 1).midpoint(at(others / 2)),
     }
 }
 
@@ -228,6 +247,15 @@ mod tests {
         state.report(&[[busy, data], [busy, data]]);
         assert_eq!(windows(&mut state, INTERVAL - 1, ms), None);
         assert!(windows(&mut state, 1, ms).is_some());
+    }
+
+    #[test]
+    fn the_median_of_the_others_is_that_without_one() {
+        let sorted = [1.0, 2.0, 2.0, 5.0, 9.0];
+        let medians = [1.0, 2.0, 5.0, 9.0].map(|value| median_without(&sorted, value));
+        assert_eq!(medians, [3.5, 3.5, 2.0, 2.0]);
+        assert_eq!(median_without(&[3.0, 7.0], 7.0), 3.0);
+        assert_eq!(median_without(&[3.0], 3.0), 0.0);
     }
 
     #[test]

@@ -58,9 +58,9 @@ pub struct StepSummary {
 /// A rank that was slower than the others, which had to wait for it; from
 /// [`Accelerator::stragglers`](crate::Accelerator::stragglers).
 ///
-/// Ranks compare the medians of 16 steps, an interval. A rank is slow in an interval if its own work took at least 1.2
-/// times the median of the others; waiting for other ranks is no work of its own. For a device that computes beside the
-/// program (a GPU), that is the time of the program, which may wait for its device anywhere.
+/// Up to 512 ranks compare the medians of 16 steps, an interval. A rank is slow in an interval if its own work took more
+/// than 1.2 times the median of the others, and 0.1 ms more; waiting for other ranks is no work of its own. For a device
+/// that computes beside the program (a GPU), that is the time of the program, which may wait for its device anywhere.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Straggler {

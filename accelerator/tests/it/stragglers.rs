@@ -56,13 +56,13 @@ fn a_slow_rank_is_named_within_fifty_steps() {
 }
 
 #[test]
-fn a_rank_that_is_late_once_is_not() {
-    // Far more than the others' work of the whole run.
+fn a_rank_that_is_late_once_in_each_interval_is_not() {
+    // Far more than the others' work of the whole run, but not in the median.
     let work = |rank, step| match (rank, step) {
-        (2, 20) => Duration::from_secs(2),
+        (2, 5 | 25) => Duration::from_secs(1),
         _ => Duration::from_millis(20),
     };
     let seen = trained(Accelerator::builder(), 34, work);
-    let is_chronic = |straggler: &Straggler| straggler.rank == 2 && straggler.is_chronic();
-    assert!(!seen[0].iter().any(is_chronic), "{seen:?}");
+    let slow = seen[0].iter().find(|straggler| straggler.rank == 2);
+    assert!(slow.is_none_or(|slow| slow.ratio < 3.0), "{seen:?}");
 }

@@ -2,13 +2,16 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
+use std::path::Path;
 use std::process::ExitCode;
 use std::time::Duration;
 
 use accelerator_collective::Launch;
-use accelerator_collective::internal::{FlightRecords, OpRecord, Rendezvous, flight_records};
-use accelerator_host::JOB;
+use accelerator_collective::internal::{
+    FlightRecords, OpRecord, RankStatus, Rendezvous, flight_records,
+};
 use accelerator_host::machine::unix_time;
+use accelerator_host::{JOB, STORE, TOKEN_FILE};
 use clap::Args;
 use serde::Serialize;
 
@@ -22,9 +25,9 @@ const ANSWER_WITHIN: Duration = Duration::from_secs(10);
 
 /// Shows the operation that each rank of a running job is in, and the rank that the others wait for.
 ///
-/// Run it on a host of the job, as the user of the job. Nothing is stopped; ranks that are stopped or have ended do not
-/// answer. The place of the job is that of the environment with which its ranks were started, so a job whose number of
-/// ranks has changed since (`--num-processes 2:4`) cannot be found.
+/// Run it on a host of the job, as the user of the job. Nothing is stopped. The job is found by the variables with which
+/// its ranks were started, so a job whose number of ranks has changed since (`--num-processes 2:4`) cannot be found, nor
+/// one whose ranks meet through MPI.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct InspectArgs {
     /// A process of the job: a rank, or one that has started ranks. Needed if several jobs run here.
@@ -75,6 +78,8 @@ struct Job {
     world_size: usize,
     /// One of its processes on this host.
     pid: i32,
+    /// Set if the launcher has started it.
+    is_ours: bool,
 }
 
 impl Job {
@@ -86,7 +91,13 @@ impl Job {
         let mut jobs: BTreeMap<(String, String), Self> = BTreeMap::new();
         for process in processes {
             let variables = process.variables().unwrap_or_default();
-            let launch = Launch::from_vars(|name| variables.get(name).cloned());
+            let launch = Launch::from_vars(|name| {
+                let value = variables.get(name)?;
+                match name == TOKEN_FILE.name && !Path::new(value).is_absolute() {
+                    true => Some(format!("/proc/{}/cwd/{value}", process.pid)),
+                    false => Some(value.clone()),
+                }
+            });
             // Other processes are no ranks, or those of other programs.
             let Ok(launch) = launch else {
                 continue;
@@ -104,9 +115,13 @@ impl Job {
                 name,
                 world_size: launch.topology.world_size(),
                 pid: process.pid,
+                is_ours: variables.contains_key(STORE.name),
             });
         }
+        // RANK and MASTER_PORT may be those of another library.
+        let has_ours = jobs.values().any(|job| job.is_ours);
         let mut jobs: Vec<_> = jobs.into_values().collect();
+        jobs.retain(|job| job.is_ours || !has_ours);
         match (jobs.pop(), jobs.is_empty(), pid) {
             (Some(job), true, _) => Ok(job),
             (Some(job), false, _) => {
@@ -188,9 +203,18 @@ fn text(job: &Job, ranks: &[FlightRecords], last: usize) -> String {
 
 /// Says what a rank is doing.
 fn state(rank: &FlightRecords, now: u64) -> String {
-    let Some(operations) = &rank.operations else {
-        return "does not answer: stopped, or ended".to_owned();
-    };
+    let operations = rank.operations.as_deref().unwrap_or_default();
+    let known = known_state(operations, now);
+    match rank.state {
+        RankStatus::Answered => known,
+        RankStatus::Meeting => "connects to the others".to_owned(),
+        RankStatus::Gone => "has left, or ended".to_owned(),
+        _ if operations.is_empty() => "does not answer".to_owned(),
+        _ => format!("does not answer; was {known} when it did"),
+    }
+}
+
+fn known_state(operations: &[OpRecord], now: u64) -> String {
     let mut under_way = operations
         .iter()
         .filter(|operation| operation.ended.is_none());
@@ -203,7 +227,7 @@ fn state(rank: &FlightRecords, now: u64) -> String {
         return format!("in {} {} for {time}{more}", number(first), named(first));
     }
     match operations.last() {
-        None => "has called no operation yet".to_owned(),
+        None => "in no operation, and has called none yet".to_owned(),
         Some(last) => format!(
             "in no operation for {}; the last was {} {}",
             span(now, last.ended.unwrap_or(last.started)),
@@ -213,34 +237,77 @@ fn state(rank: &FlightRecords, now: u64) -> String {
     }
 }
 
-/// Says which ranks are behind in the operations of all ranks, if others wait for them.
+/// The progress of a rank in the operations of all ranks, by which ranks that are behind are found.
+#[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
+struct Progress {
+    /// The number of the operation that it is in, or will call next.
+    next: u64,
+    is_waiting: bool,
+}
+
+impl Progress {
+    fn of(operations: &[OpRecord]) -> Option<Self> {
+        let mut of_world = operations.iter().filter(|operation| operation.group == 0);
+        if let Some(first) = of_world.clone().find(|operation| operation.ended.is_none()) {
+            return Some(Self {
+                next: first.sequence,
+                is_waiting: true,
+            });
+        }
+        of_world.next_back().map(|last| Self {
+            next: last.sequence + 1,
+            is_waiting: false,
+        })
+    }
+}
+
+/// Says which ranks the others wait for in the operations of all ranks: those that do not answer, and those that have
+/// begun the fewest operations and are in none.
 fn verdict(ranks: &[FlightRecords]) -> Option<String> {
-    let of_world = |rank: &FlightRecords| {
-        let operations = rank.operations.as_ref()?;
-        operations
-            .iter()
-            .rfind(|operation| operation.group == 0)
-            .cloned()
-    };
-    let known = ranks
+    let is_silent = |rank: &&FlightRecords| rank.state == RankStatus::Silent;
+    let silent: Vec<_> = ranks
         .iter()
-        .filter_map(|rank| Some((rank.rank, of_world(rank)?)));
-    let known: Vec<_> = known.collect();
-    let waiting = known.iter().filter(|(_, last)| last.ended.is_none());
-    let first = waiting.clone().map(|(_, last)| last.sequence).max()?;
-    let waiting = waiting.filter(|(_, last)| last.sequence == first);
-    let waiting: Vec<_> = waiting.map(|(rank, _)| *rank).collect();
-    let behind = known.iter().filter(|(_, last)| last.sequence < first);
+        .filter(is_silent)
+        .map(|rank| rank.rank)
+        .collect();
+    let answered = ranks
+        .iter()
+        .filter(|rank| rank.state == RankStatus::Answered);
+    let known = answered.map(|rank| {
+        let operations = rank.operations.as_deref().unwrap_or_default();
+        let none = Progress {
+            next: 0,
+            is_waiting: false,
+        };
+        // A rank whose newest operations are all those of groups may be anywhere.
+        let has_any = !operations.is_empty();
+        (
+            rank.rank,
+            Progress::of(operations).or_else(|| (!has_any).then_some(none)),
+        )
+    });
+    let known: Vec<_> = known
+        .filter_map(|(rank, progress)| Some((rank, progress?)))
+        .collect();
+    let waiting = known.iter().filter(|(_, progress)| progress.is_waiting);
+    let first = waiting.clone().map(|(_, progress)| progress.next).min()?;
+    let waiting: Vec<_> = waiting
+        .filter(|(_, progress)| progress.next == first)
+        .map(|(rank, _)| *rank)
+        .collect();
+    let behind = known
+        .iter()
+        .filter(|(_, progress)| !progress.is_waiting && progress.next <= first);
     let behind: Vec<_> = behind.map(|(rank, _)| *rank).collect();
     let wait = if waiting.len() == 1 { "waits" } else { "wait" };
-    (!behind.is_empty()).then(|| {
-        format!(
-            "{} {wait} in #{first} for {}, which {} not begun it",
-            list(&waiting),
-            list(&behind),
-            if behind.len() == 1 { "has" } else { "have" }
-        )
-    })
+    let head = format!("{} {wait} in #{first} for", list(&waiting));
+    match (behind.as_slice(), silent.as_slice()) {
+        ([], []) => None,
+        ([_], []) => Some(format!("{head} {}, which has not begun it", list(&behind))),
+        (_, []) => Some(format!("{head} {}, which have not begun it", list(&behind))),
+        (_, [_]) => Some(format!("{head} others; {} does not answer", list(&silent))),
+        _ => Some(format!("{head} others; {} do not answer", list(&silent))),
+    }
 }
 
 fn number(operation: &OpRecord) -> String {
@@ -261,5 +328,48 @@ fn span(later: u64, earlier: u64) -> String {
         micros @ 1000..1_000_000 => format!("{:.1} ms", micros as f64 / 1e3),
         micros @ 1_000_000..60_000_000 => format!("{:.1} s", micros as f64 / 1e6),
         micros => duration(micros / 1_000_000),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Records of operations of groups: their numbers, and whether they have ended.
+    fn operations(all: &[(u16, u64, bool)]) -> Vec<OpRecord> {
+        let record = |&(group, sequence, has_ended): &(u16, u64, bool)| {
+            let ended = has_ended.then_some(7);
+            let json = serde_json::json!({
+                "kind": 6, "call": "barrier", "site": "train.rs:1", "bytes": 0, "group": group,
+                "sequence": sequence, "started": 5, "ended": ended, "failed": false,
+            });
+            serde_json::from_value(json).unwrap()
+        };
+        all.iter().map(record).collect()
+    }
+
+    fn progress(all: &[(u16, u64, bool)]) -> Option<(u64, bool)> {
+        let progress = Progress::of(&operations(all))?;
+        Some((progress.next, progress.is_waiting))
+    }
+
+    #[test]
+    fn the_oldest_operation_under_way_counts() {
+        let flight = [(0, 41, true), (0, 42, false), (0, 43, false), (1, 9, false)];
+        assert_eq!(progress(&flight), Some((42, true)));
+        assert_eq!(progress(&[(0, 41, true), (2, 3, true)]), Some((42, false)));
+        assert_eq!(progress(&[(2, 3, true)]), None);
+    }
+
+    #[test]
+    fn a_rank_says_what_it_is_in() {
+        let flight = operations(&[(0, 41, true), (0, 42, false), (0, 43, false)]);
+        let text = known_state(&flight, 2_000_005);
+        assert_eq!(text, "in #42 barrier at train.rs:1 for 2.0 s, and 1 more");
+        let idle = known_state(&operations(&[(3, 8, true)]), 1507);
+        assert_eq!(
+            idle,
+            "in no operation for 1.5 ms; the last was #8 of group 3 barrier at train.rs:1"
+        );
     }
 }

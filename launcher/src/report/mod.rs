@@ -166,13 +166,13 @@ impl FailureRecord {
             command: words(command),
             log_files: ranks.filter_map(log).collect(),
             time: utc(SystemTime::now()),
-            operations: finished
-                .operations
-                .iter()
-                .cloned()
-                .map(RankOperations::from)
-                .collect(),
+            operations: operations_of(finished),
         })
+    }
+
+    /// Forgets the operations of the ranks, once another attempt has failed.
+    pub(crate) fn forget_operations(&mut self) {
+        self.operations = Vec::new();
     }
 
     /// The rank that failed first.
@@ -225,7 +225,7 @@ pub(crate) struct ReportFile<'a> {
     ending: JobOutcome,
     reason: Option<&'a str>,
     attempts: &'a [FailureRecord],
-    /// The last 64 operations of each rank of the last attempt, for a hang.
+    /// The last operations of each rank in the last attempt: 64 of each, fewer in a world of more than 128 ranks.
     operations: &'a [RankOperations],
 }
 
@@ -305,6 +305,16 @@ impl FirstFailure {
             },
         }
     }
+}
+
+/// The last operations of the ranks: of few ranks all that are known, and of thousands a few each.
+fn operations_of(finished: &FinishedAttempt) -> Vec<RankOperations> {
+    const MOST: usize = 8192;
+    let ranks = finished.operations.iter().cloned();
+    let mut ranks: Vec<_> = ranks.map(RankOperations::from).collect();
+    let each = (MOST / ranks.len().max(1)).max(4);
+    ranks.iter_mut().for_each(|rank| rank.keep(each));
+    ranks
 }
 
 /// Returns the command with its secrets masked, since the report is kept.

@@ -29,9 +29,6 @@ const REPORTS_WITHIN: Duration = Duration::from_millis(100);
 /// longer for the store's report.
 const LEAVE_WITHIN: Duration = Duration::from_millis(100);
 
-/// The time that running ranks may take to tell what they are doing, when another one has failed.
-const OPERATIONS_WITHIN: Duration = Duration::from_secs(2);
-
 /// The longest part of a rank's error that the other ranks get.
 const MAX_TOLD: usize = 1000;
 
@@ -211,9 +208,8 @@ impl ExitReporter<'_> {
         if std::mem::replace(&mut self.has_asked_operations, true) {
             return;
         }
-        if let Some(store_handle) = self.store_handle.clone() {
-            let ask = move || store_handle.ask_operations(OPERATIONS_WITHIN);
-            let _ = thread::Builder::new().spawn(ask);
+        if let Some(store_handle) = &self.store_handle {
+            store_handle.ask_operations();
         }
     }
 }
@@ -225,7 +221,10 @@ impl Observer for ExitReporter<'_> {
 
     fn poll_regroup(&mut self, phase: GroupPhase) -> bool {
         match phase {
-            GroupPhase::Running => self.regrouping.step(),
+            GroupPhase::Running => {
+                self.has_asked_operations = false;
+                self.regrouping.step()
+            }
             GroupPhase::Ending => {
                 self.ask_operations();
                 self.regrouping.give_up(None);

@@ -169,10 +169,10 @@ impl StoreHandle {
         }
     }
 
-    /// Asks the ranks that run for their last operations, which the store keeps, and waits for them up to `timeout`.
-    pub(super) fn ask_operations(&self, timeout: Duration) {
+    /// Asks the ranks that run for their last operations, which the store keeps as they come.
+    pub(super) fn ask_operations(&self) {
         if let Some(server) = self.0.upgrade() {
-            server.flight_records(timeout);
+            server.flight_records(Duration::ZERO);
         }
     }
 

@@ -24,6 +24,9 @@ fn work_as_rank() {
         group.barrier().unwrap();
     }
     if group.rank() == 1 {
+        // Its operations are asked for when it is blamed, and it is told to end a moment later.
+        let ignored = std::sync::Arc::default();
+        let _signal = signal_hook::flag::register(signal_hook::consts::SIGTERM, ignored);
         std::thread::sleep(DEADLINE);
     }
     let failed = group.all_reduce(&mut [1.0_f32; 8], ReduceOp::Sum);
@@ -56,7 +59,9 @@ fn the_rank_that_the_others_wait_for_is_named() {
             let last = last(&ranks["ranks"], rank);
             last["kind"] == "all_reduce" && last["ended"].is_null()
         };
-        (in_sum(0) && in_sum(2)).then_some(ranks)
+        let idle = last(&ranks["ranks"], 1);
+        let is_idle = idle["sequence"] == 2 && idle["ended"].is_string();
+        (in_sum(0) && in_sum(2) && is_idle).then_some(ranks)
     });
     assert_eq!(seen["world_size"], 3);
     let (first, second) = (last(&seen["ranks"], 0), last(&seen["ranks"], 1));
@@ -67,8 +72,9 @@ fn the_rank_that_the_others_wait_for_is_named() {
         (&second["kind"], &second["failed"]),
         (&"barrier".into(), &false.into())
     );
-    let number = first["number"].as_u64().unwrap();
-    assert_eq!(second["number"], number - 1);
+    let number = first["sequence"].as_u64().unwrap();
+    assert_eq!(second["sequence"], number - 1);
+    assert_eq!(seen["ranks"][1]["state"], "answered");
     inspect(" --last 2")
         .expect(0)
         .prints(" at 127.0.0.1:")
@@ -88,8 +94,8 @@ fn the_report_of_a_hang_shows_where_each_rank_was() {
     work_as_rank();
     let folder = Folder::new();
     let name = "inspect::the_report_of_a_hang_shows_where_each_rank_was";
-    let line = format!("-n 3 --log-dir logs --grace 1 {}", test_as_program(name));
-    folder.launch_with(&line, [(TIMEOUT, "1")]).expect(4);
+    let line = format!("-n 3 --log-dir logs --grace 3 {}", test_as_program(name));
+    folder.launch_with(&line, [(TIMEOUT, "8")]).expect(4);
     let report = folder.failure();
     let ranks = &report["operations"];
     for rank in [0, 2] {

@@ -40,7 +40,10 @@ impl WaitClock {
 
 /// The place of an operation in the recorder.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct RecordId(u64);
+pub(crate) struct RecordId {
+    id: u64,
+    slot: usize,
+}
 
 /// The end of an operation.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -78,36 +81,53 @@ impl FlightRecorder {
             started,
             end: None,
         };
-        match ring.entries.len() < CAPACITY {
-            true => ring.entries.push(entry),
-            false => ring.entries[slot(id)] = entry,
-        }
-        RecordId(id)
+        let slot = match ring.entries.len() < CAPACITY {
+            true => {
+                ring.entries.push(entry);
+                ring.entries.len() - 1
+            }
+            false => {
+                let slot = ring.oldest();
+                ring.entries[slot] = entry;
+                slot
+            }
+        };
+        ring.next = (slot + 1) % CAPACITY;
+        RecordId { id, slot }
     }
 
-    /// Records the end of an operation, unless so many were begun since that it is forgotten.
-    pub(crate) fn end(&self, RecordId(id): RecordId, ended: Instant, outcome: OpOutcome) {
+    /// Records the end of an operation, unless it is forgotten or has failed already.
+    pub(crate) fn end(&self, record: RecordId, ended: Instant, outcome: OpOutcome) {
         let mut ring = self.ring.lock();
-        let entry = ring.entries.get_mut(slot(id));
-        if let Some(entry) = entry.filter(|entry| entry.id == id) {
-            entry.end = Some((ended, outcome));
+        let entry = ring.entries.get_mut(record.slot);
+        if let Some(entry) = entry.filter(|entry| entry.id == record.id) {
+            entry.end.get_or_insert((ended, outcome));
+        }
+    }
+
+    /// Records that an operation has failed, before it ends.
+    pub(crate) fn fail(&self, group: GroupId, sequence: u64) {
+        let mut ring = self.ring.lock();
+        let mut entries = ring.entries.iter_mut();
+        let failed = |entry: &&mut Entry| {
+            (entry.group, entry.sequence) == (group, sequence) && entry.end.is_none()
+        };
+        if let Some(entry) = entries.find(failed) {
+            entry.end = Some((Instant::now(), OpOutcome::Failed));
         }
     }
 
     /// The operations, the oldest first.
     pub(crate) fn records(&self) -> Vec<OpRecord> {
         let ring = self.ring.lock();
-        let (newer, older) = match ring.entries.len() < CAPACITY {
-            true => (&[][..], &ring.entries[..]),
-            false => ring.entries.split_at(slot(ring.begun)),
-        };
+        let mut entries: Vec<_> = ring.entries.iter().collect();
+        entries.sort_by_key(|entry| entry.id);
         let (now, wall) = (Instant::now(), unix_time());
         let time = |at: Instant| {
             let ago = now.saturating_duration_since(at);
             u64::try_from(wall.saturating_sub(ago).as_micros()).unwrap_or(u64::MAX)
         };
-        let entries = older.iter().chain(newer);
-        entries.map(|entry| entry.record(time)).collect()
+        entries.iter().map(|entry| entry.record(time)).collect()
     }
 }
 
@@ -117,6 +137,7 @@ impl Default for FlightRecorder {
             ring: Mutex::new(Ring {
                 entries: Vec::with_capacity(CAPACITY),
                 begun: 0,
+                next: 0,
             }),
             waited: Arc::default(),
         }
@@ -127,6 +148,18 @@ impl Default for FlightRecorder {
 struct Ring {
     entries: Vec<Entry>,
     begun: u64,
+    /// The slot after that of the last operation.
+    next: usize,
+}
+
+impl Ring {
+    /// The slot of the oldest operation, of those that have ended if there is one: another thread may begin many while one
+    /// hangs.
+    fn oldest(&self) -> usize {
+        let slots = (0..CAPACITY).map(|step| (self.next + step) % CAPACITY);
+        let mut ended = slots.filter(|slot| self.entries[*slot].end.is_some());
+        ended.next().unwrap_or(self.next)
+    }
 }
 
 #[derive(Debug)]
@@ -155,11 +188,6 @@ impl Entry {
                 .is_some_and(|(_, outcome)| outcome == OpOutcome::Failed),
         }
     }
-}
-
-fn slot(id: u64) -> usize {
-    // Less than the capacity.
-    (id % CAPACITY as u64) as usize
 }
 
 /// The number of operations that are kept.
@@ -194,13 +222,30 @@ mod tests {
         assert_eq!(records[0].call, "the loss (all_reduce sum f32 x 10)");
         assert_eq!((&*records[0].site, records[0].bytes), ("train.rs:12", 40));
         for sequence in 64..100 {
-            begin(sequence);
+            let next = begin(sequence);
+            recorder.end(next, Instant::now(), OpOutcome::Done);
         }
         // Its place is that of a later operation by now.
         recorder.end(first, Instant::now(), OpOutcome::Done);
         let records = recorder.records();
         let sequences: Vec<_> = records.iter().map(|record| record.sequence).collect();
-        assert_eq!(sequences, (36..100).collect::<Vec<_>>());
-        assert!(records.iter().all(|record| record.ended.is_none()));
+        // Operations that have not ended are kept, whatever comes after them.
+        assert_eq!(sequences, (1..64).chain([99]).collect::<Vec<_>>());
+        recorder.fail(GroupId::WORLD, 7);
+        assert!(recorder.records()[6].failed);
+    }
+
+    #[test]
+    fn the_newest_of_those_that_have_ended_are_kept() {
+        let recorder = FlightRecorder::default();
+        let site = CallSite::new("train.rs", 12);
+        let fingerprint = CollectiveFingerprint::new(OpKind::Barrier, site);
+        for sequence in 0..200 {
+            let record = recorder.begin(GroupId::WORLD, sequence, &fingerprint, Instant::now());
+            recorder.end(record, Instant::now(), OpOutcome::Done);
+        }
+        let records = recorder.records();
+        let sequences: Vec<_> = records.iter().map(|record| record.sequence).collect();
+        assert_eq!(sequences, (136..200).collect::<Vec<_>>());
     }
 }

@@ -380,7 +380,7 @@ fn check_faults() -> Result<()> {
 /// Lets this process have a connection to each other rank, and to each as the host of the store.
 #[cfg(unix)]
 fn allow_connections(world_size: usize) -> Result<()> {
-    /// What a program and a group have open besides, usually.
+    /// The files that a program and a group usually have open besides.
     const OTHERS: u64 = 128;
     let ranks = world_size as u64;
     match accelerator_host::process::allow_descriptors(2 * ranks + OTHERS) {

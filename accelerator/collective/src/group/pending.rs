@@ -295,15 +295,22 @@ impl TicketLock {
     /// Waits until everyone before this ticket has been served.
     pub(crate) fn acquire(&self, ticket: Ticket) -> OpPermit<'_> {
         let number = ticket.used();
+        let mut waited = Duration::ZERO;
         let mut state = self.state.lock();
         if state.serving != number {
+            let began = Instant::now();
             state.waiting += 1;
             let early = |state: &mut TicketState| state.serving != number;
             state = self.changed.wait_while(state, early);
             state.waiting -= 1;
+            waited = began.elapsed();
         }
         drop(state);
-        OpPermit { lock: self, number }
+        OpPermit {
+            lock: self,
+            number,
+            waited,
+        }
     }
 
     /// Serves a ticket while the caller still holds the permit of the one before it. The caller must end the turns in
@@ -312,6 +319,7 @@ impl TicketLock {
         OpPermit {
             lock: self,
             number: ticket.used(),
+            waited: Duration::ZERO,
         }
     }
 
@@ -359,6 +367,7 @@ pub(crate) struct Ticket {
 pub(crate) struct OpPermit<'a> {
     lock: &'a TicketLock,
     number: u64,
+    waited: Duration,
 }
 
 impl Ticket {
@@ -387,6 +396,11 @@ impl Drop for Ticket {
 }
 
 impl OpPermit<'_> {
+    /// The time for which the caller has waited for its turn.
+    pub(crate) fn waited(&self) -> Duration {
+        self.waited
+    }
+
     pub(crate) fn number(&self) -> u64 {
         self.number
     }

@@ -213,6 +213,9 @@ impl RankState {
     ) -> R {
         let permit = self.order.acquire(ticket);
         let number = permit.number();
+        if thread == ExecThread::Caller {
+            self.recorder.waited.add(permit.waited());
+        }
         let now = Instant::now();
         let timer = self.start_timer(thread, number, fingerprint, now);
         let mut deadline = self.deadline(number, fingerprint, self.options.op_timeouts(), now);
@@ -442,6 +445,7 @@ impl RankState {
         }
         let error = self.ask_store_for_cause(error);
         if let Some(store) = &self.store {
+            self.recorder.fail(operation.group, operation.sequence);
             store.report_records(self.recorder.records());
             store.report_failure(&self.error_for_store(&error));
         }

@@ -17,7 +17,7 @@ use crate::{
     error::{Error, Kind, Result},
     wire::{
         ReadError,
-        message::{MAX_RECORDS_BYTES, MAX_SHORT_BYTES, Message, OpRecord, Proves},
+        message::{MAX_RECORDS_BYTES, MAX_SHORT_BYTES, Message, OpRecord, Proves, RankStatus},
     },
 };
 
@@ -31,12 +31,14 @@ pub struct FlightRecords {
     pub host: String,
     /// Its process on that host.
     pub pid: u32,
-    /// Its last operations, the oldest first; `None` if it did not answer, as one that is stopped or has ended.
+    /// Its state, which says how old the operations are.
+    pub state: RankStatus,
+    /// Its last operations, the oldest first; `None` if it has never told any.
     pub operations: Option<Vec<OpRecord>>,
 }
 
 /// Asks the store of a running job for the last operations of its ranks, in the order of ranks. Only ranks that have come
-/// to the store are listed. The store must answer within `timeout`, of which each rank has at most half.
+/// to the store are listed. The store gives the ranks a second, and must answer within `timeout`.
 ///
 /// # Errors
 ///
@@ -54,28 +56,31 @@ pub fn flight_records(rendezvous: &Rendezvous, timeout: Duration) -> Result<Vec<
         Error::caused(Kind::Rendezvous, text, error)
     };
     let address = (rendezvous.host(), rendezvous.port());
-    let mut addresses = address.to_socket_addrs().map_err(unreachable)?;
-    let Some(address) = addresses.next() else {
-        let text = format!("the store at {rendezvous} has no address");
-        return Err(Error::rendezvous(text));
-    };
-    let stream = TcpStream::connect_timeout(&address, timeout).map_err(unreachable)?;
-    let observer = Observer {
+    let mut found = Err(std::io::ErrorKind::AddrNotAvailable.into());
+    for address in address.to_socket_addrs().map_err(unreachable)? {
+        let left = deadline.saturating_duration_since(Instant::now());
+        found = TcpStream::connect_timeout(&address, left.max(MIN_CONNECT_TIME));
+        if found.is_ok() {
+            break;
+        }
+    }
+    let stream = found.map_err(unreachable)?;
+    let client = InspectClient {
         rendezvous,
         stream,
         deadline,
     };
-    observer.inspect(key)
+    client.inspect(key)
 }
 
 /// The connection of an observer to the store.
-struct Observer<'a> {
+struct InspectClient<'a> {
     rendezvous: &'a Rendezvous,
     stream: TcpStream,
     deadline: Instant,
 }
 
-impl Observer<'_> {
+impl InspectClient<'_> {
     fn inspect(&self, key: Option<Key>) -> Result<Vec<FlightRecords>> {
         let nonce = random()?;
         self.send(&Message::Hello {
@@ -88,13 +93,20 @@ impl Observer<'_> {
         })?;
         let (own, proof) = match self.receive(MAX_SHORT_BYTES)? {
             Message::Challenge { nonce, proof, .. } => (nonce, proof),
+            // Nothing proves who says it, so that its text is not shown.
+            Message::Refused(_) => {
+                return Err(Error::unauthorized(format!(
+                    "the store at {} refuses to talk: it serves another job, or needs a token (ACCEL_TOKEN_FILE)",
+                    self.rendezvous
+                )));
+            }
             message => return Err(self.unexpected(message)),
         };
         if let Some(key) = &key
             && !key.accepts("store", &[&nonce, &own], &proof.unwrap_or_default())
         {
             return Err(Error::unauthorized(format!(
-                "the store at {} has another token than this job; does another job use its port?",
+                "the store at {} does not prove the token of this job; does another job use its port?",
                 self.rendezvous
             )));
         }
@@ -107,11 +119,13 @@ impl Observer<'_> {
                     rank,
                     host,
                     pid,
+                    state,
                     records: operations,
                 } => ranks.push(FlightRecords {
                     rank,
                     host,
                     pid,
+                    state,
                     operations,
                 }),
                 Message::StoreClosing => return Ok(ranks),
@@ -151,53 +165,87 @@ impl Observer<'_> {
     }
 }
 
-/// The last operations that ranks have reported to the store.
+/// The last operations that ranks have told the store.
 #[derive(Debug, Default)]
-pub(super) struct Reported {
-    ranks: Mutex<BTreeMap<usize, (Instant, Vec<OpRecord>)>>,
+pub(super) struct RecordStore {
+    ranks: Mutex<BTreeMap<usize, RankRecords>>,
     changed: Condvar,
 }
 
-impl Reported {
+#[derive(Clone, Debug, Default)]
+struct RankRecords {
+    told: Option<(Instant, Vec<OpRecord>)>,
+    /// The time at which its connection ended.
+    ended: Option<Instant>,
+}
+
+impl RankRecords {
+    /// Returns `true` if the rank has answered since `began`.
+    fn has_answered(&self, began: Instant) -> bool {
+        self.told.as_ref().is_some_and(|(at, _)| *at >= began)
+    }
+}
+
+impl RecordStore {
     pub(super) fn add(&self, rank: usize, records: Vec<OpRecord>) {
-        self.ranks.lock().insert(rank, (Instant::now(), records));
+        self.ranks.lock().entry(rank).or_default().told = Some((Instant::now(), records));
+        self.changed.notify_all();
+    }
+
+    /// Notes that nothing more comes from a rank.
+    pub(super) fn end(&self, rank: usize) {
+        self.ranks.lock().entry(rank).or_default().ended = Some(Instant::now());
         self.changed.notify_all();
     }
 
     /// Asks all ranks that are connected to one another, and waits up to `timeout` for their answers. A rank that does not
-    /// answer is listed with what it has reported before.
+    /// answer is listed with what it has told before.
     pub(super) fn ask(&self, registry: &Mutex<Registry>, timeout: Duration) -> Vec<FlightRecords> {
         let began = Instant::now();
-        let mut asked = Vec::new();
+        let mut connections = Vec::new();
         let mut all = Vec::new();
         {
             let registry = registry.lock();
-            let mut connections = Vec::new();
-            for (registration, connection) in registry.state.participants() {
-                if let Some(connection) = connection {
-                    asked.push(registration.rank);
-                    connections.push(connection);
-                }
+            for (registration, state, connection) in registry.state.participants() {
+                connections.extend(connection.filter(|_| state == RankStatus::Silent));
                 all.push(FlightRecords {
                     rank: registration.rank,
                     host: registration.host.clone(),
                     pid: registration.pid,
+                    state,
                     operations: None,
                 });
             }
             registry.send(&connections, &Message::AskRecords);
         }
-        let waiting = |ranks: &mut BTreeMap<usize, (Instant, Vec<OpRecord>)>| {
-            let answered = |rank| ranks.get(rank).is_some_and(|(at, _)| *at >= began);
-            !asked.iter().all(answered)
+        let waiting = |ranks: &mut BTreeMap<usize, RankRecords>| {
+            let mut asked = all.iter().filter(|rank| rank.state == RankStatus::Silent);
+            asked.any(|rank| {
+                let known = ranks.get(&rank.rank);
+                !known.is_some_and(|known| {
+                    known.has_answered(began) || known.ended.is_some_and(|at| at >= began)
+                })
+            })
         };
         let ranks = self
             .changed
             .wait_timeout_while(self.ranks.lock(), timeout, waiting);
         for rank in &mut all {
-            let reported = ranks.get(&rank.rank);
-            rank.operations = reported.map(|(_, records)| records.clone());
+            let Some(known) = ranks.get(&rank.rank) else {
+                continue;
+            };
+            match rank.state {
+                RankStatus::Silent if known.has_answered(began) => {
+                    rank.state = RankStatus::Answered
+                }
+                RankStatus::Silent if known.ended.is_some() => rank.state = RankStatus::Gone,
+                _ => {}
+            }
+            rank.operations = known.told.as_ref().map(|(_, records)| records.clone());
         }
         all
     }
 }
+
+/// The least time for a connection to one of several addresses.
+const MIN_CONNECT_TIME: Duration = Duration::from_millis(100);

@@ -96,6 +96,7 @@ pub(crate) enum Message {
         #[serde(deserialize_with = "read_printable")]
         host: String,
         pid: u32,
+        state: RankStatus,
         records: Option<Vec<OpRecord>>,
     },
 }
@@ -280,6 +281,20 @@ pub struct OpRecord {
     pub failed: bool,
 }
 
+/// The state of a rank, as the store sees it when somebody asks for its operations.
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
+#[non_exhaustive]
+pub enum RankStatus {
+    /// It is not connected to all others yet.
+    Meeting,
+    /// It has answered: the operations are current.
+    Answered,
+    /// It does not answer; the operations are those that it has told before.
+    Silent,
+    /// It has closed its group, or its connection has ended; the operations are those that it has told before.
+    Gone,
+}
+
 /// A transport by its name.
 mod name {
     use serde::{Deserialize, Deserializer, Serializer, de::Error};
@@ -373,6 +388,15 @@ impl TryFrom<CompactTable> for RankTable {
     type Error = &'static str;
 
     fn try_from(table: CompactTable) -> Result<Self, Self::Error> {
+        let is_long = |CompactHost(host, boot): &CompactHost| {
+            host.len() > MAX_HOST_BYTES
+                || boot
+                    .as_ref()
+                    .is_some_and(|boot| boot.len() > MAX_HOST_BYTES)
+        };
+        if table.hosts.iter().any(is_long) {
+            return Err("the name of a host is too long");
+        }
         let world_size = table.ranks.len();
         let registration = |(rank, compact): (usize, CompactRank)| {
             let CompactHost(host, boot) = table
@@ -410,6 +434,9 @@ pub(crate) const MAX_SHORT_BYTES: usize = 4 * 1024;
 
 /// The most bytes of a table: some 10,000 ranks.
 pub(crate) const MAX_TABLE_BYTES: usize = 1024 * 1024;
+
+/// The most bytes of the name of a host, which each of its ranks repeats.
+const MAX_HOST_BYTES: usize = 255;
 
 /// The most bytes of the last operations of a rank.
 pub(crate) const MAX_RECORDS_BYTES: usize = 64 * 1024;

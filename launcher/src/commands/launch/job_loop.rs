@@ -223,6 +223,10 @@ impl JobLoop<'_> {
                 });
                 let why = failure.headline(history.failures.last());
                 let evidence = failure.evidence(history.failures.last());
+                history
+                    .failures
+                    .iter_mut()
+                    .for_each(FailureRecord::forget_operations);
                 history.failures.push(failure);
                 (why, evidence, decision)
             }

@@ -95,6 +95,7 @@ impl ServerState {
         });
         if self.registry.lock().state.knows(connection) {
             self.listen(stream, rank);
+            self.records.end(rank);
         } else {
             // The rank reads why it was refused, and goes.
             let _ = Message::arrives(stream, Some(Duration::from_secs(1)));
@@ -116,7 +117,7 @@ impl ServerState {
                 Ok(Message::Leave) => RankMessage::Leave,
                 Ok(Message::Heartbeat) => RankMessage::Heartbeat,
                 Ok(Message::Records(records)) => {
-                    self.reported.add(rank, records);
+                    self.records.add(rank, records);
                     RankMessage::Heartbeat
                 }
                 _ => return,
@@ -127,11 +128,24 @@ impl ServerState {
 
     /// Answers an observer with the last operations of all ranks.
     fn answer(&self, stream: &TcpStream) {
-        let ranks = self.reported.ask(&self.registry, RECORDS_WAIT);
+        // One at a time: each of them makes work for all ranks.
+        if self.is_inspected.swap(true, Ordering::AcqRel) {
+            let busy =
+                Error::rendezvous("somebody else inspects this job at the moment; try again");
+            let _ = Message::Refused(WireError::new(&busy)).offer(stream);
+            return;
+        }
+        self.answer_one(stream);
+        self.is_inspected.store(false, Ordering::Release);
+    }
+
+    fn answer_one(&self, stream: &TcpStream) {
+        let ranks = self.records.ask(&self.registry, RECORDS_WAIT);
         let told = ranks.into_iter().map(|rank| Message::RecordsOf {
             rank: rank.rank,
             host: rank.host,
             pid: rank.pid,
+            state: rank.state,
             records: rank.operations,
         });
         for message in told.chain([Message::StoreClosing]) {

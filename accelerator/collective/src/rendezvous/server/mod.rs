@@ -19,7 +19,7 @@ use std::{
 use super::{
     FlightRecords, StoreOptions,
     address::{is_own_address, listen_everywhere, reachable},
-    inspection::Reported,
+    inspection::RecordStore,
     outbox::{self, Registry},
     pending_handshakes::PendingHandshakes,
     store_state::{RankMessage, Severity, StoreAction, StoreInput, StoreState},
@@ -99,7 +99,8 @@ impl StoreServer {
             host_name: host_name(),
             changed: Condvar::new(),
             rejected_count: AtomicUsize::new(0),
-            reported: Reported::default(),
+            records: RecordStore::default(),
+            is_inspected: AtomicBool::new(false),
             stopped: AtomicBool::new(false),
         });
         let server = Self {
@@ -173,10 +174,10 @@ impl StoreServer {
         self.shared.step(StoreInput::NextPlace { rank, place });
     }
 
-    /// Asks the ranks for their last operations, and waits up to `timeout` for the answers; what a rank that has failed
-    /// told is kept. Only ranks that have come are listed.
+    /// Asks the ranks for their last operations, and waits up to `timeout` for the answers, which are kept for ranks that do
+    /// not answer later. Only ranks that have come are listed.
     pub fn flight_records(&self, timeout: Duration) -> Vec<FlightRecords> {
-        self.shared.reported.ask(&self.shared.registry, timeout)
+        self.shared.records.ask(&self.shared.registry, timeout)
     }
 
     /// The address on which the store listens.
@@ -286,7 +287,9 @@ struct ServerState {
     rejected_handshakes: Arc<PendingHandshakes>,
     rejected_count: AtomicUsize,
     /// The last operations of ranks, as they have told them.
-    reported: Reported,
+    records: RecordStore,
+    /// Set while an observer is answered.
+    is_inspected: AtomicBool,
     stopped: AtomicBool,
 }
 

@@ -16,7 +16,7 @@ use super::{FailureReport, Report, locality::local_places};
 use crate::{
     error::{Error, Kind, Seconds, list_ranks},
     liveness::{MAX_TIMEOUT, bounded, suspended_for},
-    wire::message::Registration,
+    wire::message::{RankStatus, Registration},
 };
 
 pub(crate) use event::{
@@ -121,12 +121,17 @@ impl StoreState {
         ranks.collect()
     }
 
-    /// The registrations of all ranks that have come, with the connections of those that are connected to the others.
-    pub(crate) fn participants(&self) -> impl Iterator<Item = (&Registration, Option<Connection>)> {
+    /// The registrations of all ranks that have come, with their states: a rank that may answer is silent until it does.
+    pub(crate) fn participants(
+        &self,
+    ) -> impl Iterator<Item = (&Registration, RankStatus, Option<Connection>)> {
         self.ranks.values().map(|participant| {
-            let connected = participant.stage == JoinStage::Connected;
-            let connection = participant.connection.filter(|_| connected);
-            (&participant.registration, connection)
+            let state = match (participant.stage, participant.connection) {
+                (JoinStage::Closed, _) | (_, None) => RankStatus::Gone,
+                (JoinStage::Waiting, _) => RankStatus::Meeting,
+                (JoinStage::Connected, _) => RankStatus::Silent,
+            };
+            (&participant.registration, state, participant.connection)
         })
     }
 
