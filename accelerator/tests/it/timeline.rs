@@ -123,7 +123,7 @@ fn bytes_are_those_of_the_buckets() {
     );
     let half = bytes(Compression::F16);
     assert!(
-        (2 * PARAMETERS..2 * PARAMETERS + 160).contains(&half),
+        (2 * PARAMETERS..2 * PARAMETERS + 192).contains(&half),
         "{half}"
     );
 }
