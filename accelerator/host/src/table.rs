@@ -83,7 +83,7 @@ variables! {
     TRANSPORT, Ranks, OneOf(&["auto", "hierarchical", "shm", "tcp", "threads"]), default "auto", code "transport":
         "how ranks exchange data; auto: shm on one host, hierarchical where a host has several ranks, else tcp";
     TRIAL_FOLDER, SetByLauncher, Text("a folder"), default "none", code "":
-        "the folder of the trial of a hyperparameter search that the process belongs to";
+        "the folder of this process's trial, if a hyperparameter search has started it";
     TUNE_WORKER, SetByLauncher, Number, default "none", code "":
         "the descriptor by which a trial of a hyperparameter search finds the search that has started it";
     UNITS, Ranks, OneOf(&["plain", "keep", "recompute"]), default "plain", code "units":

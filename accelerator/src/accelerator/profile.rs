@@ -41,9 +41,9 @@ impl Accelerator {
         })
     }
 
-    /// Returns the ranks that the others have had to wait for, the most frequent one first: the same on every rank,
-    /// without a message of its own. Steps of [`backward`](Self::backward) are compared without a recording, too, on up to
-    /// 512 ranks. The main process warns of a rank that is slow in two intervals in a row.
+    /// Returns the ranks that slowed down the others, the most frequently slow first. Every rank gets the same list, at
+    /// no extra communication. This works with up to 512 ranks, whether or not profiling is on. The main process warns
+    /// about a rank that is slow in two consecutive intervals.
     ///
     /// ```
     /// use accelerator::prelude::*;

@@ -103,10 +103,9 @@ where
         .map_err(|error| Error::config(format!("{name}: {error}")))?;
     match (asked, named) {
         (Some(asked), Some(named)) if asked != named => Err(Error::config(format!(
-            "the program asks for {what} `{asked}`, and {name} for `{named}`; {}, or leave the choice to it",
+            "the program asks for {what} `{asked}`, and {name} for `{named}`; {}, or do not set it in the program",
             match is_set_by_launcher(name) {
-                true =>
-                    "`accel-launch` has set the variable for one of its options: leave the option out",
+                true => "the variable comes from an option of `accel-launch`: remove the option",
                 false => "unset the variable",
             }
         ))),

@@ -100,8 +100,8 @@ fn from_another_trial(trial: &Path, checkpoint: &Path) -> Option<String> {
     let place = checkpoint.canonicalize().ok()?;
     (!place.starts_with(&search)).then(|| {
         format!(
-            "this trial continues from `{}`, outside of its search's folder `{}`: another trial may have saved it, and the \
-             result would be that of both; resume from `{{checkpoint}}` alone, and save below `{{folder}}`",
+            "this trial resumed from `{}`, which is outside the folder of its search, `{}`: another trial may have saved that \
+             checkpoint, and the result would mix the two; resume only from `{{checkpoint}}`, and save under `{{folder}}`",
             checkpoint.display(),
             search.display()
         )
@@ -391,6 +391,6 @@ mod tests {
         assert_eq!(from_another_trial(&trial, &own), None);
         assert_eq!(from_another_trial(&trial, &other_trial), None);
         let text = from_another_trial(&trial, &elsewhere).unwrap();
-        assert!(text.contains("resume from `{checkpoint}` alone"), "{text}");
+        assert!(text.contains("resume only from `{checkpoint}`"), "{text}");
     }
 }

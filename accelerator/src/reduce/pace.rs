@@ -17,14 +17,14 @@ use accelerator_host::sync::Mutex;
 use crate::core::error;
 use crate::timeline::{Straggler, Timeline};
 
-/// The number of windows of which a rank reports the median: two intervals that it is slow in end within 50 steps.
+/// The number of windows in an interval. A rank that is slow in two consecutive intervals is named within 50 steps.
 const INTERVAL: usize = 16;
 
-/// The ratio to the median of the other ranks from which on a rank is slow.
+/// The ratio to the median of the other ranks above which a rank is slow.
 const LIMIT: f64 = 1.2;
 
-/// The difference in seconds from which on a rank is slow: what the scheduler of a busy host does is no slowness. Ranks
-/// whose own work is shorter are not compared.
+/// The difference in seconds above which a rank is slow; smaller ones are noise of the scheduler. If the median of the
+/// others is shorter than this, nothing is compared.
 const SHORTEST: f64 = 100e-6;
 
 /// The most ranks that are compared, which bounds the control vector.
@@ -109,9 +109,9 @@ impl Pace {
         if group.rank() == 0 {
             for (rank, slow) in newly_slow {
                 error::warn(&format!(
-                    "{} slows down every step: its own work takes {:.2} ms per step, {:.2} times the median of the others, \
-                     and {:.2} ms of it is the wait for data; look for other processes on its cores, a device that \
-                     throttles, or data that is slower there",
+                    "{} is slowing down the other ranks: its own work takes {:.2} ms per step ({:.2} times the median of the \
+                     others), of which it spends {:.2} ms waiting for data; look for other processes on its cores, a \
+                     throttled device, or slower storage",
                     group.describe(rank),
                     1e3 * slow.busy,
                     slow.ratio,

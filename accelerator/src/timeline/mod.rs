@@ -37,7 +37,7 @@ use crate::core::error::{Error, Result};
 
 /// The notes of one rank about its steps: a handle, clones of which note in one place.
 ///
-/// If nothing is recorded, each method is a branch or an addition, and no clock is read.
+/// If nothing is recorded, each method costs a branch or an addition.
 #[derive(Clone)]
 pub(crate) struct Timeline(Arc<TimelineState>);
 

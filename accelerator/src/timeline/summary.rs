@@ -58,9 +58,10 @@ pub struct StepSummary {
 /// A rank that was slower than the others, which had to wait for it; from
 /// [`Accelerator::stragglers`](crate::Accelerator::stragglers).
 ///
-/// Up to 512 ranks compare the medians of 16 steps, an interval. A rank is slow in an interval if its own work took more
-/// than 1.2 times the median of the others, and 0.1 ms more; waiting for other ranks is no work of its own. For a device
-/// that computes beside the program (a GPU), that is the time of the program, which may wait for its device anywhere.
+/// Ranks (up to 512) compare medians over intervals of 16 steps. A rank is slow in an interval if its own work took
+/// more than 1.2 times the median of the other ranks, and over 0.1 ms longer. Intervals in which the median of the
+/// others is at most 0.1 ms are ignored. Waiting for other ranks does not count as work. On a GPU, which runs
+/// asynchronously, this measures the host program, including any time that it blocks on the device.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Straggler {
@@ -89,11 +90,12 @@ impl fmt::Display for Straggler {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let chronic = match self.is_chronic() {
             true => "chronic",
-            false => "now and then",
+            false => "occasional",
         };
         write!(
             f,
-            "rank {} is slow ({chronic}, {} of {} intervals): {:.2} ms of its own work per step, {:.2} times the others'",
+            "rank {} was slow in {} of {} intervals ({chronic}): its own work took {:.2} ms per step, {:.2} times the median of \
+             the others",
             self.rank,
             self.slow_intervals,
             self.intervals,

@@ -50,7 +50,7 @@ fn a_slow_rank_is_named_within_fifty_steps() {
     assert!(slowest.ratio > 1.5 && slowest.busy > 0.06, "{slowest:?}");
     let text = slowest.to_string();
     assert!(
-        text.starts_with("rank 1 is slow (chronic, 3 of 3 intervals): "),
+        text.starts_with("rank 1 was slow in 3 of 3 intervals (chronic): "),
         "{text}"
     );
 }

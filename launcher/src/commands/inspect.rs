@@ -25,16 +25,16 @@ const ANSWER_WITHIN: Duration = Duration::from_secs(10);
 
 /// Shows the operation that each rank of a running job is in, and the rank that the others wait for.
 ///
-/// Run it on a host of the job, as the user of the job. Nothing is stopped. The job is found by the variables with which
-/// its ranks were started, so a job whose number of ranks has changed since (`--num-processes 2:4`) cannot be found, nor
-/// one whose ranks meet through MPI.
+/// Run this on a host of the job, as the user who started it. It does not stop or disturb the job. It locates the job
+/// through the environment variables that its ranks were started with, so it does not work if the number of ranks has
+/// changed since then (`--num-processes 2:4`), or if an MPI launcher connects the ranks.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct InspectArgs {
-    /// A process of the job: a rank, or one that has started ranks. Needed if several jobs run here.
+    /// The PID of a rank, or of a process that started ranks. Required if several jobs are running on this host.
     #[arg(value_name = "PID")]
     pid: Option<i32>,
 
-    /// Also print the last N operations of each rank; 64 are known.
+    /// Also print the last N operations of each rank (at most 64).
     #[arg(long, value_name = "N", default_value_t = 0)]
     last: usize,
 
@@ -131,15 +131,15 @@ impl Job {
                     .map(|job| format!("{} (process {})", job, job.pid));
                 let each: Vec<_> = each.collect();
                 Err(Error::usage(format!(
-                    "several jobs run here; name a process of one: {}",
+                    "several jobs are running here; pass the PID of a process of the one you mean: {}",
                     each.join(", ")
                 )))
             }
             (None, _, Some(pid)) => Err(Error::not_found(format!(
-                "process {pid} is no rank of a job with several ranks, nor has it started any that is visible to this user"
+                "process {pid} is not a rank of a multi-rank job, and this user can see no such rank among the processes that it started"
             ))),
             (None, _, None) => Err(Error::not_found(
-                "no job with several ranks of this user runs on this host",
+                "no multi-rank job of this user is running on this host",
             )),
         }
     }
@@ -157,7 +157,7 @@ impl std::fmt::Display for Job {
 fn text(job: &Job, ranks: &[FlightRecords], last: usize) -> String {
     let now = u64::try_from(unix_time().as_micros()).unwrap_or(u64::MAX);
     let mut text = format!(
-        "{job}: {} of {} ranks have come\n",
+        "{job}: {} of {} ranks have joined\n",
         ranks.len(),
         job.world_size
     );
@@ -185,7 +185,7 @@ fn text(job: &Job, ranks: &[FlightRecords], last: usize) -> String {
                     format!("failed after {}", span(ended, operation.started))
                 }
                 Some(ended) => format!("took {}", span(ended, operation.started)),
-                None => "under way".to_owned(),
+                None => "in progress".to_owned(),
             };
             let ago = format!("began {} ago", span(now, operation.started));
             [
@@ -207,10 +207,10 @@ fn state(rank: &FlightRecords, now: u64) -> String {
     let known = known_state(operations, now);
     match rank.state {
         RankStatus::Answered => known,
-        RankStatus::Meeting => "connects to the others".to_owned(),
-        RankStatus::Gone => "has left, or ended".to_owned(),
+        RankStatus::Meeting => "still connecting to the other ranks".to_owned(),
+        RankStatus::Gone => "has left the job, or exited".to_owned(),
         _ if operations.is_empty() => "does not answer".to_owned(),
-        _ => format!("does not answer; was {known} when it did"),
+        _ => format!("does not answer; its last report, with times up to now: {known}"),
     }
 }
 
@@ -227,9 +227,9 @@ fn known_state(operations: &[OpRecord], now: u64) -> String {
         return format!("in {} {} for {time}{more}", number(first), named(first));
     }
     match operations.last() {
-        None => "in no operation, and has called none yet".to_owned(),
+        None => "no operation yet".to_owned(),
         Some(last) => format!(
-            "in no operation for {}; the last was {} {}",
+            "not in an operation for {}; the last was {} {}",
             span(now, last.ended.unwrap_or(last.started)),
             number(last),
             named(last)
@@ -300,13 +300,19 @@ fn verdict(ranks: &[FlightRecords]) -> Option<String> {
         .filter(|(_, progress)| !progress.is_waiting && progress.next <= first);
     let behind: Vec<_> = behind.map(|(rank, _)| *rank).collect();
     let wait = if waiting.len() == 1 { "waits" } else { "wait" };
-    let head = format!("{} {wait} in #{first} for", list(&waiting));
+    let head = format!("{} {wait} in #{first}", list(&waiting));
     match (behind.as_slice(), silent.as_slice()) {
         ([], []) => None,
-        ([_], []) => Some(format!("{head} {}, which has not begun it", list(&behind))),
-        (_, []) => Some(format!("{head} {}, which have not begun it", list(&behind))),
-        (_, [_]) => Some(format!("{head} others; {} does not answer", list(&silent))),
-        _ => Some(format!("{head} others; {} do not answer", list(&silent))),
+        ([_], []) => Some(format!(
+            "{head} for {}, which has not started it",
+            list(&behind)
+        )),
+        (_, []) => Some(format!(
+            "{head} for {}, which have not started it",
+            list(&behind)
+        )),
+        (_, [_]) => Some(format!("{head}; {} does not answer", list(&silent))),
+        _ => Some(format!("{head}; {} do not answer", list(&silent))),
     }
 }
 
@@ -369,7 +375,7 @@ mod tests {
         let idle = known_state(&operations(&[(3, 8, true)]), 1507);
         assert_eq!(
             idle,
-            "in no operation for 1.5 ms; the last was #8 of group 3 barrier at train.rs:1"
+            "not in an operation for 1.5 ms; the last was #8 of group 3 barrier at train.rs:1"
         );
     }
 }

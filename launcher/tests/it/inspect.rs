@@ -78,15 +78,15 @@ fn the_rank_that_the_others_wait_for_is_named() {
     inspect(" --last 2")
         .expect(0)
         .prints(" at 127.0.0.1:")
-        .prints("3 of 3 ranks have come")
+        .prints("3 of 3 ranks have joined")
         .prints(&format!("in #{number} all_reduce sum f32 x 8 at "))
-        .prints("in no operation for ")
+        .prints("not in an operation for ")
         .prints(&format!(
-            "ranks 0, 2 wait in #{number} for rank 1, which has not begun it"
+            "ranks 0, 2 wait in #{number} for rank 1, which has not started it"
         ))
-        .prints("under way");
+        .prints("in progress");
     let unknown = folder.launch("inspect 1999999999");
-    assert!(unknown.code() != 0 && unknown.stderr.contains("process 1999999999 is no rank"));
+    assert!(unknown.code() != 0 && unknown.stderr.contains("process 1999999999 is not a rank"));
 }
 
 #[test]

@@ -377,7 +377,7 @@ fn check_faults() -> Result<()> {
     accelerator_fault::check().map_err(|error| Error::caused(Kind::Misuse, refused, error))
 }
 
-/// Lets this process have a connection to each other rank, and to each as the host of the store.
+/// Raises the limit of open files so that this process can connect to every other rank, and can also host the store.
 #[cfg(unix)]
 fn allow_connections(world_size: usize) -> Result<()> {
     /// The files that a program and a group usually have open besides.
@@ -385,8 +385,8 @@ fn allow_connections(world_size: usize) -> Result<()> {
     let ranks = world_size as u64;
     match accelerator_host::process::allow_descriptors(2 * ranks + OTHERS) {
         Err(allowed) if allowed < ranks + OTHERS => Err(Error::misuse(format!(
-            "a world of {ranks} ranks takes some {} open files and sockets in each process, and the system allows {allowed}; \
-             raise the hard limit (`ulimit -Hn`, LimitNOFILE= of systemd, --ulimit nofile= of a container), or start fewer \
+            "with {ranks} ranks, each process needs about {} open files and sockets, but the system allows only {allowed}; \
+             raise the hard limit (`ulimit -Hn`, systemd's LimitNOFILE=, a container's --ulimit nofile=), or start fewer \
              ranks",
             ranks + OTHERS
         ))),

@@ -52,7 +52,9 @@ pub fn flight_records(rendezvous: &Rendezvous, timeout: Duration) -> Result<Vec<
         TokenSource::None => None,
     };
     let unreachable = |error: std::io::Error| {
-        let text = format!("the store at {rendezvous} cannot be reached; has the job ended?");
+        let text = format!(
+            "cannot reach the store at {rendezvous}: the job may have ended, or its number of ranks may have changed"
+        );
         Error::caused(Kind::Rendezvous, text, error)
     };
     let address = (rendezvous.host(), rendezvous.port());
@@ -96,7 +98,7 @@ impl InspectClient<'_> {
             // Nothing proves who says it, so that its text is not shown.
             Message::Refused(_) => {
                 return Err(Error::unauthorized(format!(
-                    "the store at {} refuses to talk: it serves another job, or needs a token (ACCEL_TOKEN_FILE)",
+                    "the store at {} refused the request: it belongs to another job, or it requires a token (ACCEL_TOKEN_FILE)",
                     self.rendezvous
                 )));
             }
@@ -106,7 +108,7 @@ impl InspectClient<'_> {
             && !key.accepts("store", &[&nonce, &own], &proof.unwrap_or_default())
         {
             return Err(Error::unauthorized(format!(
-                "the store at {} does not prove the token of this job; does another job use its port?",
+                "the store at {} does not know the token of this job; another job may be using its port",
                 self.rendezvous
             )));
         }
@@ -146,7 +148,7 @@ impl InspectClient<'_> {
         let place = self.rendezvous;
         match error {
             ReadError::Frame(_) | ReadError::Message(_) => Error::protocol(format!(
-                "what listens at {place} is no store of this version of the library: {error}"
+                "the process listening at {place} is not a store, or has a different version of this library: {error}"
             )),
             ReadError::Closed | ReadError::Io(_) | ReadError::Torn => {
                 Error::rendezvous(format!("the store at {place} did not answer: {error}"))
@@ -158,7 +160,7 @@ impl InspectClient<'_> {
         match message {
             Message::Refused(refusal) => refusal.into_error(),
             _ => Error::protocol(format!(
-                "the store at {} gave an answer to another question",
+                "the store at {} sent an unexpected reply",
                 self.rendezvous
             )),
         }

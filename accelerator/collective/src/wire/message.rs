@@ -83,7 +83,7 @@ pub(crate) enum Message {
     Confirm { proof: [u8; 32] },
     /// The other one: the connection counts.
     Accepted,
-    /// The store to the rank: its last operations are asked for.
+    /// The store to the rank: a question for its last operations.
     AskRecords,
     /// The rank to the store: its last operations.
     Records(Vec<OpRecord>),
@@ -274,8 +274,8 @@ pub struct OpRecord {
     pub sequence: u64,
     /// The time at which its turn came.
     pub started: u64,
-    /// The time at which it ended; `None` while it is under way. One of up to 64 KiB that did not wait counts as ended when
-    /// it started.
+    /// The time at which it ended; `None` while it is in progress. For an operation of at most 64 KiB that did not
+    /// wait, this equals `started`.
     pub ended: Option<u64>,
     /// True if it ended with an error.
     pub failed: bool,
@@ -319,7 +319,7 @@ pub(crate) struct RankTable {
     pub(crate) secret: Nonce,
 }
 
-/// A table on the wire, which names each host once: some 40 bytes for each rank.
+/// A rank table on the wire, which lists each host once: a rank takes some 63 bytes, with its share of a host of eight.
 #[derive(Deserialize, Serialize)]
 struct CompactTable {
     hosts: Vec<CompactHost>,
@@ -432,7 +432,7 @@ pub(crate) const SHORT_SEND_TIMEOUT: Duration = Duration::from_millis(200);
 /// The most bytes of a message that somebody unknown may send.
 pub(crate) const MAX_SHORT_BYTES: usize = 4 * 1024;
 
-/// The most bytes of a table: some 10,000 ranks.
+/// The most bytes of a table; one of 8,192 ranks fits.
 pub(crate) const MAX_TABLE_BYTES: usize = 1024 * 1024;
 
 /// The most bytes of the name of a host, which each of its ranks repeats.

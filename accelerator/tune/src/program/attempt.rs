@@ -133,11 +133,12 @@ impl ProgramAttempt {
                         "rank {rank} printed reports, and rank 0 none: reports are those of rank 0, so print them there"
                     ),
                 },
-                // One that began at a checkpoint may have had nothing left to do.
+                // A trial that started from a checkpoint may have had nothing left to do.
                 _ if !self.has_reported && self.iteration == 0 => RunnerEvent::Failed {
                     trial,
-                    message: "it ended without a report; report at least once, and resume from `{checkpoint}` alone: a \
-                              program that finds a checkpoint in a folder of its own may have nothing left to do"
+                    message: "it ended without a report; report at least once, and resume only from `{checkpoint}`: a program \
+                              that resumes from its own folder may find an earlier trial's checkpoint, and have nothing left \
+                              to train"
                         .to_owned(),
                 },
                 _ => RunnerEvent::Ended { trial },

@@ -131,7 +131,7 @@ impl ServerState {
         // One at a time: each of them makes work for all ranks.
         if self.is_inspected.swap(true, Ordering::AcqRel) {
             let busy =
-                Error::rendezvous("somebody else inspects this job at the moment; try again");
+                Error::rendezvous("another `accel-launch inspect` is reading this job; try again");
             let _ = Message::Refused(WireError::new(&busy)).offer(stream);
             return;
         }
