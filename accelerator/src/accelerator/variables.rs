@@ -114,7 +114,12 @@ where
 }
 
 fn is_set_by_launcher(name: &str) -> bool {
-    set_by_launcher().split(',').any(|known| known == name)
+    lists(&set_by_launcher(), name)
+}
+
+/// Returns `true` if the name is among these, which commas separate.
+fn lists(names: &str, name: &str) -> bool {
+    names.split(',').any(|listed| listed == name)
 }
 
 /// The names of the variables that the launcher has set.
@@ -133,9 +138,7 @@ pub(super) fn check() -> Result<()> {
 
 fn check_names(names: impl Iterator<Item = String>, set_by_launcher: &str) -> Result<()> {
     let mut ours = names.filter(|name| name.starts_with(env::PREFIX));
-    let is_known = |name: &str| {
-        env::find(name).is_some() || set_by_launcher.split(',').any(|known| known == name)
-    };
+    let is_known = |name: &str| env::find(name).is_some() || lists(set_by_launcher, name);
     match ours.find(|name| !is_known(name)) {
         None => Ok(()),
         Some(name) => Err(Error::config(env::unknown(&name))),

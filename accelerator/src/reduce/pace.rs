@@ -15,7 +15,7 @@ use accelerator_collective::internal::GroupExt;
 use accelerator_host::sync::Mutex;
 
 use crate::core::error;
-use crate::timeline::{Straggler, Timeline};
+use crate::timeline::{Straggler, Timeline, median};
 
 /// The number of windows in an interval. A rank that is slow in two consecutive intervals is named within 50 steps.
 const INTERVAL: usize = 16;
@@ -49,8 +49,8 @@ pub(crate) struct Pace(Mutex<PaceState>);
 struct PaceState {
     /// The end of the last window.
     last: Option<Mark>,
-    /// The windows since the last report.
-    samples: [Vec<f64>; NUMBERS],
+    /// The times of the windows since the last report, in nanoseconds.
+    samples: [Vec<u64>; NUMBERS],
     reports: u64,
     ranks: Vec<RankPace>,
 }
@@ -151,13 +151,15 @@ impl PaceState {
             .saturating_sub(last.waited_for_data)
             .min(own);
         for (samples, time) in self.samples.iter_mut().zip([own, data]) {
-            samples.push(time.as_secs_f64());
+            // Enough for centuries.
+            samples.push(time.as_nanos() as u64);
         }
         if self.samples[0].len() < INTERVAL {
             return None;
         }
         // A report of zeros would be none.
-        let medians = array::from_fn(|at| median(&mut self.samples[at]).max(f64::MIN_POSITIVE));
+        let seconds = |nanoseconds: f64| (nanoseconds / 1e9).max(f64::MIN_POSITIVE);
+        let medians = array::from_fn(|at| seconds(median(&mut self.samples[at])));
         Some(medians)
     }
 
@@ -201,17 +203,6 @@ fn median_without(sorted: &[f64], value: f64) -> f64 {
         0 => 0.0,
         others if others % 2 == 1 => at(others / 2),
         others => at(others / 2 - 1).midpoint(at(others / 2)),
-    }
-}
-
-/// The median, of an even number the mean of both in the middle; 0 of nothing.
-fn median(values: &mut [f64]) -> f64 {
-    values.sort_unstable_by(f64::total_cmp);
-    let middle = values.len() / 2;
-    match values {
-        [] => 0.0,
-        _ if values.len() % 2 == 1 => values[middle],
-        _ => values[middle - 1].midpoint(values[middle]),
     }
 }
 

@@ -26,6 +26,7 @@ pub(crate) use self::event::{EventSubject, Phase};
 pub(crate) use self::profiler::check_cycles;
 pub use self::profiler::{Cycle, ProfilerSchedule};
 pub(crate) use self::recorder::{Recording, Span};
+pub(crate) use self::summary::median;
 pub use self::summary::{Figure, StepSummary, Straggler};
 pub(crate) use self::trace::{TraceFile, clear_traces};
 

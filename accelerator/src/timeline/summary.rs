@@ -361,7 +361,7 @@ impl<T: Copy> RingBuffer<T> {
 }
 
 /// Returns the median; of an even number, the mean of the two in the middle.
-fn median(values: &mut [u64]) -> f64 {
+pub(crate) fn median(values: &mut [u64]) -> f64 {
     values.sort_unstable();
     let middle = values.len() / 2;
     match values {

@@ -24,7 +24,7 @@ fn work_as_rank() {
         group.barrier().unwrap();
     }
     if group.rank() == 1 {
-        // Its operations are asked for when it is blamed, and it is told to end a moment later.
+        // The launcher asks this rank for its operations and, a moment later, sends it SIGTERM.
         let ignored = std::sync::Arc::default();
         let _signal = signal_hook::flag::register(signal_hook::consts::SIGTERM, ignored);
         std::thread::sleep(DEADLINE);

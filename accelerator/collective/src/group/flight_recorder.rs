@@ -1,6 +1,7 @@
 //! The flight recorder of a rank, named after PyTorch's: its last operations, from which a hang is read.
 
 use std::{
+    collections::VecDeque,
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering},
@@ -40,10 +41,7 @@ impl WaitClock {
 
 /// The place of an operation in the recorder.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct RecordId {
-    id: u64,
-    slot: usize,
-}
+pub(crate) struct RecordId(u64);
 
 /// The end of an operation.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -81,26 +79,22 @@ impl FlightRecorder {
             started,
             end: None,
         };
-        let slot = match ring.entries.len() < CAPACITY {
-            true => {
-                ring.entries.push(entry);
-                ring.entries.len() - 1
-            }
-            false => {
-                let slot = ring.oldest();
-                ring.entries[slot] = entry;
-                slot
-            }
-        };
-        ring.next = (slot + 1) % CAPACITY;
-        RecordId { id, slot }
+        if ring.entries.len() == CAPACITY {
+            // Another thread may begin many while one hangs, which is kept.
+            let mut entries = ring.entries.iter();
+            let oldest = entries.position(|entry| entry.end.is_some());
+            ring.entries.remove(oldest.unwrap_or(0));
+        }
+        ring.entries.push_back(entry);
+        RecordId(id)
     }
 
     /// Records the end of an operation, unless it is forgotten or has failed already.
-    pub(crate) fn end(&self, record: RecordId, ended: Instant, outcome: OpOutcome) {
+    pub(crate) fn end(&self, RecordId(id): RecordId, ended: Instant, outcome: OpOutcome) {
         let mut ring = self.ring.lock();
-        let entry = ring.entries.get_mut(record.slot);
-        if let Some(entry) = entry.filter(|entry| entry.id == record.id) {
+        // Most likely it is the newest.
+        let mut entries = ring.entries.iter_mut().rev();
+        if let Some(entry) = entries.find(|entry| entry.id == id) {
             entry.end.get_or_insert((ended, outcome));
         }
     }
@@ -120,14 +114,13 @@ impl FlightRecorder {
     /// The operations, the oldest first.
     pub(crate) fn records(&self) -> Vec<OpRecord> {
         let ring = self.ring.lock();
-        let mut entries: Vec<_> = ring.entries.iter().collect();
-        entries.sort_by_key(|entry| entry.id);
         let (now, wall) = (Instant::now(), unix_time());
         let time = |at: Instant| {
             let ago = now.saturating_duration_since(at);
             u64::try_from(wall.saturating_sub(ago).as_micros()).unwrap_or(u64::MAX)
         };
-        entries.iter().map(|entry| entry.record(time)).collect()
+        let entries = ring.entries.iter();
+        entries.map(|entry| entry.record(time)).collect()
     }
 }
 
@@ -135,9 +128,8 @@ impl Default for FlightRecorder {
     fn default() -> Self {
         Self {
             ring: Mutex::new(Ring {
-                entries: Vec::with_capacity(CAPACITY),
+                entries: VecDeque::with_capacity(CAPACITY),
                 begun: 0,
-                next: 0,
             }),
             waited: Arc::default(),
         }
@@ -146,20 +138,9 @@ impl Default for FlightRecorder {
 
 #[derive(Debug)]
 struct Ring {
-    entries: Vec<Entry>,
+    /// The oldest operation first.
+    entries: VecDeque<Entry>,
     begun: u64,
-    /// The slot after that of the last operation.
-    next: usize,
-}
-
-impl Ring {
-    /// The slot of the oldest operation, of those that have ended if there is one: another thread may begin many while one
-    /// hangs.
-    fn oldest(&self) -> usize {
-        let slots = (0..CAPACITY).map(|step| (self.next + step) % CAPACITY);
-        let mut ended = slots.filter(|slot| self.entries[*slot].end.is_some());
-        ended.next().unwrap_or(self.next)
-    }
 }
 
 #[derive(Debug)]

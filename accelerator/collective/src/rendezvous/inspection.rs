@@ -9,7 +9,7 @@ use std::{
 use accelerator_host::sync::{Condvar, Mutex};
 
 use super::{
-    Rendezvous, TokenSource,
+    Rendezvous,
     outbox::Registry,
     token::{Key, Token, random},
 };
@@ -46,11 +46,7 @@ pub struct FlightRecords {
 /// protocol error if something else listens there.
 pub fn flight_records(rendezvous: &Rendezvous, timeout: Duration) -> Result<Vec<FlightRecords>> {
     let deadline = Instant::now() + timeout;
-    let key = match &rendezvous.token {
-        TokenSource::File(path) => Some(Token::from_file(path)?.key()),
-        TokenSource::Given(token) => Some(token.key()),
-        TokenSource::None => None,
-    };
+    let key = rendezvous.token.read()?.as_ref().map(Token::key);
     let unreachable = |error: std::io::Error| {
         let text = format!(
             "cannot reach the store at {rendezvous}: the job may have ended, or its number of ranks may have changed"

@@ -69,11 +69,7 @@ impl Rendezvous {
         }
         let liveness = bounded(liveness);
         let deadline = Instant::now() + connect_timeout.min(MAX_WAIT);
-        let token = match &self.token {
-            TokenSource::File(path) => Some(Token::from_file(path)?),
-            TokenSource::Given(token) => Some(token.clone()),
-            TokenSource::None => None,
-        };
+        let token = self.token.read()?;
         if self.is_hosted_by(topology)
             && let TokenSource::File(_) = self.token
             && token.as_ref().is_some_and(Token::is_guessable)

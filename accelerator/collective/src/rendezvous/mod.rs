@@ -222,6 +222,17 @@ pub(crate) enum TokenSource {
     None,
 }
 
+impl TokenSource {
+    /// The token, if there is one.
+    pub(crate) fn read(&self) -> Result<Option<Token>> {
+        Ok(match self {
+            Self::File(path) => Some(Token::from_file(path)?),
+            Self::Given(token) => Some(token.clone()),
+            Self::None => None,
+        })
+    }
+}
+
 /// The choice whether ranks of other hosts need a token to join.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum Security {
