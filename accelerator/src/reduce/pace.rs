@@ -3,8 +3,9 @@
 //! Every rank measures its own work: the time from one window of gradients to the next, without the time for which it
 //! waits in collectives. Every [`INTERVAL`] windows, the control vector carries the medians of all ranks, so that each
 //! rank knows all of them without a message of its own. A rank is slow if its median is [`LIMIT`] times that of the
-//! others. One slow interval may be chance (another program, a checkpoint); the main process warns of the second in a
-//! row.
+//! others. One slow interval may be chance (another program, a checkpoint), and so may several of short steps on busy
+//! cores. The main process warns of a rank that is slow in at least two intervals in a row and has cost the others
+//! [`WORTH_A_WARNING`] in them.
 
 use core::array;
 use core::time::Duration;
@@ -26,6 +27,10 @@ const LIMIT: f64 = 1.2;
 /// The difference in seconds above which a rank is slow; smaller ones are noise of the scheduler. If the median of the
 /// others is shorter than this, nothing is compared.
 const SHORTEST: f64 = 100e-6;
+
+/// The seconds that a rank costs the others, in intervals in a row, before the main process warns of it: several time
+/// slices of the scheduler.
+const WORTH_A_WARNING: f64 = 50e-3;
 
 /// The most ranks that are compared, which bounds the control vector.
 const MAX_RANKS: usize = 512;
@@ -70,6 +75,8 @@ struct RankPace {
     slow: u64,
     /// The number of the latest intervals in a row in which it was slow.
     in_a_row: u64,
+    /// The seconds that it has cost the others in these intervals.
+    cost: f64,
     warned: bool,
     /// The ratio and the times in the last interval in which it was slow.
     ratio: f64,
@@ -178,14 +185,16 @@ impl PaceState {
         for (pace, &[busy, data]) in self.ranks.iter_mut().zip(paces) {
             let usual = median_without(&sorted, busy);
             if usual <= SHORTEST || busy <= LIMIT * usual || busy - usual <= SHORTEST {
-                pace.in_a_row = 0;
+                (pace.in_a_row, pace.cost) = (0, 0.0);
                 newly_slow.push(None);
                 continue;
             }
             pace.slow += 1;
             pace.in_a_row += 1;
+            pace.cost += INTERVAL as f64 * (busy - usual);
             (pace.ratio, pace.busy, pace.data) = (busy / usual, busy, data);
-            let is_due = pace.in_a_row == 2 && !core::mem::replace(&mut pace.warned, true);
+            let is_worth_it = pace.in_a_row >= 2 && pace.cost >= WORTH_A_WARNING;
+            let is_due = is_worth_it && !core::mem::replace(&mut pace.warned, true);
             newly_slow.push(is_due.then_some(*pace));
         }
         let ranks = newly_slow.into_iter().enumerate();
@@ -269,7 +278,14 @@ mod tests {
         let paces = [[10e-3, 0.0], [13e-3, 0.0]];
         assert!(two.report(&paces).is_empty());
         assert_eq!(two.report(&paces)[0].0, 1);
-        // Short steps differ by chance, and a report that lacks a rank says nothing.
+        // Half a millisecond per step is told after seven intervals, and not if one of them was as fast as the others.
+        let mut short = PaceState::default();
+        let paces = [[1e-3, 0.0], [1.5e-3, 0.0]];
+        assert!((0..6).all(|_| short.report(&paces).is_empty()));
+        assert!(short.report(&[[1e-3, 0.0], [1e-3, 0.0]]).is_empty());
+        assert!((0..6).all(|_| short.report(&paces).is_empty()));
+        assert_eq!(short.report(&paces)[0].0, 1);
+        // Shorter steps differ by chance, and a report that lacks a rank says nothing.
         let mut short = PaceState::default();
         assert!((0..5).all(|_| short.report(&[[50e-6, 0.0], [90e-6, 0.0]]).is_empty()));
         assert!((0..5).all(|_| short.report(&[[0.0, 0.0], [13e-3, 0.0]]).is_empty()));

@@ -84,13 +84,14 @@ arguments() {
     esac
 }
 
-# Prints a hash of the weights that a program has saved, or of the output of rank 0 if it saves none.
+# Prints a hash of the weights that a program has saved, or of the output of rank 0 if it saves none. Warnings of the
+# launcher and of the library, which depend on the machine's load, are not counted.
 result() {
     local folder=$1 program=$2
     if [ -e "$folder/$program.safetensors" ]; then
         sha256sum <"$folder/$program.safetensors" | cut -c1-16
     else
-        sed -E 's/^\[[0-9]+\] //' "$folder/$program.out" | grep -v '^accel-launch:' | sha256sum | cut -c1-16
+        sed -E 's/^\[[0-9]+\] //' "$folder/$program.out" | grep -Ev '^(accel-launch|accelerator):' | sha256sum | cut -c1-16
     fi
 }
 
