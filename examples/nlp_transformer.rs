@@ -117,16 +117,15 @@ fn main() -> Result<(), Report> {
         }
         accelerator.print(format_args!("epoch {epoch}: {loss} nats a character"));
     }
-    accelerator.on_main_process(|| {
+    let prompt = vocabulary.tokens(&args.prompt);
+    if !prompt.is_empty() {
+        // On all ranks, since layers may be sharded over them (`ACCEL_UNITS=shard`).
         let (model, device) = (model.valid(), accelerator.device().inner());
-        let prompt = vocabulary.tokens(&args.prompt);
-        if !prompt.is_empty() {
-            // The prompt and what follows it are as long as a window: the model has not learnt more positions.
-            let more = length.saturating_sub(prompt.len());
-            let tokens = model.continued(&prompt, length, more, &device);
-            println!("{}", vocabulary.text(&tokens));
-        }
-    });
+        // The prompt and what follows it are as long as a window: the model has not learnt more positions.
+        let more = length.saturating_sub(prompt.len());
+        let tokens = model.continued(&prompt, length, more, &device);
+        accelerator.print(vocabulary.text(&tokens));
+    }
     accelerator.check_replicas(&model)?;
     // Every rank prints the same loss.
     println!("rank {}: loss {course}", accelerator.rank());

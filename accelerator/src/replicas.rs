@@ -9,6 +9,7 @@ use crate::core::agreement::short;
 use crate::core::dyn_module::DynModule;
 use crate::core::error::{Error, Kind, Result};
 use crate::core::module::visit_floats;
+use crate::core::partition::partition_of;
 use crate::core::tensor::any_rank;
 use crate::model::{running_states, sync_buffers};
 use crate::reduce::{ModelState, ReduceContext};
@@ -151,6 +152,10 @@ impl ReplicaDigest {
         let mut all = blake3::Hasher::new();
         let (mut parameters, mut paths) = (Vec::new(), Vec::new());
         visit_floats(model, |float| {
+            // Each rank has another piece.
+            if partition_of(float.id).is_some() {
+                return;
+            }
             let is_compared = match compared {
                 ComparedParameters::All => !running.contains(&float.place),
                 ComparedParameters::Trainable => known.contains(&float.id),

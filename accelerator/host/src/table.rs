@@ -86,6 +86,6 @@ variables! {
         "the folder of this process's trial, if a hyperparameter search has started it";
     TUNE_WORKER, SetByLauncher, Number, default "none", code "":
         "the descriptor by which a trial of a hyperparameter search finds the search that has started it";
-    UNITS, Ranks, OneOf(&["plain", "keep", "recompute"]), default "plain", code "units":
-        "how units of a model run; recompute: their activations are recomputed in backward instead of being kept";
+    UNITS, Ranks, OneOf(&["plain", "keep", "recompute", "shard"]), default "plain", code "units":
+        "how units of a model run; recompute: their activations are recomputed in backward instead of being kept; shard: their parameters are sharded over the ranks, too";
 }

@@ -12,6 +12,7 @@ use crate::core::dyn_module::DynModule;
 use crate::core::error::{self, Error, Kind, Result, panic_text};
 use crate::core::module::visit_floats;
 use crate::core::tensor::any_rank;
+use crate::unit;
 
 /// Batches that fit.
 impl Accelerator {
@@ -76,6 +77,12 @@ impl Accelerator {
     where
         E: From<Error> + fmt::Debug + 'static,
     {
+        if !unit::partitions(model).is_empty() {
+            return Err(E::from(Error::misuse(
+                "an attempt of `find_executable_batch_size` runs on each rank by itself, and the units of the model are \
+                 sharded over the ranks: search with `units` set to `recompute`, where activations need as much memory",
+            )));
+        }
         let group = &self.group().for_purpose("find_executable_batch_size");
         // Ranks may begin with what their own devices seem to hold.
         let starts = group.all_gather_object(&start).map_err(Error::from)?;

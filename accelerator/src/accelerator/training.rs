@@ -14,6 +14,7 @@ use crate::data::batch::Weight;
 use crate::model::{self, sync_buffers};
 use crate::reduce::{self, AveragedGradients, MicroStep, OverlapReport, ReduceScope};
 use crate::replicas;
+use crate::unit::Units;
 
 /// The loop of a training.
 impl Accelerator {
@@ -118,7 +119,11 @@ impl Accelerator {
         let device = self.device();
         draws::seed(&device, self.shared.context.seed);
         let model = build(&device);
-        model::draw_all(&model);
+        let units = self.shared.reduction.settings.units;
+        // Rank 0 shares its parameters out when the model is prepared, and the others never hold all of them.
+        if units != Units::Shard || self.is_main_process() {
+            model::draw_all(&model);
+        }
         model
     }
 

@@ -19,8 +19,10 @@ use crate::core::agreement;
 use crate::core::dyn_module::BoxedModule;
 use crate::core::error::{self, Error, Result};
 use crate::data::{DRAWN_HINT, LoaderResume, LoaderState, PreparedLoader};
+use crate::model::restore_values;
 use crate::optim::{PreparedOptimizer, ScheduleKind, check_known, other_state};
 use crate::reduce::hook::{HookInstance, SavedBy};
+use crate::unit;
 
 /// Restores each part, in order, from its saved state.
 #[expect(missing_debug_implementations, reason = "programs never see one")]
@@ -81,7 +83,11 @@ impl<'a> Restorer<'a> {
     pub(crate) fn companion(&mut self, companion: BoxedModule) -> Result<BoxedModule> {
         let (saved, folder) = self.next_model()?;
         let open = |activity| self.source()?.model(folder.as_deref(), activity);
-        crate::model::restore_values(self.context, companion, open, &saved.layout)
+        let (companion, ()) = unit::with_whole(&self.context.context, companion, |companion| {
+            let restored = restore_values(self.context, companion, open, &saved.layout)?;
+            Ok((restored, ()))
+        })?;
+        Ok(companion)
     }
 
     /// The state of the next part, which is a model, and the folder of its files if it has one.

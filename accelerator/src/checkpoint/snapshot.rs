@@ -17,6 +17,7 @@ use crate::model::{Layout, ModelSnapshot};
 use crate::optim::{OptimizerSnapshot, PreparedOptimizer, ScheduleKind};
 use crate::reduce::ModelState;
 use crate::replicas;
+use crate::unit::{self, WholeOn};
 
 /// Everything that goes into a checkpoint, at one moment: taken while training stands still,
 /// written later and elsewhere.
@@ -155,6 +156,12 @@ impl<'a> Snapshot<'a> {
         if is_alone && self.mode == SnapshotMode::Regular {
             check_and_sync(self.context, model)?;
         }
+        if self.mode == SnapshotMode::Emergency && !unit::partitions(model).is_empty() {
+            return Err(Error::misuse(
+                "the parameters of sharded units lie on all ranks, and those of the rank that is lost are gone with it: \
+                 continue from the last checkpoint that was saved",
+            ));
+        }
         let is_settled = self.mode == SnapshotMode::Emergency || is_alone;
         self.taken.parts.push(SnapshotPart::Model {
             state,
@@ -226,10 +233,11 @@ impl<'a> SnapshotExchange<'a> {
     #[track_caller]
     pub(crate) fn model(&mut self, model: &dyn DynModule) -> Result<()> {
         check_and_sync(self.context, model)?;
+        let model = unit::whole(self.context, model.boxed(), WholeOn::Main)?;
         if self.context.is_main_process()
             && let Some(SnapshotPart::Model { values, .. }) = self.taken.parts.get_mut(self.at)
         {
-            *values = Some(ModelSnapshot::of(model));
+            *values = Some(ModelSnapshot::of(&model));
         }
         self.at += 1;
         Ok(())

@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
 use crate::core::dyn_module::{BoxedModule, DynModule};
 use crate::core::error::{Error, Result};
 use crate::core::module::{ModulePath, visit_floats};
+use crate::core::partition::partition_of;
 use crate::core::tensor::any_rank;
 
 /// The advice, in errors about a replaced parameter, on how to give a parameter another value.
@@ -33,6 +34,9 @@ pub(crate) struct LayoutEntry {
     dtype: String,
     /// `None` for what takes no gradient.
     trainable: Option<Float>,
+    /// Set if this rank holds only a piece of it. No part of the comparison, either.
+    #[serde(skip)]
+    piece: Option<Piece>,
 }
 
 /// The types in which a parameter can be trained.
@@ -63,8 +67,22 @@ impl Float {
 pub(crate) struct Trainable {
     pub(crate) id: ParamId,
     pub(crate) path: String,
+    /// The shape of what this rank holds of it.
     pub(crate) shape: Vec<usize>,
     pub(crate) float: Float,
+    /// Set if this rank holds only a piece of it.
+    pub(crate) piece: Option<Piece>,
+}
+
+/// The piece of a parameter that a rank holds.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub(crate) struct Piece {
+    /// Its shape.
+    shape: Vec<usize>,
+    /// Its first element in the parameter.
+    pub(crate) start: usize,
+    /// The number of elements of the parameter.
+    pub(crate) of: usize,
 }
 
 impl Layout {
@@ -75,6 +93,16 @@ impl Layout {
         };
         model.visit(&mut reader);
         Self(reader.entries)
+    }
+
+    /// Returns the paths, shapes and ids, and draws nothing.
+    pub(crate) fn undrawn(model: &dyn DynModule) -> Self {
+        let mut reader = UndrawnReader(LayoutReader {
+            path: ModulePath::default(),
+            entries: Vec::new(),
+        });
+        model.visit(&mut reader);
+        Self(reader.0.entries)
     }
 
     pub(crate) fn ids(&self) -> Vec<u64> {
@@ -163,8 +191,12 @@ impl Layout {
                 parameters.push(Trainable {
                     id: ParamId::from(entry.id),
                     path: entry.path.clone(),
-                    shape: entry.shape.clone(),
+                    shape: match &entry.piece {
+                        Some(piece) => piece.shape.clone(),
+                        None => entry.shape.clone(),
+                    },
                     float,
+                    piece: entry.piece.clone(),
                 });
             }
         }
@@ -260,12 +292,24 @@ struct LayoutReader {
 
 impl LayoutReader {
     fn push(&mut self, id: ParamId, shape: Vec<usize>, dtype: DType, trainable: Option<Float>) {
+        let (shape, piece) = match partition_of(id) {
+            None => (shape, None),
+            Some((partition, rank)) => {
+                let piece = Piece {
+                    shape,
+                    start: partition.range(rank).start,
+                    of: partition.elements(),
+                };
+                (partition.whole_shape().to_vec(), Some(piece))
+            }
+        };
         self.entries.push(LayoutEntry {
             id: id.val(),
             path: self.path.as_str().to_owned(),
             shape,
             dtype: format!("{dtype:?}").to_lowercase(),
             trainable,
+            piece,
         });
     }
 }
@@ -297,9 +341,49 @@ impl ModuleVisitor for LayoutReader {
     }
 }
 
+/// Reads what is known of parameters that may not be drawn yet.
+struct UndrawnReader(LayoutReader);
+
+impl UndrawnReader {
+    fn push<T: ParameterTensor>(&mut self, param: &Param<T>) {
+        let shape = param.lazy_shape();
+        self.0.entries.push(LayoutEntry {
+            id: param.id.val(),
+            path: self.0.path.as_str().to_owned(),
+            shape: shape.to_vec(),
+            dtype: String::new(),
+            trainable: None,
+            piece: None,
+        });
+    }
+}
+
+impl ModuleVisitor for UndrawnReader {
+    fn enter_module(&mut self, name: &str, container_type: &str) {
+        self.0.enter_module(name, container_type);
+    }
+
+    fn exit_module(&mut self, name: &str, container_type: &str) {
+        self.0.exit_module(name, container_type);
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        self.push(param);
+    }
+
+    fn visit_int<const D: usize>(&mut self, param: &Param<Tensor<D, Int>>) {
+        self.push(param);
+    }
+
+    fn visit_bool<const D: usize>(&mut self, param: &Param<Tensor<D, Bool>>) {
+        self.push(param);
+    }
+}
+
 const CHUNK: usize = 64 << 20;
 
-/// Gives every rank rank 0's values and parameter ids. The layouts were compared before.
+/// Gives every rank rank 0's values and parameter ids. The layouts were compared before. Pieces of parameters stay as they
+/// are.
 ///
 /// Ids must be equal since optimizer records are keyed by them.
 #[track_caller]
@@ -363,7 +447,9 @@ struct ReplicaSource {
 
 impl ModuleVisitor for ReplicaSource {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        self.values.push(param.val().into_data());
+        if partition_of(param.id).is_none() {
+            self.values.push(param.val().into_data());
+        }
     }
 
     fn visit_int<const D: usize>(&mut self, param: &Param<Tensor<D, Int>>) {
@@ -386,7 +472,11 @@ impl ReplicaWriter {
     where
         Tensor<D, K>: ParameterTensor,
     {
-        let (Some(id), Some(data)) = (self.ids.next(), self.values.next()) else {
+        let id = self.ids.next();
+        if partition_of(param.id).is_some() {
+            return param;
+        }
+        let (Some(id), Some(data)) = (id, self.values.next()) else {
             return param;
         };
         let (_, old, mapper) = param.consume();
@@ -424,6 +514,7 @@ mod tests {
             shape: shape.to_vec(),
             dtype: "f32".to_owned(),
             trainable: Some(Float::F32),
+            piece: None,
         }
     }
 

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use super::prepared::{PreparedOptimizer, StepOutcome};
 use super::record_io::{bytes_of, ids_in, load, scalars, to_bytes, unreadable, window};
 use super::schedule::{Manual, ScheduleUnit, Scheduled, Scheduler};
-use super::sharded::{FullState, Shards};
+use super::sharded::FullState;
 use crate::core::error::{Error, Result};
 use crate::core::tensor::Scalar;
 
@@ -86,7 +86,10 @@ impl<S> PreparedOptimizer<S> {
         S: ScheduleKind,
     {
         Ok(OptimizerSnapshot {
-            full_state: self.shards.as_ref().map(Shards::full_state),
+            full_state: match &self.shards {
+                Some(shards) => Some(shards.full_state()),
+                None => self.pieces.full_state(),
+            },
             optimizer: self.optimizer.clone(),
             state: OptimizerState {
                 factor: self.factor,
@@ -145,6 +148,7 @@ impl<S> PreparedOptimizer<S> {
         if let (Some(shards), Some(record)) = (&mut self.shards, kept) {
             self.optimizer = shards.resume_from(record)?;
         }
+        self.pieces.reset();
         self.factor = factor;
         self.steps = state.steps;
         self.norm = state.outcome.and_then(|(_, norm)| norm).map(Scalar::from);

@@ -10,7 +10,7 @@ use burn::tensor::Device;
 
 use super::record_io::{check_types, size_of};
 use super::schedule::{self, IntoLearningRate, Manual, Scheduled};
-use super::sharded::Shards;
+use super::sharded::{PieceState, Shards};
 use super::unsharded::FusedSupport;
 use crate::context::Context;
 use crate::core::dyn_module::{BoxedModule, DynModule};
@@ -72,6 +72,8 @@ pub struct PreparedOptimizer<S> {
     pub(super) outcome: StepOutcome,
     /// The parameters that a checkpoint had state for, until the first step after it.
     pub(super) resumed: HashSet<u64>,
+    /// The part of the state that this rank holds, if it holds pieces of parameters.
+    pub(super) pieces: PieceState,
     pub(super) schedule: S,
     pub(super) shards: Option<Shards>,
     pub(super) steps: u64,
@@ -98,6 +100,7 @@ impl<S> PreparedOptimizer<S> {
             norm: None,
             optimizer,
             outcome: StepOutcome::Accumulated,
+            pieces: PieceState::new(context),
             resumed: HashSet::new(),
             schedule,
             shards,
@@ -153,6 +156,10 @@ impl<S> PreparedOptimizer<S> {
             if let Err(error) = check_types(&self.optimizer, known, &device) {
                 panic!("{error}");
             }
+        }
+        let shards = self.shards.as_ref();
+        if let Err(error) = self.pieces.settle(&model, &mut self.optimizer, shards) {
+            panic!("{error}");
         }
         if !self.resumed.is_empty() {
             warn_of_other_state(&core::mem::take(&mut self.resumed), &Layout::of(&model));

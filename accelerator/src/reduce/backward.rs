@@ -95,7 +95,7 @@ fn run_backward(
     before_reduction: impl FnOnce(&ModelState) -> Result<()>,
     call: Option<&BackwardCall>,
 ) -> Result<AveragedGradients> {
-    let _backward = unit::backward_begins(context);
+    let _backward = unit::backward_begins(context, weight.count);
     let model_state = context.models.find_to_train(model)?;
     model_state.note_trained();
     model_state.tied().check(model)?;
@@ -117,6 +117,12 @@ fn run_backward(
             .check_together("average its gradients")?;
     }
     check(&step, &weight, &model_state)?;
+    if scope == ReduceScope::Local && model_state.layout().has_pieces() {
+        return Err(Error::misuse(
+            "local training steps each rank by itself, and the parameters of sharded units are divided among the ranks: set \
+             `units` to `recompute`, or train with `accelerator.backward`",
+        ));
+    }
     if let Some(ticket) = &weight.ticket {
         ticket.begin();
     }

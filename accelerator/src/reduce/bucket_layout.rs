@@ -15,6 +15,7 @@ const WORTHWHILE: usize = 1 << 20;
 /// The place of each parameter's gradient.
 #[derive(Clone, Debug)]
 pub(super) struct BucketLayout {
+    /// Buckets of pieces are the last.
     buckets: Vec<BucketShape>,
     /// The elements that each rank gets the sums of; `None` if all ranks get all.
     cuts: Option<Arc<BucketShards>>,
@@ -24,6 +25,8 @@ pub(super) struct BucketLayout {
 #[derive(Clone, Debug, PartialEq)]
 struct BucketShape {
     dtype: DType,
+    /// Set for gradients of pieces of parameters. Backward has summed these over the ranks.
+    is_of_pieces: bool,
     length: usize,
     /// The parameters whose gradients lie there, one after the other.
     members: Vec<usize>,
@@ -41,8 +44,9 @@ impl BucketLayout {
     /// that is ready later. A bucket comes before those that are full later.
     pub(super) fn new(parameters: &[Trainable], order: &ReadyOrder, size: usize) -> Self {
         let mut buckets: Vec<BucketShape> = Vec::new();
-        // The bucket that is being filled, for each dtype.
-        let mut open = [None; 2];
+        // The bucket that is being filled, for each dtype. All pieces of a dtype have one, since it is not sent, and
+        // ranks with pieces of other sizes must have as many buckets.
+        let (mut open, mut pieces) = ([None; 2], [None; 2]);
         for (position, &index) in order.parameters.iter().enumerate() {
             if position == order.early {
                 open = [None; 2];
@@ -56,8 +60,14 @@ impl BucketLayout {
             let parameter = &parameters[index];
             let dtype = dtype_of(parameter.float);
             let length: usize = parameter.shape.iter().product();
+            let is_of_pieces = parameter.piece.is_some();
+            let open = match is_of_pieces {
+                true => &mut pieces,
+                false => &mut open,
+            };
             let open = &mut open[usize::from(dtype == DType::F64)];
             let limit = |bucket| match bucket {
+                _ if is_of_pieces => usize::MAX,
                 0 => size.min(WORTHWHILE),
                 _ => size,
             };
@@ -68,6 +78,7 @@ impl BucketLayout {
                 .unwrap_or_else(|| {
                     buckets.push(BucketShape {
                         dtype,
+                        is_of_pieces,
                         length: 0,
                         members: Vec::new(),
                     });
@@ -81,7 +92,10 @@ impl BucketLayout {
         for (at, &index) in order.parameters.iter().enumerate() {
             position[index] = at;
         }
-        buckets.sort_by_key(|bucket| bucket.members.last().map(|&last| position[last]));
+        buckets.sort_by_key(|bucket| {
+            let last = bucket.members.last().map(|&last| position[last]);
+            (bucket.is_of_pieces, last)
+        });
         let nowhere = BucketRange {
             bucket: 0,
             range: 0..0,
@@ -140,6 +154,16 @@ impl BucketLayout {
     /// Returns how sums are shared out, if not every rank gets all.
     pub(super) fn cuts(&self) -> Option<&Arc<BucketShards>> {
         self.cuts.as_ref()
+    }
+
+    /// Returns `true` for a bucket with gradients of pieces of parameters, which are sums over the ranks already.
+    pub(super) fn is_of_pieces(&self, bucket: usize) -> bool {
+        self.buckets[bucket].is_of_pieces
+    }
+
+    /// Returns `true` if this rank holds only pieces of some parameters.
+    pub(super) fn has_pieces(&self) -> bool {
+        self.buckets.iter().any(|bucket| bucket.is_of_pieces)
     }
 
     pub(super) fn is_placed_as(&self, other: &Self) -> bool {
@@ -232,6 +256,10 @@ pub(super) struct BucketShards {
 #[derive(Clone, Debug)]
 pub(super) enum SumScope {
     Whole,
+    /// Whole sums, and those of its own pieces of some parameters. The others are in the group.
+    Pieces {
+        group: ProcessGroup,
+    },
     /// Its own part. The others are in the group.
     Own {
         cuts: Arc<BucketShards>,
@@ -244,9 +272,17 @@ impl SumScope {
         matches!(self, Self::Whole)
     }
 
-    pub(super) fn bounds(&self) -> Option<&Arc<ShardMap>> {
+    /// Returns the group whose ranks have other sums.
+    pub(super) fn group(&self) -> Option<&ProcessGroup> {
         match self {
             Self::Whole => None,
+            Self::Pieces { group } | Self::Own { group, .. } => Some(group),
+        }
+    }
+
+    pub(super) fn bounds(&self) -> Option<&Arc<ShardMap>> {
+        match self {
+            Self::Whole | Self::Pieces { .. } => None,
             Self::Own { cuts, .. } => Some(&cuts.bounds),
         }
     }
@@ -254,7 +290,7 @@ impl SumScope {
     /// Returns the elements of a bucket that each rank gets, if that is not all.
     pub(super) fn cut(&self, bucket: usize) -> Option<&Arc<ShardLayout>> {
         match self {
-            Self::Whole => None,
+            Self::Whole | Self::Pieces { .. } => None,
             Self::Own { cuts, .. } => Some(&cuts.buckets[bucket]),
         }
     }
@@ -262,7 +298,7 @@ impl SumScope {
     /// Returns the elements that this rank has of a parameter.
     pub(super) fn of_parameter(&self, parameter: usize, elements: usize) -> Range<usize> {
         match self {
-            Self::Whole => 0..elements,
+            Self::Whole | Self::Pieces { .. } => 0..elements,
             Self::Own { cuts, group } => cuts.bounds.range(parameter, group.rank()),
         }
     }
@@ -274,7 +310,7 @@ impl SumScope {
         elements: usize,
     ) -> impl Iterator<Item = Range<usize>> {
         let (own, whole) = match self {
-            Self::Whole => (&[][..], Some(0..elements)),
+            Self::Whole | Self::Pieces { .. } => (&[][..], Some(0..elements)),
             Self::Own { cuts, group } => (cuts.buckets[bucket].of(group.rank()), None),
         };
         own.iter().cloned().chain(whole)
@@ -296,6 +332,7 @@ mod tests {
                 path: String::new(),
                 shape: vec![size],
                 float,
+                piece: None,
             })
             .collect()
     }

@@ -342,6 +342,11 @@ impl BucketSet {
         weight: f64,
     ) {
         let (layout, records) = (&self.layout, &self.parameters);
+        // The gradient of a piece has the weights of all ranks.
+        let weight = match layout.is_of_pieces(bucket) {
+            true => 1.0,
+            false => weight,
+        };
         let Some(store) = self.buckets[bucket].own_mut() else {
             return;
         };

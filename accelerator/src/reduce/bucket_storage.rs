@@ -9,6 +9,7 @@ use burn::tensor::{Device, Tensor, TensorData};
 
 use super::device_bucket::DeviceBucket;
 use super::element_values::{ElementValues, with_values};
+use crate::core::partition::BLOCK;
 use crate::model::Float;
 
 /// The place of a model's sums.
@@ -211,10 +212,6 @@ pub(super) fn read(
         Float::F32 | Float::F64 => TensorData::new(scaled(values, total, factor, |v| v), shape),
     }
 }
-
-/// The number of elements whose powers are summed as one block. Shards consist of whole blocks, so
-/// that sums of powers are bit-identical however parameters are sharded.
-pub(crate) const BLOCK: usize = 1024;
 
 /// Calls `give` for each block of a range, with the sum of `|value / divisor|^order` in f64, or with the maximum
 /// if the order is infinite. For order 2, values are squared undivided. Powers are computed by the same library on

@@ -9,11 +9,12 @@ use burn::tensor::{Device, Tensor, TensorData};
 
 use super::bucket_layout::{BucketRange, SumScope};
 use super::bucket_set::BucketSet;
-use super::bucket_storage::{self, BLOCK, BucketStorage};
+use super::bucket_storage::{self, BucketStorage};
 use super::device_bucket;
 use super::loss::LossSum;
 use super::model_state::ModelState;
 use crate::core::error::{Error, Result};
+use crate::core::partition::BLOCK;
 use crate::core::tensor::{from_data, register, with_rank};
 use crate::model::Trainable;
 
@@ -97,7 +98,7 @@ impl BucketSums {
         let mut places = Vec::new();
         let mut powers = vec![0.0; self.model_state.parameters().len()];
         let mut on_device = (Vec::new(), Vec::new());
-        for (at, _, store, range) in self.with_gradients().filter(|(at, ..)| asked(*at)) {
+        for (at, parameter, store, range) in self.with_gradients().filter(|(at, ..)| asked(*at)) {
             let buffer = match store {
                 BucketStorage::Host(buffer) => buffer,
                 BucketStorage::Device(flat) => {
@@ -110,16 +111,23 @@ impl BucketSums {
                 }
             };
             let own = self.own(at);
-            let (start, count) = (blocks.len(), range.len().div_ceil(BLOCK));
-            blocks.resize(start + own.start.div_ceil(BLOCK), 0.0);
-            let own = range.start + own.start..range.start + own.end;
-            bucket_storage::powers(buffer, &own, self.divisor, order, |power| {
-                blocks.push(power)
-            });
+            // The first element of its own, and the number of all of them.
+            let (first, elements) = match &parameter.piece {
+                Some(piece) => (piece.start, piece.of),
+                None => (own.start, range.len()),
+            };
+            let (start, count) = (blocks.len(), elements.div_ceil(BLOCK));
+            if !own.is_empty() && !self.is_of_another(parameter) {
+                blocks.resize(start + first.div_ceil(BLOCK), 0.0);
+                let own = range.start + own.start..range.start + own.end;
+                bucket_storage::powers(buffer, &own, self.divisor, order, |power| {
+                    blocks.push(power)
+                });
+            }
             blocks.resize(start + count, 0.0);
             places.push((at, start..start + count));
         }
-        if let SumScope::Own { group, .. } = &self.sum_scope {
+        if let Some(group) = self.sum_scope.group() {
             // Those of others are 0 here, which changes no bit.
             let op = match order.is_infinite() {
                 true => ReduceOp::Max,
@@ -138,6 +146,14 @@ impl BucketSums {
             powers[at] = bucket_storage::joined(blocks, self.divisor, order);
         }
         Ok(powers)
+    }
+
+    /// Returns `true` if all ranks have the whole sum of a parameter and another one counts it.
+    fn is_of_another(&self, parameter: &Trainable) -> bool {
+        match &self.sum_scope {
+            SumScope::Pieces { group } => parameter.piece.is_none() && group.rank() != 0,
+            SumScope::Whole | SumScope::Own { .. } => false,
+        }
     }
 
     /// Shows the gradients, in path order, and leaves the sums as they are.
@@ -161,11 +177,8 @@ impl BucketSums {
 
     /// Aborts the group if other ranks wait for this one: no step takes place.
     pub(super) fn give_up(&self, error: &Error) {
-        let waiting = match &self.sum_scope {
-            SumScope::Own { group, .. } => Some(group),
-            SumScope::Whole => self.norm_broadcast_group.as_ref(),
-        };
-        if let Some(group) = waiting {
+        let waiting = self.sum_scope.group();
+        if let Some(group) = waiting.or(self.norm_broadcast_group.as_ref()) {
             group.abort(format!(
                 "it could not take part in what all ranks do with gradients: {error}"
             ));

@@ -35,7 +35,6 @@ mod working_copy;
 
 pub(crate) use self::backward::{MicroStep, backward};
 pub(crate) use self::bucket_layout::ShardMap;
-pub(crate) use self::bucket_storage::BLOCK;
 pub use self::compression::Compression;
 pub(crate) use self::device_reduce::DeviceReducer;
 pub use self::device_reduce::GradientReduction;

@@ -444,9 +444,9 @@ impl ModelState {
 
     /// Returns the place of sums with that layout. Sums that ranks get parts of are cut in memory.
     fn placement_of(&self, layout: &BucketLayout) -> &Placement {
-        match layout.cuts() {
-            Some(_) => &Placement::Host,
-            None => &self.placement,
+        match layout.cuts().is_some() || layout.has_pieces() {
+            true => &Placement::Host,
+            false => &self.placement,
         }
     }
 

@@ -13,12 +13,17 @@ use crate::core::dyn_module::BoxedModule;
 use crate::core::error::{self, Error, Result};
 use crate::model::{self, Layout, ModelFile, TiedParameters, restore_values};
 use crate::precision::{Precision, Scaler, ScalerState};
-use crate::unit::{self, Units};
+use crate::unit::{self, Units, WholeOn};
 
 /// Gives every rank rank 0's values and ids, and makes the model known by them.
 #[track_caller]
 pub(crate) fn prepare(context: &ReduceContext, model: BoxedModule) -> Result<BoxedModule> {
     let units = context.settings.units;
+    let model = match unit::partitions(&model).is_empty() {
+        true => model,
+        // It was prepared before.
+        false => unit::whole(context, model, WholeOn::All)?,
+    };
     let (model, found) = unit::prepare(model, units);
     if found == 0 && units != Units::Plain && context.is_main_process() {
         error::warn(&format!(
@@ -33,6 +38,10 @@ pub(crate) fn prepare(context: &ReduceContext, model: BoxedModule) -> Result<Box
     } else {
         model.fork(&device)
     };
+    let model = match units {
+        Units::Shard if context.world_size() > 1 => shard(context, model, &on_autodiff)?,
+        _ => model,
+    };
     // Reading the layout initialises lazy parameters, in one order on every rank.
     let layout = Layout::of(&model);
     let known = context.models.with_parameters(&layout);
@@ -46,23 +55,8 @@ pub(crate) fn prepare(context: &ReduceContext, model: BoxedModule) -> Result<Box
         between_steps.transpose()?;
         return make_known(context, model, &layout, known.as_deref());
     }
-    let report = |checked: &Result<()>| checked.as_ref().copied().map_err(Failure::of);
-    let mine = PrepareReport {
-        on_autodiff: report(&on_autodiff),
-        layout: layout.clone(),
-        between_steps: between_steps.as_ref().map(report),
-    };
-    let preparing = group.for_purpose("prepare a model");
-    let reports: Vec<PrepareReport> = preparing.all_gather_object(&mine)?;
+    let all_between_steps = compare(context, &on_autodiff, &layout, between_steps.as_ref())?;
     on_autodiff?;
-    let (mut layouts, mut all_between_steps) = (Vec::new(), Vec::new());
-    for (rank, report) in reports.into_iter().enumerate() {
-        let on_autodiff = report.on_autodiff;
-        on_autodiff.map_err(|failure| failure.into_error(rank, "prepare a model"))?;
-        layouts.push(report.layout);
-        all_between_steps.push(report.between_steps);
-    }
-    layout.check_against(&layouts)?;
     layout.check_dense()?;
     // One that is new on some rank is new on all of them.
     let all_between_steps: Option<Vec<_>> = all_between_steps.into_iter().collect();
@@ -80,6 +74,51 @@ pub(crate) fn prepare(context: &ReduceContext, model: BoxedModule) -> Result<Box
     let layout = Layout::of(&model);
     // Of rank 0's values, so all ranks come to the same answer.
     make_known(context, model, &layout, known.as_deref())
+}
+
+/// Compares the ranks' models, and returns the reports of all ranks on what is between steps of it.
+#[track_caller]
+fn compare(
+    context: &ReduceContext,
+    on_autodiff: &Result<()>,
+    layout: &Layout,
+    between_steps: Option<&Result<()>>,
+) -> Result<Vec<Option<Result<(), Failure>>>> {
+    let report = |checked: &Result<()>| checked.as_ref().copied().map_err(Failure::of);
+    let mine = PrepareReport {
+        on_autodiff: report(on_autodiff),
+        layout: layout.clone(),
+        between_steps: between_steps.map(report),
+    };
+    let preparing = context.group().for_purpose("prepare a model");
+    let reports: Vec<PrepareReport> = preparing.all_gather_object(&mine)?;
+    on_autodiff.clone()?;
+    let (mut layouts, mut all_between_steps) = (Vec::new(), Vec::new());
+    for (rank, report) in reports.into_iter().enumerate() {
+        let on_autodiff = report.on_autodiff;
+        on_autodiff.map_err(|failure| failure.into_error(rank, "prepare a model"))?;
+        layouts.push(report.layout);
+        all_between_steps.push(report.between_steps);
+    }
+    layout.check_against(&layouts)?;
+    Ok(all_between_steps)
+}
+
+/// Shards the units of a model over the ranks.
+#[track_caller]
+fn shard(
+    context: &ReduceContext,
+    model: BoxedModule,
+    on_autodiff: &Result<()>,
+) -> Result<BoxedModule> {
+    compare(context, on_autodiff, &Layout::undrawn(&model), None)?;
+    if context.settings.hook.is_some() {
+        return Err(Error::misuse(
+            "a communication hook reduces whole gradients, and those of sharded units never are: leave the hook out, or set \
+             `units` to `recompute`",
+        ));
+    }
+    unit::shard(&context.context, model)
 }
 
 /// Refuses a model whose operations would not be recomputed, though the program asks for it.
@@ -172,7 +211,9 @@ pub(crate) fn resume(
     hook: Option<HookInstance>,
 ) -> Result<BoxedModule> {
     let given = Layout::of(&model);
-    let model = restore_values(context, model, open, saved)?;
+    let (model, ()) = unit::with_whole(&context.context, model, |model| {
+        Ok((restore_values(context, model, open, saved)?, ()))
+    })?;
     // Nothing has the ids any more under which the model was prepared.
     context.models.forget(&given);
     let prior = PriorState {

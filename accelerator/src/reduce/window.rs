@@ -101,9 +101,13 @@ impl Window {
         } = weight;
         self.kept_open = closing == Closing::KeepOpen;
         let bucket_set = self.bucket_set.get_or_insert_with(lend);
-        if count > 0.0 {
-            let layout = bucket_set.layout.clone();
+        let layout = bucket_set.layout.clone();
+        if count > 0.0 || layout.has_pieces() {
             for bucket in 0..layout.len() {
+                // What a rank without a sample has computed may be anything, but for sums over the ranks.
+                if count <= 0.0 && !layout.is_of_pieces(bucket) {
+                    continue;
+                }
                 for &index in layout.members(bucket) {
                     let record = &mut bucket_set.parameters[index];
                     record.gradient = element_values::take(&mut gradients, &parameters[index]);
@@ -115,6 +119,8 @@ impl Window {
                     record.written |= record.has_gradient;
                 }
             }
+        }
+        if count > 0.0 {
             check_all_known(gradients.len())?;
             self.totals.weight += count;
         }

@@ -178,8 +178,8 @@ mod tune;
 mod words;
 
 pub use self::arguments::{
-    IntervalStrategy, OptimizerName, ReportTo, ResumeFrom, SaveStrategy, TrainSamplingStrategy,
-    TrainingArguments,
+    FsdpStrategy, IntervalStrategy, OptimizerName, ReportTo, ResumeFrom, SaveStrategy,
+    TrainSamplingStrategy, TrainingArguments,
 };
 pub use self::callback::{CallbackContext, TrainerCallback, TrainerControl};
 pub use self::loss::{Inputs, IntoLossOutput, LossOutput};

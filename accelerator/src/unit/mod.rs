@@ -2,11 +2,14 @@
 
 mod keep;
 mod recompute;
+mod seeded_run;
+mod sharding;
 mod statistics;
 
 use core::cell::Cell;
 use core::fmt;
 use core::str::FromStr;
+use std::sync::Arc;
 
 use burn::module::{
     Content, Devices, DisplaySettings, Module, ModuleDisplay, ModuleDisplayDefault, ModuleMapper,
@@ -14,8 +17,11 @@ use burn::module::{
 };
 use burn::tensor::Device;
 
+pub(crate) use self::recompute::backward_begins;
 pub use self::recompute::recompute;
-pub(crate) use self::recompute::{backward_begins, runs_twice};
+pub(crate) use self::seeded_run::runs_twice;
+use self::sharding::{Change, Sharding};
+pub(crate) use self::sharding::{WholeOn, partitions, shard, whole, with_whole};
 use crate::core::draws;
 use crate::core::dyn_module::BoxedModule;
 use crate::core::error::{Error, Result, named};
@@ -37,10 +43,19 @@ pub enum Units {
     Keep,
     /// Keeps only the inputs of each unit, not its activations, and runs the unit again in backward ([`recompute`]).
     Recompute,
+    /// Shards the parameters of each unit over the ranks (ZeRO stage 3, as PyTorch's FSDP does): a rank holds a piece of
+    /// each parameter, of its gradient and of the optimizer's state. The whole parameters of a unit are gathered before it
+    /// runs and freed when it has run, and activations are recomputed as with [`Recompute`](Self::Recompute).
+    ///
+    /// Parameters that are frozen, or not in a unit, stay whole on every rank. The optimizer must step each element by
+    /// itself, as SGD, Adam and AdamW do. Every rank must run the same units in the same order. A model runs only as long
+    /// as its accelerator lives; to save it, use [`save_model`](crate::Accelerator::save_model) or
+    /// [`save_state`](crate::Accelerator::save_state), since its own records hold pieces. One rank alone recomputes.
+    Shard,
 }
 
 impl Units {
-    const ALL: [Self; 3] = [Self::Plain, Self::Keep, Self::Recompute];
+    const ALL: [Self; 4] = [Self::Plain, Self::Keep, Self::Recompute, Self::Shard];
 }
 
 impl fmt::Display for Units {
@@ -49,6 +64,7 @@ impl fmt::Display for Units {
             Self::Plain => "plain",
             Self::Keep => "keep",
             Self::Recompute => "recompute",
+            Self::Shard => "shard",
         })
     }
 }
@@ -111,8 +127,15 @@ pub struct Unit<M> {
 }
 
 /// The mode and the place of a unit in a prepared model.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 struct Prepared {
+    mode: UnitMode,
+    /// Set if the unit's parameters are sharded.
+    sharding: Option<Arc<Sharding>>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct UnitMode {
     units: Units,
     /// The number of units that the model visits before this one.
     number: usize,
@@ -145,11 +168,12 @@ impl<M: Module + 'static> Unit<M> {
         I: Tensors + Clone + Send + 'static,
         O: Tensors + 'static,
     {
-        let Some(Prepared { units, number }) = self.prepared else {
+        let Some(Prepared { mode, sharding }) = &self.prepared else {
             return forward(&self.block, input);
         };
-        if units == Units::Recompute {
-            return recompute(&self.block, input, forward);
+        let UnitMode { units, number } = *mode;
+        if matches!(units, Units::Recompute | Units::Shard) {
+            return recompute::run(&self.block, sharding.clone(), input, forward);
         }
         let mut devices = self.block.devices();
         let input = map_floats(input, &mut |tensor| {
@@ -173,7 +197,7 @@ impl<M: Module + 'static> Unit<M> {
 pub(crate) fn prepare(model: BoxedModule, units: Units) -> (BoxedModule, usize) {
     struct Unchanged;
     impl ModuleMapper for Unchanged {}
-    let _preparing = Scoped::set(&PREPARING, Some(Prepared { units, number: 0 }));
+    let _preparing = Scoped::set(&PREPARING, Some(UnitMode { units, number: 0 }));
     let model = model.map(&mut Unchanged);
     (model, PREPARING.get().map_or(0, |next| next.number))
 }
@@ -181,24 +205,47 @@ pub(crate) fn prepare(model: BoxedModule, units: Units) -> (BoxedModule, usize) 
 thread_local! {
     /// The next unit of the model that is being prepared. A mapper sees only parameters, so units read their place
     /// here.
-    static PREPARING: Cell<Option<Prepared>> = const { Cell::new(None) };
+    static PREPARING: Cell<Option<UnitMode>> = const { Cell::new(None) };
 }
 
 impl<M: Module + 'static> Module for Unit<M> {
     fn map<T: ModuleMapper>(mut self, mapper: &mut T) -> Self {
-        if let Some(prepared) = PREPARING.get() {
-            self.prepared = Some(prepared);
-            PREPARING.set(Some(Prepared {
-                number: prepared.number + 1,
-                ..prepared
+        if let Some(mode) = PREPARING.get() {
+            self.prepared = Some(Prepared {
+                mode,
+                sharding: None,
+            });
+            PREPARING.set(Some(UnitMode {
+                number: mode.number + 1,
+                ..mode
             }));
         }
-        self.block = self.block.map(mapper);
+        if let Some(mut change) = Change::take() {
+            let sharding = self.prepared.as_ref();
+            let sharding = sharding.and_then(|prepared| prepared.sharding.clone());
+            let (block, sharding) = change.apply(BoxedModule::new(self.block), sharding);
+            change.put_back();
+            self.block = block.into_model();
+            if let Some(prepared) = &mut self.prepared {
+                prepared.sharding = sharding;
+            }
+            return self;
+        }
+        let prepared = self.prepared.as_ref();
+        let sharding = prepared.and_then(|prepared| prepared.sharding.clone());
+        self.block = match sharding {
+            Some(sharding) => sharding.pieces.show(|| self.block.map(mapper)),
+            None => self.block.map(mapper),
+        };
         self
     }
 
     fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
-        self.block.visit(visitor);
+        let prepared = self.prepared.as_ref();
+        match prepared.and_then(|prepared| prepared.sharding.as_ref()) {
+            Some(sharding) => sharding.pieces.show(|| self.block.visit(visitor)),
+            None => self.block.visit(visitor),
+        }
     }
 
     fn collect_devices(&self, devices: Devices) -> Devices {
@@ -223,7 +270,7 @@ impl<M: Module + 'static> Module for Unit<M> {
     fn valid(&self) -> Self {
         Self {
             block: self.block.valid(),
-            ..*self
+            prepared: self.prepared.clone(),
         }
     }
 

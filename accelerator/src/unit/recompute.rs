@@ -1,6 +1,6 @@
 //! A block as one operation of the graph, which runs the block again in backward.
 
-use core::cell::{Cell, RefCell};
+use core::cell::RefCell;
 use core::fmt;
 use core::mem::take;
 use std::sync::Arc;
@@ -8,14 +8,17 @@ use std::sync::Arc;
 use accelerator_host::sync::Mutex;
 use burn::backend::DispatchTensor;
 use burn::backend::autodiff::NodeId;
-use burn::module::{Module, ModuleMapper, Param};
+use burn::module::{Module, ModuleMapper, Param, ParamId};
 use burn::tensor::{DType, Device, Shape, Tensor};
 
+use super::seeded_run::SeededRun;
+use super::sharding::{self, BlockGradient, Sharding};
 use super::statistics::Statistics;
 use crate::context::Context;
 use crate::core::autodiff::{Node, NodeContext, above, above_both, tracked_node};
-use crate::core::draws::{self, drawing};
+use crate::core::draws;
 use crate::core::dyn_module::BoxedModule;
+use crate::core::error::Error;
 use crate::core::scoped::Scoped;
 use crate::core::tensor::any_rank;
 use crate::core::tensors::{Tensors, map_floats};
@@ -68,60 +71,92 @@ where
     I: Tensors + Clone + Send + 'static,
     O: Tensors + 'static,
 {
+    run(block, None, input, forward)
+}
+
+/// Runs a unit as [`recompute`] does. If its parameters are sharded, they are whole only while it runs.
+pub(super) fn run<M, I, O>(
+    block: &M,
+    sharding: Option<Arc<Sharding>>,
+    input: I,
+    forward: impl Fn(&M, I) -> O + Send + 'static,
+) -> O
+where
+    M: Module + 'static,
+    I: Tensors + Clone + Send + 'static,
+    O: Tensors + 'static,
+{
     let mut cut = Cut::default();
     let free_input = map_floats(input.clone(), &mut |tensor| cut.input(tensor));
     // Parameters become untracked but stay on an autodiff device, which Dropout and BatchNorm look at.
     let free_block = BoxedModule::new(block.clone()).map(&mut cut);
     let Some(seeded) = cut.seeded() else {
-        return forward(block, input);
+        return match sharding {
+            Some(sharding) => forward(&cut.whole(&sharding, free_block).into_model(), input),
+            None => forward(block, input),
+        };
     };
     drop(input);
     let statistics = cut.statistics(&free_block);
-    let (block, input) = (free_block.into_model::<M>(), free_input);
-    let output = seeded.run(|| forward(&block, input.clone()));
-    let Some(recomputation) = cut.into_recomputation(seeded) else {
+    let input = free_input;
+    let (free_block, output) = match &sharding {
+        Some(sharding) => {
+            // Other ranks, which may be threads of this process, take part: none of them may hold the generator.
+            let whole = sharding.gather(free_block.clone()).into_model();
+            (free_block, seeded.run(|| forward(&whole, input.clone())))
+        }
+        None => {
+            let block = free_block.into_model();
+            let output = seeded.run(|| forward(&block, input.clone()));
+            (BoxedModule::new(block), output)
+        }
+    };
+    let Some(recomputation) = cut.into_recomputation(seeded, sharding) else {
         return output;
     };
-    let mut outputs = recomputation.place(Box::new(move |leaves| {
-        let run = || {
-            let block = BoxedModule::new(block).map(leaves).into_model::<M>();
-            let input = map_floats(input, &mut |tensor| leaves.input(tensor));
-            let mut outputs = Vec::new();
-            map_floats(forward(&block, input), &mut |tensor| {
-                outputs.push(tensor.clone());
-                tensor
-            });
-            outputs
-        };
-        match &statistics {
-            Some(statistics) => statistics.again(run),
-            None => run(),
-        }
-    }));
+    let mut outputs = recomputation.place(
+        free_block,
+        Box::new(move |block, leaves| {
+            let run = || {
+                let block = block.map(leaves).into_model::<M>();
+                let input = map_floats(input, &mut |tensor| leaves.input(tensor));
+                let mut outputs = Vec::new();
+                map_floats(forward(&block, input), &mut |tensor| {
+                    outputs.push(tensor.clone());
+                    tensor
+                });
+                outputs
+            };
+            match &statistics {
+                Some(statistics) => statistics.again(run),
+                None => run(),
+            }
+        }),
+    );
     map_floats(output, &mut |values| outputs.next(values))
 }
 
-/// Returns `true` within a block that runs twice, in either run.
-pub(crate) fn runs_twice() -> bool {
-    RECOMPUTED.get()
-}
-
-/// Begins the backward pass of an accelerator, which ends when the guard is dropped: the time of blocks that run again is
-/// recorded, and the generator is seeded at the end, so that what is drawn next does not depend on them.
-pub(crate) fn backward_begins(context: &Context) -> impl Drop + use<'_> {
-    struct End<'a>(&'a Context, Option<Timeline>);
+/// Begins the backward pass of an accelerator, of a micro-step with that weight, which ends when the guard is dropped: the
+/// time of blocks that run again is recorded, and the generator is seeded at the end, so that what is drawn next does not
+/// depend on them.
+pub(crate) fn backward_begins(context: &Context, weight: f64) -> impl Drop + use<'_> {
+    struct End<'a>(
+        &'a Context,
+        Option<Timeline>,
+        #[expect(dead_code)] Scoped<Option<f64>>,
+    );
     impl Drop for End<'_> {
         fn drop(&mut self) {
             TIMELINE.set(self.1.take());
             draws::seed_after_backward(&self.0.device);
         }
     }
-    End(context, TIMELINE.replace(Some(context.timeline.clone())))
+    let timeline = TIMELINE.replace(Some(context.timeline.clone()));
+    End(context, timeline, sharding::weigh(weight))
 }
 
 thread_local! {
     static TIMELINE: RefCell<Option<Timeline>> = const { RefCell::new(None) };
-    static RECOMPUTED: Cell<bool> = const { Cell::new(false) };
 }
 
 /// The cut between a block and the graph: the tensors that enter the block, each taken out of the graph.
@@ -186,11 +221,7 @@ impl Cut {
         if self.is_foreign {
             return None;
         }
-        let _turn = drawing();
-        Some(SeededRun {
-            seed: draws::next_unit_seed(&device),
-            device,
-        })
+        Some(SeededRun::next(device))
     }
 
     /// The statistics that the block updates. They are untracked, as few parameters are, so that most blocks need not be
@@ -202,8 +233,22 @@ impl Cut {
             .then(|| Statistics::of(block))?
     }
 
+    /// The block with whole parameters, of which no gradient can be made.
+    fn whole(&self, sharding: &Sharding, block: BoxedModule) -> BoxedModule {
+        if self.is_foreign {
+            sharding.refuse(Error::misuse(
+                "a sharded unit computes on a device for which this library was not built, and would get no gradients",
+            ));
+        }
+        sharding.gather(block)
+    }
+
     /// The block, ready to become an operation of the graph; `None` if nothing needs a gradient.
-    fn into_recomputation(self, run: SeededRun) -> Option<Recomputation> {
+    fn into_recomputation(
+        self,
+        run: SeededRun,
+        sharding: Option<Arc<Sharding>>,
+    ) -> Option<Recomputation> {
         let token = Tensor::<1>::zeros([1], &run.device).into_dispatch();
         let below = self
             .parents
@@ -213,6 +258,7 @@ impl Cut {
             below,
             targets: self.targets,
             run,
+            sharding,
             token,
         })
     }
@@ -236,7 +282,7 @@ impl Node for Tie {
 }
 
 /// Runs a block again, in a graph of its own, and returns its outputs.
-type Again = Box<dyn FnOnce(&mut BlockLeaves<'_>) -> Vec<DispatchTensor> + Send>;
+type Again = Box<dyn FnOnce(BoxedModule, &mut BlockLeaves<'_>) -> Vec<DispatchTensor> + Send>;
 
 /// A block that is to become an operation of the graph.
 struct Recomputation {
@@ -244,40 +290,27 @@ struct Recomputation {
     below: DispatchTensor,
     targets: Targets,
     run: SeededRun,
+    sharding: Option<Arc<Sharding>>,
     /// A placeholder for the value of nodes that have none.
     token: DispatchTensor,
 }
 
 impl Recomputation {
-    /// Places the block in the graph.
-    fn place(self, again: Again) -> Outputs {
+    /// Places the block in the graph, which is to run again.
+    fn place(self, block: BoxedModule, again: Again) -> Outputs {
         let gradients = Arc::new(Mutex::new(Vec::new()));
         let node = BlockNode {
-            again: Mutex::new(Some(again)),
+            again: Mutex::new(Some((block, again))),
             gradients: gradients.clone(),
             targets: self.targets,
             run: self.run,
+            sharding: self.sharding,
             token: self.token.clone(),
         };
         Outputs {
             block: above(self.below, self.token, Arc::new(node)),
             gradients,
         }
-    }
-}
-
-/// A run of a block, which draws the same numbers each time.
-struct SeededRun {
-    seed: u64,
-    device: Device,
-}
-
-impl SeededRun {
-    fn run<T>(&self, block: impl FnOnce() -> T) -> T {
-        let _twice = Scoped::set(&RECOMPUTED, true);
-        // Another rank of this process may draw from the generator, too.
-        let _turn = drawing();
-        draws::in_unit(self.seed, &self.device, block)
     }
 }
 
@@ -333,49 +366,87 @@ impl Node for OutputNode {
 
 /// The operation of a block. Backward reaches it after all outputs that the loss depends on.
 struct BlockNode {
-    again: Mutex<Option<Again>>,
+    again: Mutex<Option<(BoxedModule, Again)>>,
     gradients: OutputGradients,
     targets: Targets,
     run: SeededRun,
+    sharding: Option<Arc<Sharding>>,
     token: DispatchTensor,
 }
 
 impl Node for BlockNode {
     fn backward(&self, here: &mut dyn NodeContext) {
-        let Some(again) = self.again.lock().take() else {
+        let Some((block, again)) = self.again.lock().take() else {
             return;
+        };
+        let block = match &self.sharding {
+            Some(sharding) => sharding.gather(block),
+            None => block,
         };
         let timeline = TIMELINE.with_borrow(Clone::clone);
         let recomputing = timeline
             .as_ref()
             .map(|timeline| timeline.span(Phase::Recompute));
         let mut leaves = BlockLeaves::new(&self.targets);
-        let outputs = self.run.run(|| again(&mut leaves));
+        let outputs = self.run.run(|| again(block, &mut leaves));
         drop(recomputing);
         let BlockLeaves {
-            inputs, parameters, ..
+            inputs,
+            parameters,
+            ids,
+            ..
         } = leaves;
         let mut gradients = self.backward_from(outputs);
-        for (targets, leaves) in [
-            (&self.targets.parameters, parameters),
-            (&self.targets.inputs, inputs),
-        ] {
-            for (target, leaf) in targets.iter().zip(leaves) {
-                let (Some(target), Some(leaf)) = (target, leaf) else {
-                    continue;
-                };
-                let leaf = any_rank(&leaf);
-                let gradient = gradients
-                    .as_mut()
-                    .and_then(|gradients| leaf.grad_remove(gradients));
-                let gradient = match (gradient, target.kind) {
-                    (None, TargetKind::Inner) => Some(leaf.inner().zeros_like()),
-                    (gradient, _) => gradient,
-                };
-                if let Some(gradient) = gradient {
-                    here.give(target.node, gradient.into_dispatch());
-                }
+        let mut take_all = |leaves: &[Option<DispatchTensor>]| -> Vec<Option<DispatchTensor>> {
+            let take = |leaf: &Option<DispatchTensor>| {
+                let gradient = any_rank(leaf.as_ref()?).grad_remove(gradients.as_mut()?);
+                gradient.map(Tensor::into_dispatch)
+            };
+            leaves.iter().map(take).collect()
+        };
+        let (of_parameters, of_inputs) = (take_all(&parameters), take_all(&inputs));
+        let of_parameters = match &self.sharding {
+            Some(sharding) => {
+                let whole = ids.iter().zip(&parameters).zip(of_parameters);
+                let whole = whole.map(|((id, leaf), gradient)| {
+                    let (id, leaf) = (*id, leaf.clone()?);
+                    Some(BlockGradient { id, leaf, gradient })
+                });
+                sharding.scatter(whole.collect())
             }
+            None => of_parameters,
+        };
+        let zeros = |leaf: &DispatchTensor| any_rank(leaf).inner().zeros_like().into_dispatch();
+        give(here, &self.targets.parameters, of_parameters, |place| {
+            let leaf = parameters[place].as_ref()?;
+            Some(match &self.sharding {
+                Some(sharding) => sharding.zeros(ids[place], leaf),
+                None => zeros(leaf),
+            })
+        });
+        give(here, &self.targets.inputs, of_inputs, |place| {
+            inputs[place].as_ref().map(zeros)
+        });
+    }
+}
+
+/// Gives each target its gradient, or zeros if it must have one.
+fn give(
+    here: &mut dyn NodeContext,
+    targets: &[Option<Target>],
+    gradients: Vec<Option<DispatchTensor>>,
+    zeros: impl Fn(usize) -> Option<DispatchTensor>,
+) {
+    for (place, (target, gradient)) in targets.iter().zip(gradients).enumerate() {
+        let Some(target) = target else {
+            continue;
+        };
+        let gradient = gradient.or_else(|| match target.kind {
+            TargetKind::Inner => zeros(place),
+            TargetKind::Leaf => None,
+        });
+        if let Some(gradient) = gradient {
+            here.give(target.node, gradient);
         }
     }
 }
@@ -427,6 +498,8 @@ struct BlockLeaves<'a> {
     targets: &'a Targets,
     inputs: Vec<Option<DispatchTensor>>,
     parameters: Vec<Option<DispatchTensor>>,
+    /// The ids of the parameters.
+    ids: Vec<ParamId>,
 }
 
 impl<'a> BlockLeaves<'a> {
@@ -435,6 +508,7 @@ impl<'a> BlockLeaves<'a> {
             targets,
             inputs: Vec::new(),
             parameters: Vec::new(),
+            ids: Vec::new(),
         }
     }
 
@@ -453,6 +527,7 @@ impl ModuleMapper for BlockLeaves<'_> {
         let value = value.set_require_grad(target.is_some());
         let leaf = target.map(|_| value.clone().into_dispatch());
         self.parameters.push(leaf);
+        self.ids.push(id);
         Param::from_mapped_value(id, value, mapper)
     }
 }

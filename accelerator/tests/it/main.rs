@@ -34,6 +34,7 @@ mod resume_faults;
 mod samplers;
 mod saves;
 mod schedules;
+mod sharded_units;
 mod spread_gradients;
 mod statistics;
 mod stragglers;

@@ -33,8 +33,11 @@ enum Meaning {
 use Meaning::{Ignored, Implies, Instead, Is, Value};
 
 const ANY: fn(&str) -> bool = |_| true;
-const ZERO: &str = "for ZeRO stage 1 write `prepare((model, Sharded(optimizer)))` in the program";
-const PARALLEL: &str = "every rank has the whole model here, so leave it out";
+const ZERO: &str = "for ZeRO stage 1 write `prepare((model, Sharded(optimizer)))` in the program, and for stage 3 put the \
+     blocks of the model into `nn::Unit`s and write ACCEL_UNITS=shard before accel-launch";
+const FSDP: &str =
+    "put the blocks of the model into `nn::Unit`s, and write ACCEL_UNITS=shard before accel-launch";
+const PARALLEL: &str = "every rank computes with whole layers here, so leave it out";
 const DYNAMO: &str = "kernels are compiled by the backend: build the program with its features `fusion` and `autotune`";
 const NO_BACKEND: &str =
     "there is no backend for it: write --device cuda, wgpu, flex or ndarray, or leave it out";
@@ -163,7 +166,7 @@ const FLAGS: &[(&[&str], Meaning)] = &[
             "put the blocks of the model into `nn::Unit`s, and write ACCEL_UNITS=recompute before accel-launch",
         ),
     ),
-    (&["use-fsdp", "fsdp-*"], Instead(ZERO)),
+    (&["use-fsdp", "fsdp-*"], Instead(FSDP)),
     (
         &[
             "use-megatron-lm",

@@ -408,7 +408,7 @@ fn recomputed_layers_of_processes_learn_the_same_as_kept_ones() {
     };
     let plain = run("plain");
     assert!(plain[0].contains("epoch 0"), "{}", plain[0]);
-    for units in ["keep", "recompute"] {
+    for units in ["keep", "recompute", "shard"] {
         assert_eq!(run(units), plain, "{units}");
     }
 }

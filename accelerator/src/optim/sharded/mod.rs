@@ -1,7 +1,9 @@
 //! Optimizers whose state is sharded over the ranks.
 
+mod elements;
 pub(super) mod param_shards;
-mod partition;
+mod pieces;
+mod records;
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
@@ -11,18 +13,20 @@ use accelerator_collective::internal::GroupExt;
 use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::{Module, ParamId};
 use burn::optim::{GradientsParams, ModuleOptimizer, OptimizerRecord};
-use burn::tensor::{Bytes, DType};
-use burn_pack::{Reader, Scalar, Tensor, Writer};
+use burn::tensor::Bytes;
 
+use self::elements::Elements;
 use self::param_shards::{ShardGradients, ShardReader};
-use self::partition::{Elements, Partition, Partitioner};
+pub(super) use self::pieces::PieceState;
+use self::records::{RecordEntry, Records};
 use super::fused::step::{self, StepOutput};
 use super::unsharded::FusedSupport;
 use crate::core::dyn_module::BoxedModule;
 use crate::core::error::{Error, Result};
+use crate::core::partition::{Partition, Partitioner};
 use crate::core::tensor::register;
 use crate::model::Trainable;
-use crate::optim::record_io::{bytes_of, check_types, load, reader, unwritable};
+use crate::optim::record_io::{bytes_of, check_types, load};
 use crate::reduce::{GradientSums, ShardMap};
 
 /// An optimizer whose state is sharded over the ranks: prepare `Sharded(optimizer)` instead of `optimizer`, with or
@@ -93,9 +97,20 @@ pub(crate) struct Shards {
 /// The state of all ranks at one moment.
 pub(super) struct FullState {
     partitions: HashMap<ParamId, Partition>,
+    /// The state of other parameters.
+    others: OtherState,
     loaded: Records,
     /// The part of each rank, once they came together on rank 0.
     parts: Vec<Vec<u8>>,
+}
+
+/// The state of parameters that are not cut.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum OtherState {
+    /// There is none.
+    Unexpected,
+    /// The same on all ranks.
+    Replicated,
 }
 
 impl Shards {
@@ -140,6 +155,7 @@ impl Shards {
     pub(super) fn full_state(&self) -> FullState {
         FullState {
             partitions: self.partitions.known().clone(),
+            others: OtherState::Unexpected,
             loaded: self.loaded.clone(),
             parts: Vec::new(),
         }
@@ -252,14 +268,11 @@ impl Shards {
         optimizer: &mut ModuleOptimizer,
         sums: &mut GradientSums,
     ) -> Result<Option<Arc<ShardMap>>> {
-        if sums
-            .bounds()
-            .is_some_and(|bounds| !self.partitions.are_at(bounds))
-        {
+        if sums.bounds().is_some_and(|bounds| !self.are_mine(bounds)) {
             sums.make_whole()?;
         }
         let next = sums.next_bounds();
-        if next.is_some_and(|bounds| self.partitions.are_at(&bounds)) {
+        if next.is_some_and(|bounds| self.are_mine(&bounds)) {
             return Ok(None);
         }
         let (mut partitions, mut cut) = (Vec::new(), Records::default());
@@ -269,9 +282,12 @@ impl Shards {
                 partitions.push(partition.clone());
                 continue;
             }
-            let partition = self
-                .partitions
-                .settle(parameter, || told.next().unwrap_or(false));
+            let partition = self.partitions.settle(
+                parameter.id,
+                &parameter.shape,
+                parameter.float.width(),
+                || told.next().unwrap_or(false),
+            );
             partitions.push(partition.clone());
             if let Some(entry) = self.loaded.0.remove(&parameter.id)
                 && let Some(entry) = entry.cut(partition, self.group.rank())
@@ -289,8 +305,22 @@ impl Shards {
             check_types(&loaded, known, sums.device())?;
             *optimizer = loaded;
         }
-        let bounds = sums.can_shard().then(|| self.partitions.bounds(partitions));
-        Ok(bounds.map(Arc::new))
+        Ok(sums.can_shard().then(|| {
+            let bounds = partitions
+                .iter()
+                .map(|partition| partition.bounds().to_vec());
+            let ranks = self.group.world_size();
+            Arc::new(ShardMap::new(
+                bounds.collect(),
+                ranks,
+                self.partitions.identity(),
+            ))
+        }))
+    }
+
+    /// Returns `true` if gradients that are cut there are cut for this optimizer.
+    fn are_mine(&self, bounds: &ShardMap) -> bool {
+        bounds.are_of(self.partitions.identity())
     }
 
     /// Tells which of the large parameters that are settled next are stepped element by element. Rank 0 decides: the
@@ -299,7 +329,7 @@ impl Shards {
     fn judge(&self, sums: &GradientSums) -> Result<Vec<bool>> {
         let parameters = sums.all_parameters().iter();
         let large: Vec<_> = parameters
-            .filter(|parameter| self.partitions.asks_about(parameter))
+            .filter(|parameter| self.partitions.asks_about(parameter.id, &parameter.shape))
             .collect();
         if large.is_empty() {
             return Ok(Vec::new());
@@ -316,6 +346,26 @@ impl Shards {
 }
 
 impl FullState {
+    /// The state of an optimizer of a model that holds pieces of these parameters.
+    pub(super) fn of_pieces(partitions: HashMap<ParamId, Partition>) -> Self {
+        Self {
+            partitions,
+            others: OtherState::Replicated,
+            loaded: Records::default(),
+            parts: Vec::new(),
+        }
+    }
+
+    /// Returns this rank's part of the state. What all ranks have is rank 0's.
+    fn own(&self, group: &ProcessGroup, optimizer: &ModuleOptimizer) -> Result<Vec<u8>> {
+        if self.others == OtherState::Unexpected || group.rank() == 0 {
+            return Ok(bytes_of(optimizer)?.to_vec());
+        }
+        let mut records = Records::of(optimizer)?;
+        records.0.retain(|id, _| self.partitions.contains_key(id));
+        Ok(records.into_bytes()?.to_vec())
+    }
+
     /// Brings the state of all ranks together on rank 0. If one rank cannot write its own, all fail.
     #[track_caller]
     pub(super) fn gather(
@@ -324,7 +374,7 @@ impl FullState {
         optimizer: &ModuleOptimizer,
     ) -> Result<()> {
         // A rank without its state still takes part, or the others would wait for it.
-        let own = bytes_of(optimizer);
+        let own = self.own(group, optimizer);
         let mine = [u8::from(own.is_ok())];
         let mut lost = group.all_gather(&mine)?.into_iter().zip(0_usize..);
         let lost = lost.find(|(is_there, _)| *is_there == 0);
@@ -367,8 +417,11 @@ impl FullState {
         }
         let mut whole = self.loaded.clone();
         for (id, entries) in shards {
-            let partition = self.partitions.get(&id);
-            let entry = partition.and_then(|partition| RecordEntry::join(entries, partition));
+            let entry = match (self.partitions.get(&id), self.others) {
+                (Some(partition), _) => RecordEntry::join(entries, partition),
+                (None, OtherState::Replicated) => entries.into_iter().next().flatten(),
+                (None, OtherState::Unexpected) => None,
+            };
             let entry = entry.ok_or_else(|| {
                 Error::checkpoint(format!(
                     "expected a part of the state of parameter {id} from every rank that has \
@@ -380,163 +433,4 @@ impl FullState {
         }
         whole.into_bytes()
     }
-}
-
-/// A record of Burn's, taken apart by parameters.
-#[derive(Clone, Default)]
-struct Records(BTreeMap<ParamId, RecordEntry>);
-
-/// The state of a parameter, or of a piece of it.
-#[derive(Clone, Default)]
-struct RecordEntry {
-    path: Option<String>,
-    scalars: Vec<(String, Scalar)>,
-    tensors: Vec<RecordField>,
-}
-
-#[derive(Clone)]
-struct RecordField {
-    name: String,
-    dtype: DType,
-    shape: Vec<usize>,
-    bytes: Bytes,
-}
-
-impl Records {
-    fn of(optimizer: &ModuleOptimizer) -> Result<Self> {
-        Self::read(bytes_of(optimizer)?)
-    }
-
-    fn read(record: Bytes) -> Result<Self> {
-        let reader: Reader = reader(record)?;
-        let mut records = Self::default();
-        for (id, path) in reader.metadata() {
-            if let Ok(id) = id.parse::<u64>() {
-                records.entry(id).path = Some(path.clone());
-            }
-        }
-        for (name, value) in reader.scalars() {
-            if let Some((id, name)) = split(name) {
-                records.entry(id).scalars.push((name, *value));
-            }
-        }
-        for tensor in reader.into_tensors().map_err(unwritable)? {
-            let (name, dtype, shape, _, bytes) = tensor.into_parts().map_err(unwritable)?;
-            if let Some((id, name)) = split(&name) {
-                records.entry(id).tensors.push(RecordField {
-                    name,
-                    dtype,
-                    shape: shape.to_vec(),
-                    bytes,
-                });
-            }
-        }
-        Ok(records)
-    }
-
-    fn into_bytes(self) -> Result<Bytes> {
-        let mut tensors = Vec::new();
-        let (mut scalars, mut paths) = (Vec::new(), Vec::new());
-        for (id, entry) in self.0 {
-            let id = id.val();
-            paths.extend(entry.path.map(|path| (id.to_string(), path)));
-            let named = entry.scalars.into_iter();
-            scalars.extend(named.map(|(name, value)| (format!("{id}.{name}"), value)));
-            tensors.extend(entry.tensors.into_iter().map(|field| {
-                let name = format!("{id}.{}", field.name);
-                Tensor::new(name, field.dtype, field.shape, Some(id), field.bytes)
-            }));
-        }
-        let mut writer = Writer::new(tensors);
-        for (name, value) in scalars {
-            writer = writer.with_scalar(&name, value);
-        }
-        for (id, path) in paths {
-            writer = writer.with_metadata(&id, &path);
-        }
-        writer.into_bytes().map(Bytes::shared).map_err(unwritable)
-    }
-
-    fn size(&self) -> usize {
-        let fields = self.0.values().flat_map(|entry| &entry.tensors);
-        fields.map(|field| field.bytes.len()).sum()
-    }
-
-    fn entry(&mut self, id: u64) -> &mut RecordEntry {
-        self.0.entry(ParamId::from(id)).or_default()
-    }
-}
-
-impl RecordEntry {
-    /// Returns a rank's part of the state of a whole parameter.
-    fn cut(self, partition: &Partition, rank: usize) -> Option<Self> {
-        let range = partition.range(rank);
-        if range.is_empty() && partition.elements() > 0 {
-            return None;
-        }
-        if range.len() == partition.elements() {
-            return Some(self);
-        }
-        let cut = |field: RecordField| {
-            if field.shape.iter().product::<usize>() != partition.elements() {
-                return field;
-            }
-            let width = field.dtype.size();
-            let bytes = field.bytes[range.start * width..range.end * width].to_vec();
-            RecordField {
-                shape: partition.shape(rank),
-                bytes: Bytes::from_bytes_vec(bytes),
-                ..field
-            }
-        };
-        Some(Self {
-            tensors: self.tensors.into_iter().map(cut).collect(),
-            ..self
-        })
-    }
-
-    /// The state of a whole parameter, of what each rank keeps of it; `None` if a rank has none of
-    /// elements that live there, or other tensors than the first.
-    fn join(parts: Vec<Option<Self>>, partition: &Partition) -> Option<Self> {
-        let mut parts = parts.into_iter().enumerate();
-        let (rank, mut whole) = parts.find_map(|(rank, part)| Some((rank, part?)))?;
-        let length = partition.range(rank).len();
-        if length == partition.elements() {
-            return Some(whole);
-        }
-        let mut reached = partition.range(rank).end;
-        let mut rest = Vec::new();
-        for (rank, part) in parts {
-            let range = partition.range(rank);
-            if range.is_empty() {
-                continue;
-            }
-            reached = range.end;
-            rest.push((range.len(), part?));
-        }
-        if partition.range(rank).start != 0 || reached != partition.elements() {
-            return None;
-        }
-        for (at, field) in whole.tensors.iter_mut().enumerate() {
-            if field.shape.iter().product::<usize>() != length {
-                continue;
-            }
-            let mut bytes = field.bytes.to_vec();
-            for (length, part) in &rest {
-                let other = part.tensors.get(at)?;
-                if other.name != field.name || other.bytes.len() != length * field.dtype.size() {
-                    return None;
-                }
-                bytes.extend_from_slice(&other.bytes);
-            }
-            field.bytes = Bytes::from_bytes_vec(bytes);
-            field.shape = partition.whole_shape().to_vec();
-        }
-        Some(whole)
-    }
-}
-
-fn split(name: &str) -> Option<(u64, String)> {
-    let (id, name) = name.split_once('.')?;
-    Some((id.parse().ok()?, name.to_owned()))
 }

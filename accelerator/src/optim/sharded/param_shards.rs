@@ -8,8 +8,8 @@ use burn::module::{Devices, Module, ModuleMapper, ModuleVisitor, Param, ParamId}
 use burn::optim::{GradientsParams, ModuleOptimizer};
 use burn::tensor::{Bytes, Device, Shape, Tensor, TensorData};
 
-use super::partition::Partition;
 use crate::core::module::ModulePath;
+use crate::core::partition::Partition;
 use crate::core::tensor::{from_data, register, with_rank};
 use crate::model::Trainable;
 use crate::optim::fused::step;
@@ -317,6 +317,7 @@ mod tests {
             path: path.to_owned(),
             shape: shape.to_vec(),
             float,
+            piece: None,
         };
         is_element_wise(&optimizer, &parameter, &Device::flex())
     }
@@ -394,6 +395,7 @@ mod tests {
                 path: path.to_owned(),
                 shape: vec![30, 10],
                 float,
+                piece: None,
             };
             let found = is_fused(&optimizer, &parameter, &Device::flex());
             assert_eq!(found, expected, "{path} {float:?}");

@@ -21,6 +21,7 @@ use super::model_state::{ModelName, ModelState};
 use super::updates::SeenUpdates;
 use super::window::{self, Totals, Window, check_all_known};
 use crate::core::error::{Error, Result};
+use crate::core::tensor::register;
 use crate::data::ConsumeTicket;
 use crate::precision::Cast;
 use crate::reduce::pace::Pace;
@@ -147,6 +148,9 @@ impl Reducer {
         let sum_scope = match alone.bucket_set.layout.cuts() {
             Some(cuts) => SumScope::Own {
                 cuts: cuts.clone(),
+                group: group.clone(),
+            },
+            None if alone.bucket_set.layout.has_pieces() => SumScope::Pieces {
                 group: group.clone(),
             },
             None => SumScope::Whole,
@@ -321,8 +325,14 @@ impl Reducer {
         replace(&mut self.outcome, Ok(()))?;
         self.totals.loss.add(self.weight, loss);
         if self.is_idle() {
-            // What it computed may be anything.
-            gradients = GradientsParams::new();
+            // What it computed may be anything, but for the sums over the ranks of its pieces.
+            let mut computed = core::mem::take(&mut gradients);
+            let parameters = model_state.parameters().iter();
+            for parameter in parameters.filter(|parameter| parameter.piece.is_some()) {
+                if let Some(gradient) = element_values::take(&mut computed, parameter) {
+                    register(&mut gradients, parameter.id, gradient);
+                }
+            }
         }
         if !self.totals.loss.read.is_finite()
             && model_state.on_non_finite_loss == OnNonFiniteLoss::Warn

@@ -22,6 +22,7 @@ fn model_state(ids: impl IntoIterator<Item = u64>) -> Arc<ModelState> {
         path: format!("{id}"),
         shape: vec![1000],
         float: Float::F32,
+        piece: None,
     };
     Arc::new(ModelState::new(ModelSettings {
         bucket_size: 1024,

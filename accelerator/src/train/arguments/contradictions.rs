@@ -1,7 +1,7 @@
 //! Finds contradictions between arguments before the first step.
 
 use super::{
-    IntervalStrategy, OptimizerName, ReportTo, SaveStrategy, TrainSamplingStrategy,
+    FsdpStrategy, IntervalStrategy, OptimizerName, ReportTo, SaveStrategy, TrainSamplingStrategy,
     TrainingArguments,
 };
 use crate::core::error::{Error, Result};
@@ -320,7 +320,12 @@ impl Contradictions {
             "gradient_compression is set with local_sgd_steps, with which no gradients travel: leave one of them out"
                 .to_owned()
         });
+        let is_sharded = a.fsdp == FsdpStrategy::FullShard;
+        self.expect(!is_sharded || !a.sharded_optimizer, || {
+            "fsdp is full_shard with sharded_optimizer, whose state it shards already: leave one of them out".to_owned()
+        });
         for (name, is_set) in [
+            ("fsdp", is_sharded),
             ("sharded_optimizer", a.sharded_optimizer),
             ("ema_decay", a.ema_decay.is_some()),
             ("check_replicas_steps", a.check_replicas_steps.is_some()),

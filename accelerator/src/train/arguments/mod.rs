@@ -141,6 +141,8 @@ arguments! {
         fp16: bool = false,
         /// Recompute the activations of units in backward instead of keeping them; `ACCEL_UNITS` also sets this.
         gradient_checkpointing: bool = false,
+        /// Shard the parameters of units over the ranks: full_shard; `ACCEL_UNITS` also sets this.
+        fsdp: FsdpStrategy = FsdpStrategy::NoShard,
         /// Recompute the values of cheap operations in backward: Burn's own checkpointing.
         recompute_operations: bool = false,
         /// In which type gradients travel: none (as computed), bf16 or f16.
@@ -186,6 +188,14 @@ words! {
         AdamWTorchFused = "adamw_torch_fused",
         AdamWTorch = "adamw_torch",
         Sgd = "sgd",
+    }
+}
+
+words! {
+    /// The parts of a model that are sharded over the ranks, by Hugging Face's names.
+    pub enum FsdpStrategy: "fsdp" {
+        NoShard = "no_shard",
+        FullShard = "full_shard",
     }
 }
 
@@ -271,7 +281,10 @@ impl TrainingArguments {
         if let Some(precision) = self.precision() {
             builder = builder.precision(precision);
         }
-        if self.gradient_checkpointing {
+        // Sharded units recompute their activations, too.
+        if self.fsdp == FsdpStrategy::FullShard {
+            builder = builder.units(Units::Shard);
+        } else if self.gradient_checkpointing {
             builder = builder.units(Units::Recompute);
         }
         if self.recompute_operations {

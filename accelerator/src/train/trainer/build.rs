@@ -27,8 +27,8 @@ use crate::precision::Precision;
 use crate::reduce::OnNonFiniteLoss;
 use crate::tracking::Tracker;
 use crate::train::arguments::{
-    EvalData, OptimizerName, OptimizerOrigin, ResumeFrom, SaveStrategy, TrainSamplingStrategy,
-    TrainingArguments, check,
+    EvalData, FsdpStrategy, OptimizerName, OptimizerOrigin, ResumeFrom, SaveStrategy,
+    TrainSamplingStrategy, TrainingArguments, check,
 };
 use crate::train::callback::{EarlyStopping, TrainerCallback};
 use crate::train::console::{Console, TableRows};
@@ -334,7 +334,12 @@ fn check_accelerator(arguments: &TrainingArguments, accelerator: &Accelerator) -
         ),
         (
             "gradient_checkpointing",
-            arguments.gradient_checkpointing && settings.units != Units::Recompute,
+            arguments.gradient_checkpointing
+                && !matches!(settings.units, Units::Recompute | Units::Shard),
+        ),
+        (
+            "fsdp",
+            arguments.fsdp == FsdpStrategy::FullShard && settings.units != Units::Shard,
         ),
         (
             "recompute_operations",

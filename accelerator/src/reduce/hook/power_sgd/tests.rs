@@ -30,6 +30,7 @@ impl Bench {
             path: format!("layer.{number}"),
             shape: shape.to_vec(),
             float: Float::F32,
+            piece: None,
         });
         Self {
             group: group.clone(),

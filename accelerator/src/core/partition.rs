@@ -1,12 +1,16 @@
+//! The division of parameters among the ranks: of the state of a sharded optimizer, and of the parameters of sharded
+//! units.
+
+use core::cell::RefCell;
 use core::ops::Range;
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::sync::Arc;
 
-use burn::module::{ModuleMapper, Param, ParamId};
-use burn::tensor::{Bytes, DType, Device, Shape, Tensor, TensorData};
+use burn::module::ParamId;
 
-use crate::model::Trainable;
-use crate::reduce::{BLOCK, ShardMap};
+/// The number of elements whose squares are added up by themselves for the norm. Parameters are cut between blocks, so
+/// that the norm has the same bits however they are cut.
+pub(crate) const BLOCK: usize = 1024;
 
 /// A parameter is sharded only if each rank gets at least this many elements: for smaller shards, the
 /// fixed cost of a shard exceeds the saving.
@@ -14,19 +18,19 @@ const WORTH_A_PIECE: usize = 4096;
 
 /// The ranks on which the elements of a parameter live.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) struct Partition {
+pub(crate) struct Partition {
     /// Rank `r` has the elements from the `r`-th to the next one.
     bounds: Vec<usize>,
     shape: Vec<usize>,
 }
 
 impl Partition {
-    pub(super) fn range(&self, rank: usize) -> Range<usize> {
+    pub(crate) fn range(&self, rank: usize) -> Range<usize> {
         self.bounds[rank]..self.bounds[rank + 1]
     }
 
     /// The shape of a rank's piece: that of the parameter, if it has all of it.
-    pub(super) fn shape(&self, rank: usize) -> Vec<usize> {
+    pub(crate) fn shape(&self, rank: usize) -> Vec<usize> {
         let length = self.range(rank).len();
         if length == self.elements() {
             return self.shape.clone();
@@ -36,26 +40,31 @@ impl Partition {
         shape
     }
 
-    pub(super) fn whole_shape(&self) -> &[usize] {
+    pub(crate) fn whole_shape(&self) -> &[usize] {
         &self.shape
     }
 
-    pub(super) fn elements(&self) -> usize {
+    pub(crate) fn elements(&self) -> usize {
         self.bounds.last().copied().unwrap_or(0)
+    }
+
+    /// Returns the beginning of each rank's part, and the end of the last one.
+    pub(crate) fn bounds(&self) -> &[usize] {
+        &self.bounds
     }
 }
 
 /// The partitions of the parameters of all models that were stepped so far.
 #[derive(Debug)]
-pub(super) struct Partitioner {
-    /// The identity that bounds of gradients are known by.
+pub(crate) struct Partitioner {
+    /// The identity by which what is cut at these partitions is known.
     identity: Arc<()>,
     known: HashMap<ParamId, Partition>,
     loads: Vec<usize>,
 }
 
 impl Partitioner {
-    pub(super) fn new(ranks: usize) -> Self {
+    pub(crate) fn new(ranks: usize) -> Self {
         Self {
             identity: Arc::default(),
             known: HashMap::new(),
@@ -63,35 +72,31 @@ impl Partitioner {
         }
     }
 
-    pub(super) fn known(&self) -> &HashMap<ParamId, Partition> {
+    pub(crate) fn known(&self) -> &HashMap<ParamId, Partition> {
         &self.known
     }
 
-    pub(super) fn are_at(&self, bounds: &ShardMap) -> bool {
-        bounds.are_of(&self.identity)
-    }
-
-    /// Returns the bounds of gradients of parameters with these partitions, by number.
-    pub(super) fn bounds(&self, partitions: Vec<Partition>) -> ShardMap {
-        let bounds = partitions.into_iter().map(|partition| partition.bounds);
-        ShardMap::new(bounds.collect(), self.loads.len(), &self.identity)
+    pub(crate) fn identity(&self) -> &Arc<()> {
+        &self.identity
     }
 
     /// Returns `true` if [`settle`](Self::settle) asks if this parameter may be cut.
-    pub(super) fn asks_about(&self, parameter: &Trainable) -> bool {
-        !self.known.contains_key(&parameter.id) && self.is_large(parameter)
+    pub(crate) fn asks_about(&self, id: ParamId, shape: &[usize]) -> bool {
+        !self.known.contains_key(&id) && self.is_large(shape)
     }
 
-    /// Finds a home for a parameter. `may_be_cut` is asked where it is large.
-    pub(super) fn settle(
+    /// Finds a home for a parameter with elements of `width` bytes. `may_be_cut` is asked where it is large.
+    pub(crate) fn settle(
         &mut self,
-        parameter: &Trainable,
+        id: ParamId,
+        shape: &[usize],
+        width: usize,
         may_be_cut: impl FnOnce() -> bool,
     ) -> &Partition {
-        let (ranks, elements) = (self.loads.len(), parameter.shape.iter().product::<usize>());
-        let cut = self.is_large(parameter) && may_be_cut();
+        let (ranks, elements) = (self.loads.len(), shape.iter().product::<usize>());
+        let cut = self.is_large(shape) && may_be_cut();
         let bounds = if cut {
-            self.in_blocks(elements, parameter.float.width())
+            self.in_blocks(elements, width)
         } else {
             let owner = lightest(&self.loads);
             let bound = |rank| if rank > owner { elements } else { 0 };
@@ -99,16 +104,16 @@ impl Partitioner {
         };
         let partition = Partition {
             bounds,
-            shape: parameter.shape.clone(),
+            shape: shape.to_vec(),
         };
         for (rank, load) in self.loads.iter_mut().enumerate() {
-            *load += partition.range(rank).len() * parameter.float.width();
+            *load += partition.range(rank).len() * width;
         }
-        self.known.entry(parameter.id).or_insert(partition)
+        self.known.entry(id).or_insert(partition)
     }
 
-    fn is_large(&self, parameter: &Trainable) -> bool {
-        parameter.shape.iter().product::<usize>() >= self.loads.len() * WORTH_A_PIECE
+    fn is_large(&self, shape: &[usize]) -> bool {
+        shape.iter().product::<usize>() >= self.loads.len() * WORTH_A_PIECE
     }
 
     /// Splits `elements` elements of `width` bytes at block boundaries, evenly at first. Remaining blocks go to the
@@ -156,69 +161,39 @@ fn heaviest(loads: &[usize]) -> usize {
     loads.max_by_key(|(_, load)| **load).map_or(0, |(at, _)| at)
 }
 
-/// Takes the elements of parameters out of a model: moved, if nobody else holds its tensors.
-pub(super) struct ParameterTaker<'a> {
-    asked: HashSet<ParamId>,
-    taken: &'a mut Elements,
+/// The parameters of a sharded unit, each of which a rank holds a piece of.
+#[derive(Debug)]
+pub(crate) struct Pieces {
+    pub(crate) rank: usize,
+    pub(crate) partitions: HashMap<ParamId, Partition>,
 }
 
-/// Elements of parameters, to be written to and [put back](ModuleMapper) into their model.
-#[derive(Default)]
-pub(super) struct Elements(HashMap<ParamId, TakenParameter>);
-
-struct TakenParameter {
-    bytes: Bytes,
-    shape: Shape,
-    dtype: DType,
-    /// Its own, which knows how gradients are to be checkpointed.
-    device: Device,
-    requires_gradient: bool,
-}
-
-impl Elements {
-    pub(super) fn taker(&mut self, asked: HashSet<ParamId>) -> ParameterTaker<'_> {
-        ParameterTaker { asked, taken: self }
-    }
-
-    pub(super) fn write(&mut self, id: ParamId, start: usize, bytes: &[u8]) {
-        if let Some(held) = self.0.get_mut(&id) {
-            held.bytes[start..start + bytes.len()].copy_from_slice(bytes);
+impl Pieces {
+    /// Visits the unit's block: visitors find its pieces by [`partition_of`].
+    pub(crate) fn show<T>(self: &Arc<Self>, visit: impl FnOnce() -> T) -> T {
+        struct Before(Option<Arc<Pieces>>);
+        impl Drop for Before {
+            fn drop(&mut self) {
+                SHOWN.set(self.0.take());
+            }
         }
+        let _before = Before(SHOWN.replace(Some(self.clone())));
+        visit()
     }
 }
 
-impl ModuleMapper for ParameterTaker<'_> {
-    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        if !self.asked.remove(&param.id) {
-            return param;
-        }
-        let (id, old, mapper) = param.consume();
-        let (dtype, device) = (old.dtype(), old.device());
-        let requires_gradient = old.is_require_grad();
-        let (bytes, shape, _) = old.inner().into_data().into_parts();
-        let held = TakenParameter {
-            bytes,
-            shape,
-            dtype,
-            device,
-            requires_gradient,
-        };
-        let nothing = Tensor::<D>::zeros([1; D], &held.device);
-        self.taken.0.insert(id, held);
-        Param::from_mapped_value(id, nothing, mapper)
-    }
+/// Returns the partition of the parameter that is being visited, and this rank, if the model holds only a piece of it:
+/// a visitor sees that piece.
+pub(crate) fn partition_of(id: ParamId) -> Option<(Partition, usize)> {
+    SHOWN.with_borrow(|shown| {
+        let shown = shown.as_ref()?;
+        Some((shown.partitions.get(&id)?.clone(), shown.rank))
+    })
 }
 
-impl ModuleMapper for Elements {
-    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        let Some(held) = self.0.remove(&param.id) else {
-            return param;
-        };
-        let (id, _, mapper) = param.consume();
-        let data = TensorData::from_bytes(held.bytes, held.shape, held.dtype);
-        let new = Tensor::<D>::from_data(data, (&held.device, held.dtype));
-        Param::from_mapped_value(id, new.set_require_grad(held.requires_gradient), mapper)
-    }
+thread_local! {
+    /// The pieces of the sharded unit that is being visited. A visitor sees only parameters.
+    static SHOWN: RefCell<Option<Arc<Pieces>>> = const { RefCell::new(None) };
 }
 
 #[cfg(test)]
@@ -226,16 +201,6 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::model::Float;
-
-    fn parameter(elements: usize) -> Trainable {
-        Trainable {
-            id: ParamId::new(),
-            path: String::new(),
-            shape: vec![elements],
-            float: Float::F32,
-        }
-    }
 
     proptest! {
         #[test]
@@ -245,7 +210,7 @@ mod tests {
         ) {
             let mut partitions = Partitioner::new(ranks);
             for &size in &sizes {
-                let partition = partitions.settle(&parameter(size), || true).clone();
+                let partition = partitions.settle(ParamId::new(), &[size], 4, || true).clone();
                 let mut covered = 0;
                 for rank in 0..ranks {
                     prop_assert_eq!(partition.range(rank).start, covered);
@@ -272,7 +237,7 @@ mod tests {
     fn what_may_not_be_cut_lives_on_one_rank() {
         let mut partitions = Partitioner::new(2);
         for owner in [0, 1] {
-            let partition = partitions.settle(&parameter(100_000), || false);
+            let partition = partitions.settle(ParamId::new(), &[100_000], 4, || false);
             assert_eq!(partition.range(owner), 0..100_000);
             assert_eq!(partition.shape(owner), [100_000]);
         }

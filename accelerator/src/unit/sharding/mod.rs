@@ -1,0 +1,200 @@
+//! Units whose parameters are sharded over the ranks (ZeRO stage 3): each rank holds a piece of every parameter, and the
+//! whole ones of a unit only while it runs. See the README of `unit`.
+
+mod cut;
+mod exchange;
+mod join;
+
+use core::cell::RefCell;
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId, Parameter};
+use burn::tensor::{Bool, Int, Tensor};
+
+use self::cut::{Cuts, Cutter};
+pub(super) use self::exchange::{BlockGradient, Sharding, weigh};
+use self::join::{Joiner, UnitPartitions};
+use crate::context::Context;
+use crate::core::agreement;
+use crate::core::draws::drawing;
+use crate::core::dyn_module::{BoxedModule, DynModule};
+use crate::core::error::{Error, Result};
+use crate::core::partition::{Partition, partition_of};
+use crate::model::TiedParameters;
+
+/// Distributes the parameters of a model's units over the ranks: each is cut, and a rank keeps its piece. Values and ids
+/// are those of rank 0. Parameters that rank 0 has not drawn yet are drawn one after the other, in the order of the model;
+/// other ranks do not draw those of units. All ranks call it, with models of the same layout.
+#[track_caller]
+pub(crate) fn shard(context: &Arc<Context>, model: BoxedModule) -> Result<BoxedModule> {
+    let group = context.group.for_purpose("shard a model");
+    let cutter = Cutter::new(context, Cuts::even(&group));
+    // All ranks are here, so none of them waits for its turn before it takes part.
+    let turn = context.is_main_process().then(drawing);
+    let mut first = DrawInOrder(context.is_main_process());
+    let (model, cutter) = Change::Shard(cutter).applied_to(model, &mut first);
+    drop(turn);
+    let Some(Change::Shard(cutter)) = cutter else {
+        return Err(unfinished());
+    };
+    let outcome = cutter.finish(&model);
+    // No rank draws anything else before rank 0 is done.
+    let told = agreement::exchange(&group, outcome.as_ref().err(), "shard a model");
+    outcome.and(told)?;
+    context.forward_collectives.note();
+    Ok(model)
+}
+
+/// Draws what is outside of units in its turn.
+struct DrawInOrder(bool);
+
+impl DrawInOrder {
+    fn draw<T: Parameter>(&self, param: Param<T>) -> Param<T> {
+        if self.0 {
+            drop(param.base());
+        }
+        param
+    }
+}
+
+impl ModuleMapper for DrawInOrder {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        self.draw(param)
+    }
+
+    fn map_int<const D: usize>(&mut self, param: Param<Tensor<D, Int>>) -> Param<Tensor<D, Int>> {
+        self.draw(param)
+    }
+
+    fn map_bool<const D: usize>(
+        &mut self,
+        param: Param<Tensor<D, Bool>>,
+    ) -> Param<Tensor<D, Bool>> {
+        self.draw(param)
+    }
+}
+
+/// The ranks on which [`whole`] makes the model whole. The others take part.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum WholeOn {
+    All,
+    Main,
+}
+
+/// Returns the model with whole parameters. If its units are sharded, all ranks call it.
+#[track_caller]
+pub(crate) fn whole(context: &Context, model: BoxedModule, on: WholeOn) -> Result<BoxedModule> {
+    Ok(joined(context, model, on)?.0)
+}
+
+/// Returns the model with whole parameters, and the partitions of those that were cut, unit by unit.
+#[track_caller]
+fn joined(
+    context: &Context,
+    model: BoxedModule,
+    on: WholeOn,
+) -> Result<(BoxedModule, VecDeque<UnitPartitions>)> {
+    let group = context.group.for_purpose("gather a sharded model");
+    let is_kept = on == WholeOn::All || context.is_main_process();
+    let joiner = Joiner::new(group, is_kept);
+    let (model, Some(Change::Join(joiner))) =
+        Change::Join(joiner).applied_to(model, &mut Unchanged)
+    else {
+        return Err(unfinished());
+    };
+    Ok((model, joiner.finish()?))
+}
+
+/// The error for a unit that does not put the change back that it takes, which none does.
+fn unfinished() -> Error {
+    Error::model("the units of a model could not be changed")
+}
+
+/// Changes a model while its parameters are whole. If its units are sharded, all ranks call it.
+#[track_caller]
+pub(crate) fn with_whole<T>(
+    context: &Arc<Context>,
+    model: BoxedModule,
+    change: impl FnOnce(BoxedModule) -> Result<(BoxedModule, T)>,
+) -> Result<(BoxedModule, T)> {
+    if partitions(&model).is_empty() {
+        return change(model);
+    }
+    let (model, units) = joined(context, model, WholeOn::All)?;
+    let (model, output) = change(model)?;
+    let cutter = Cutter::new(context, Cuts::Given(units));
+    let (model, _) = Change::Shard(cutter).applied_to(model, &mut Unchanged);
+    let model = TiedParameters::of(&model).retie(model);
+    Ok((model, output))
+}
+
+/// Returns the partitions of the parameters of which a model holds pieces.
+pub(crate) fn partitions(model: &dyn DynModule) -> HashMap<ParamId, Partition> {
+    let mut finder = PartitionFinder::default();
+    model.visit(&mut finder);
+    finder.0
+}
+
+#[derive(Default)]
+struct PartitionFinder(HashMap<ParamId, Partition>);
+
+impl ModuleVisitor for PartitionFinder {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        if let Some((partition, _)) = partition_of(param.id) {
+            self.0.insert(param.id, partition);
+        }
+    }
+}
+
+thread_local! {
+    /// The change that a model's units make while it is mapped. A mapper sees only parameters.
+    static CHANGE: RefCell<Option<Change>> = const { RefCell::new(None) };
+}
+
+struct Unchanged;
+
+impl ModuleMapper for Unchanged {}
+
+/// A change of the units of a model, but for units within units, whose parameters are those of the outer one.
+pub(super) enum Change {
+    Shard(Cutter),
+    Join(Joiner),
+}
+
+impl Change {
+    /// Takes the change that this thread makes. None is made until it is [put back](Self::put_back).
+    pub(super) fn take() -> Option<Self> {
+        CHANGE.take()
+    }
+
+    pub(super) fn put_back(self) {
+        CHANGE.set(Some(self));
+    }
+
+    /// Changes the block of a unit. Returns the unit's new sharding.
+    pub(super) fn apply(
+        &mut self,
+        block: BoxedModule,
+        sharding: Option<Arc<Sharding>>,
+    ) -> (BoxedModule, Option<Arc<Sharding>>) {
+        match (self, sharding) {
+            (Self::Shard(cutter), None) => {
+                let (block, sharding) = cutter.cut(block);
+                (block, Some(Arc::new(sharding)))
+            }
+            (Self::Join(joiner), Some(sharding)) => (joiner.join(block, &sharding.pieces), None),
+            (_, sharding) => (block, sharding),
+        }
+    }
+
+    /// Applies it to the units of a model, and the mapper to the rest. It is `None` if a unit has not put it back.
+    fn applied_to<M: ModuleMapper>(
+        self,
+        model: BoxedModule,
+        rest: &mut M,
+    ) -> (BoxedModule, Option<Self>) {
+        self.put_back();
+        (model.map(rest), Self::take())
+    }
+}

@@ -1,0 +1,543 @@
+//! Models whose units are sharded train to the bits of those whose units are recomputed.
+
+use std::path::Path;
+
+use crate::common::{
+    Column, ColumnBatcher, assert_contains, assert_error, columns, connected, devices,
+    folder_in_memory, known,
+};
+use accelerator::collective::Launch;
+use accelerator::hook::PowerSgd;
+use accelerator::nn::{Unit, Units, recompute};
+use accelerator::optim::Sharded;
+use accelerator::{AcceleratorBuilder, prelude::*};
+use burn::module::{Module, ModuleVisitor, Param};
+use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
+use burn::optim::{AdamWConfig, LambConfig, ModuleOptimizer};
+use burn::tensor::activation::gelu;
+use burn::tensor::{Device, Tensor};
+
+/// A block whose `wide` is cut among up to three ranks. Its other parameters live on one rank each.
+#[derive(Debug, Module)]
+struct Block {
+    narrow: Linear,
+    norm: BatchNorm,
+    wide: Linear,
+    frozen: Linear,
+    inner: Unit<Linear>,
+}
+
+#[derive(Debug, Module)]
+struct Net {
+    input: Linear,
+    blocks: Vec<Unit<Block>>,
+    /// One layer, twice.
+    tied: Unit<[Linear; 2]>,
+    /// A unit that no loss depends on.
+    unused: Unit<Linear>,
+    output: Linear,
+}
+
+impl Net {
+    fn new(device: &Device) -> Self {
+        let linear =
+            |inputs, outputs| -> Linear { LinearConfig::new(inputs, outputs).init(device) };
+        let block = || {
+            Unit::new(Block {
+                narrow: linear(8, 120),
+                norm: BatchNormConfig::new(120).init(device),
+                wide: linear(120, 120),
+                frozen: linear(120, 8).no_grad(),
+                inner: Unit::new(linear(8, 8)),
+            })
+        };
+        let mut net = known(Self {
+            input: linear(1, 8),
+            blocks: (0..2).map(|_| block()).collect(),
+            tied: Unit::new([linear(8, 8), linear(8, 8)]),
+            unused: Unit::new(linear(3, 3)),
+            output: linear(8, 1),
+        });
+        let tied = known(linear(8, 8));
+        net.tied = Unit::new([tied.clone(), tied]);
+        net
+    }
+
+    fn forward(&self, x: Tensor<2>) -> Tensor<2> {
+        let mut x = gelu(self.input.forward(x));
+        for block in &self.blocks {
+            x = block.run(x, |block, x| {
+                let y = accelerator::precision::in_full(block.narrow.forward(x.clone()), |x| {
+                    block.norm.forward(x)
+                });
+                let y = gelu(block.wide.forward(gelu(y)));
+                let y = block.frozen.forward(y);
+                x + block.inner.run(y, |inner, y| inner.forward(y))
+            });
+        }
+        let x = self
+            .tied
+            .run([x], |[one, other], [x]| other.forward(gelu(one.forward(x))));
+        self.output.forward(x)
+    }
+
+    fn loss(&self, accelerator: &Accelerator, batch: &Column) -> Tensor<1> {
+        let x = accelerator.to_working(batch.values.clone());
+        let y = accelerator.forward(self, |model| accelerator.to_full(model.forward(x)));
+        (y - batch.values.clone() * 3.0).powi_scalar(2).mean()
+    }
+}
+
+fn adam() -> ModuleOptimizer {
+    AdamWConfig::new().with_weight_decay(0.01).init()
+}
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Course {
+    Plain,
+    Clipped,
+    Ema,
+    /// Continues from a checkpoint after the first epoch.
+    Resumed,
+    /// Is prepared again, and saved and loaded, after the first epoch.
+    Reloaded,
+}
+
+/// Trains for two epochs of batches that are not a multiple of the ranks; returns the losses and norms, and the model
+/// and its evaluation.
+fn train(accelerator: &Accelerator, folder: &Path, course: Course) -> Result<Trained> {
+    let loader = LoaderBuilder::new(ColumnBatcher).batch_size(3).shuffle(1);
+    let parts = (
+        Net::new(&accelerator.device()),
+        adam(),
+        loader.build(columns(22)),
+    );
+    let (mut model, mut optimizer, train) = accelerator.prepare(parts)?;
+    let mut ema = Ema::new(&model, 0.9);
+    let mut figures = Vec::new();
+    for epoch in 0..2 {
+        for batch in train.epoch(epoch) {
+            let batch = batch?;
+            let loss = model.loss(accelerator, &batch);
+            let mut gradients = accelerator.backward(loss, &model, &batch)?;
+            figures.extend(gradients.loss());
+            if course == Course::Clipped {
+                gradients = gradients.clip_norm(0.1);
+            }
+            model = optimizer.step(0.01, model, gradients);
+            if let StepOutcome::Stepped { norm, .. } = optimizer.outcome() {
+                figures.extend(norm);
+            }
+            ema.update(&model);
+        }
+        if course == Course::Resumed && epoch == 0 {
+            let kept = folder.join("kept");
+            accelerator.save_state(&kept, (&model, &optimizer, &ema))?;
+            let new = accelerator.prepare((Net::new(&accelerator.device()), adam()))?;
+            let average = Ema::new(&new.0, 0.9);
+            ((model, optimizer, ema), _) = accelerator.resume(&kept, (new.0, new.1, average))?;
+        }
+        if course == Course::Reloaded && epoch == 0 {
+            model = accelerator.prepare(model)?;
+            let file = folder.join("reloaded.safetensors");
+            accelerator.save_model(&model, &file)?;
+            model = accelerator.load_model(model, &file)?;
+        }
+    }
+    let x = Tensor::<2>::ones([4, 1], &accelerator.device().inner());
+    let evaluated = model.valid().forward(x).into_data().try_to_vec().unwrap();
+    let file = folder.join("model.safetensors");
+    match course {
+        Course::Ema | Course::Resumed => accelerator.save_model(ema.model(), &file)?,
+        _ => accelerator.save_model(&model, &file)?,
+    }
+    accelerator.wait_for_everyone()?;
+    Ok(Trained {
+        figures,
+        evaluated,
+        file: std::fs::read(&file)?,
+    })
+}
+
+#[derive(Clone, PartialEq)]
+struct Trained {
+    figures: Vec<f64>,
+    evaluated: Vec<f32>,
+    file: Vec<u8>,
+}
+
+/// Returns what each rank has.
+fn of_ranks(builder: AcceleratorBuilder, ranks: usize, course: Course) -> Vec<Trained> {
+    let folder = folder_in_memory();
+    let outcomes = builder.launch(ranks, |accelerator| {
+        train(&accelerator, folder.path(), course)
+    });
+    outcomes.unwrap()
+}
+
+#[track_caller]
+fn assert_same(found: &[Trained], expected: &[Trained], case: &str) {
+    for (found, expected) in found.iter().zip(expected) {
+        assert_eq!(found.figures, expected.figures, "{case}");
+        assert_eq!(found.evaluated, expected.evaluated, "{case}");
+        assert!(found.file == expected.file, "{case}: other weights");
+        assert!(
+            found.evaluated.iter().all(|value| value.is_finite()),
+            "{case}"
+        );
+    }
+}
+
+#[test]
+fn a_training_has_the_same_bits_if_units_are_sharded() {
+    for kind in devices() {
+        for ranks in [1, 2, 3] {
+            for course in [
+                Course::Plain,
+                Course::Clipped,
+                Course::Ema,
+                Course::Resumed,
+                Course::Reloaded,
+            ] {
+                let outcome = |units| {
+                    let builder = Accelerator::builder().device(kind).bucket_size(1024);
+                    of_ranks(builder.units(units), ranks, course)
+                };
+                let expected = outcome(Units::Recompute);
+                let case = format!("{kind}, {ranks} ranks, {course:?}");
+                assert_same(&outcome(Units::Shard), &expected, &case);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_training_over_connections_has_the_same_bits_if_units_are_sharded() {
+    let outcome = |units| {
+        let folder = folder_in_memory();
+        let ranks = connected(
+            3,
+            |place| place,
+            |_, builder| {
+                let builder = builder.device(devices().next()).units(units);
+                let accelerator = builder.build()?;
+                let trained = train(&accelerator, folder.path(), Course::Clipped)?;
+                accelerator.finish()?;
+                Ok(trained)
+            },
+        );
+        ranks.into_iter().map(Result::unwrap).collect::<Vec<_>>()
+    };
+    assert_same(
+        &outcome(Units::Shard),
+        &outcome(Units::Recompute),
+        "connections",
+    );
+}
+
+#[test]
+fn a_training_in_half_precision_has_the_same_bits_if_units_are_sharded() {
+    for precision in [Precision::Bf16, Precision::F16] {
+        let outcome = |units| {
+            let builder = Accelerator::builder()
+                .device(BackendKind::Flex)
+                .units(units);
+            of_ranks(builder.precision(precision), 3, Course::Clipped)
+        };
+        let (found, expected) = (outcome(Units::Shard), outcome(Units::Recompute));
+        assert_same(&found, &expected, &precision.to_string());
+    }
+}
+
+/// Gradients of units are summed over the ranks in each micro-step, not in the last one: the last bits may differ.
+#[test]
+fn a_training_with_accumulation_is_close_if_units_are_sharded() {
+    let outcome = |units| {
+        let builder = Accelerator::builder().device(devices().next());
+        of_ranks(
+            builder.accumulation_steps(2).units(units),
+            3,
+            Course::Clipped,
+        )
+    };
+    let (found, expected) = (outcome(Units::Shard), outcome(Units::Recompute));
+    assert_eq!(found[0].figures.len(), expected[0].figures.len());
+    for (found, expected) in found[0].figures.iter().zip(&expected[0].figures) {
+        let distance = (found - expected).abs() / expected.abs().max(1.0);
+        assert!(distance < 1e-5, "{found}, {expected}");
+    }
+}
+
+/// Continues a training in the middle of an epoch, with this number of ranks.
+fn continued(folder: &Path, ranks: usize, units: Units, steps: usize) -> Vec<Trained> {
+    let builder = Accelerator::builder().device(devices().next()).units(units);
+    let outcomes = builder.launch(ranks, |accelerator| {
+        let kept = folder.join("kept");
+        let loader = LoaderBuilder::new(ColumnBatcher)
+            .batch_size(12 / ranks)
+            .shuffle(1);
+        let parts = (
+            Net::new(&accelerator.device()),
+            adam(),
+            loader.build(columns(240)),
+        );
+        let mut parts = accelerator.prepare(parts)?;
+        if kept.exists() {
+            (parts, _) = accelerator.resume(&kept, parts)?;
+        }
+        let (mut model, mut optimizer, train) = parts;
+        let mut figures = Vec::new();
+        for batch in train.epoch(0).take(steps) {
+            let batch = batch?;
+            let loss = model.loss(&accelerator, &batch);
+            let gradients = accelerator.backward(loss, &model, &batch)?.clip_norm(1.0);
+            figures.extend(gradients.loss());
+            model = optimizer.step(0.01, model, gradients);
+        }
+        accelerator.save_state(&kept, (&model, &optimizer, &train))?;
+        let file = folder.join("model.safetensors");
+        accelerator.save_model(&model, &file)?;
+        accelerator.wait_for_everyone()?;
+        Ok(Trained {
+            figures,
+            evaluated: Vec::new(),
+            file: std::fs::read(&file)?,
+        })
+    });
+    outcomes.unwrap()
+}
+
+#[test]
+fn a_training_continues_at_another_number_of_ranks_sharded_or_not() {
+    let stages = [
+        (3, Units::Shard, 3),
+        (2, Units::Shard, 2),
+        (1, Units::Recompute, 1),
+        (4, Units::Shard, 3),
+        (2, Units::Recompute, 2),
+    ];
+    let (sharded, whole) = (folder_in_memory(), folder_in_memory());
+    for (ranks, units, steps) in stages {
+        let found = continued(sharded.path(), ranks, units, steps);
+        let expected = continued(whole.path(), ranks, Units::Recompute, steps);
+        assert_same(&found, &expected, &format!("{ranks} ranks, {units}"));
+    }
+}
+
+#[test]
+fn each_rank_holds_its_pieces_and_their_state() {
+    let sizes = |units| {
+        let builder = Accelerator::builder().device(devices().next()).units(units);
+        let sizes = builder.launch(2, |accelerator| {
+            let parts = (Net::new(&accelerator.device()), adam());
+            let (mut model, mut optimizer) = accelerator.prepare(parts)?;
+            let batch = Column {
+                numbers: Vec::new(),
+                values: Tensor::ones([4, 1], &accelerator.device()),
+            };
+            let loss = model.loss(&accelerator, &batch);
+            let gradients = accelerator.backward(loss, &model, 4)?;
+            model = optimizer.step(0.01, model, gradients);
+            Ok((model.num_params(), optimizer.state_memory()?))
+        });
+        sizes.unwrap()
+    };
+    let (whole, pieces) = (sizes(Units::Recompute), sizes(Units::Shard));
+    let (parameters, state) = whole[0];
+    let held: usize = pieces.iter().map(|(parameters, _)| parameters).sum();
+    assert!(held < parameters * 11 / 10, "{held} of {parameters}");
+    for (rank, (held, kept)) in pieces.into_iter().enumerate() {
+        assert!(
+            held * 10 < parameters * 6,
+            "rank {rank}: {held} of {parameters}"
+        );
+        assert!(
+            kept * 10 < state * 6,
+            "rank {rank}: {kept} of {state} bytes"
+        );
+    }
+}
+
+/// Counts the parameters that are drawn.
+#[derive(Default)]
+struct Drawn(usize);
+
+impl ModuleVisitor for Drawn {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        self.0 += usize::from(param.is_initialized());
+    }
+}
+
+#[derive(Debug, Module)]
+struct Undrawn {
+    input: Linear,
+    middle: Vec<Unit<Linear>>,
+    output: Linear,
+}
+
+#[test]
+fn the_weights_are_those_that_rank_0_would_draw_and_no_other_rank_draws_units() {
+    let weights = |units| {
+        let folder = folder_in_memory();
+        let file = folder.path().join("model.safetensors");
+        let builder = Accelerator::builder().device(devices().next()).units(units);
+        let ranks = builder.launch(3, |accelerator| {
+            let model = accelerator.init(|device| {
+                let linear = || -> Linear { LinearConfig::new(120, 120).init(device) };
+                Undrawn {
+                    input: linear(),
+                    middle: (0..3).map(|_| Unit::new(linear())).collect(),
+                    output: linear(),
+                }
+            });
+            let mut drawn = Drawn::default();
+            model.visit(&mut drawn);
+            let is_whole = accelerator.is_main_process() || units != Units::Shard;
+            assert_eq!(drawn.0, if is_whole { 10 } else { 0 });
+            let model = accelerator.prepare(model)?;
+            accelerator.save_model(&model, &file)?;
+            accelerator.wait_for_everyone()?;
+            Ok(std::fs::read(&file)?)
+        });
+        ranks.unwrap().remove(0)
+    };
+    assert!(weights(Units::Shard) == weights(Units::Plain));
+}
+
+/// Runs `body` on two ranks with sharded units, and returns its error.
+fn refused(body: impl Fn(&Accelerator) -> Result<()> + Send + Sync) -> Error {
+    let builder = Accelerator::builder().device(devices().next());
+    let outcome = builder
+        .units(Units::Shard)
+        .launch(2, |accelerator| body(&accelerator));
+    outcome.unwrap_err()
+}
+
+/// A step with this optimizer.
+fn step(accelerator: &Accelerator, optimizer: ModuleOptimizer) -> Result<()> {
+    let parts = (Net::new(&accelerator.device()), optimizer);
+    let (model, mut optimizer) = accelerator.prepare(parts)?;
+    let x = Tensor::<2>::ones([4, 1], &accelerator.device());
+    let gradients = accelerator.backward(model.forward(x).mean(), &model, 4)?;
+    drop(optimizer.step(0.01, model, gradients));
+    Ok(())
+}
+
+#[test]
+fn what_cannot_be_sharded_is_refused() {
+    let tied = refused(|accelerator| {
+        let mut net = Net::new(&accelerator.device());
+        let tied = net.output.clone();
+        net.unused = Unit::new(tied);
+        accelerator.prepare(net).map(drop)
+    });
+    assert_error(
+        &tied,
+        Error::is_model,
+        &["`output.weight` is tied to a parameter of a unit"],
+    );
+
+    let lamb = refused(|accelerator| step(accelerator, LambConfig::new().init()));
+    assert_contains(
+        &lamb.to_string(),
+        &["does not step each element of `blocks.0"],
+    );
+
+    let sharded = refused(|accelerator| {
+        let parts = (Net::new(&accelerator.device()), Sharded(adam()));
+        let (model, mut optimizer) = accelerator.prepare(parts)?;
+        let x = Tensor::<2>::ones([4, 1], &accelerator.device());
+        let gradients = accelerator.backward(model.forward(x).mean(), &model, 4)?;
+        drop(optimizer.step(0.01, model, gradients));
+        Ok(())
+    });
+    assert_contains(
+        &sharded.to_string(),
+        &["prepare the optimizer without `Sharded`"],
+    );
+
+    let local = refused(|accelerator| {
+        let model = accelerator.prepare(Net::new(&accelerator.device()))?;
+        let mut local = LocalSgdConfig::new(3).init(accelerator, &model)?;
+        let x = Tensor::<2>::ones([4, 1], &accelerator.device());
+        local.backward(model.forward(x).mean(), &model, 4).map(drop)
+    });
+    assert_error(
+        &local,
+        Error::is_misuse,
+        &["local training steps each rank by itself"],
+    );
+
+    let inside = refused(|accelerator| {
+        let model = accelerator.prepare(Net::new(&accelerator.device()))?;
+        let x = Tensor::<2>::ones([4, 1], &accelerator.device());
+        let y = recompute(&model, x, |model, x| model.forward(x));
+        accelerator.backward(y.mean(), &model, 4).map(drop)
+    });
+    assert_error(&inside, Error::is_misuse, &["runs within `recompute`"]);
+
+    let own = refused(|accelerator| {
+        let model = accelerator.prepare(Net::new(&accelerator.device()))?;
+        let x = Tensor::<2>::ones([4, 1], &accelerator.device());
+        let gradients = model.forward(x).mean().backward();
+        let gradients = burn::optim::GradientsParams::from_grads(gradients, &model);
+        accelerator.average(gradients, &model, 4).map(drop)
+    });
+    assert_error(&own, Error::is_misuse, &["pass it the loss"]);
+
+    let builder = Accelerator::builder()
+        .device(devices().next())
+        .units(Units::Shard);
+    let hook = builder
+        .communication_hook(|| PowerSgd::new(1))
+        .launch(2, |accelerator| {
+            accelerator
+                .prepare(Net::new(&accelerator.device()))
+                .map(drop)
+        });
+    assert_error(
+        &hook.unwrap_err(),
+        Error::is_misuse,
+        &["communication hook"],
+    );
+}
+
+#[test]
+fn a_rank_that_takes_another_branch_ends_the_training_with_an_error() {
+    let error = refused(|accelerator| {
+        let model = accelerator.prepare(Net::new(&accelerator.device()))?;
+        let x = Tensor::<2>::ones([4, 1], &accelerator.device());
+        let y = match accelerator.rank() {
+            0 => model.forward(x),
+            _ => model.output.forward(model.input.forward(x)),
+        };
+        accelerator.backward(y.mean(), &model, 4).map(drop)
+    });
+    assert!(error.is_collective(), "{error:?}");
+}
+
+#[test]
+fn a_rank_alone_is_told_that_the_others_must_take_part() {
+    let error = refused(|accelerator| {
+        let model = accelerator.prepare(Net::new(&accelerator.device()))?;
+        accelerator.on_main_process(|| {
+            let x = Tensor::<2>::ones([4, 1], &accelerator.device().inner());
+            let y: Vec<f32> = model.valid().forward(x).into_data().try_to_vec().unwrap();
+            assert!(y.iter().all(|value| value.is_nan()));
+        });
+        accelerator.save_model(&model, folder_in_memory().path().join("model.safetensors"))
+    });
+    assert!(error.is_misuse() || error.is_collective(), "{error:?}");
+    assert_contains(&error.to_string(), &["on one rank only"]);
+}
+
+#[test]
+fn one_rank_recomputes() {
+    let builder = Accelerator::builder().units(Units::Shard);
+    let accelerator = builder.launched_as(Launch::single()).build().unwrap();
+    let whole = Net::new(&accelerator.device()).num_params();
+    let model = accelerator
+        .prepare(Net::new(&accelerator.device()))
+        .unwrap();
+    assert_eq!(model.num_params(), whole);
+}
