@@ -1,8 +1,10 @@
-//! Measures the peak memory and the step time of a transformer whose activations are kept, or recomputed in backward.
+//! Measures the peak memory and the step time of a transformer whose activations are kept, or recomputed in backward, and,
+//! with several ranks, whose layers are sharded over them.
 //!
 //! ```text
 //! cargo bench -p accelerator-benches --bench memory
 //! cargo bench -p accelerator-benches --bench memory -- --length 512
+//! cargo bench -p accelerator-benches --bench memory -- --ranks 2
 //! cargo bench -p accelerator-benches --bench memory -- --tokens 50257 --width 384 --heads 12 --layers 6 --batch 6 \
 //!     --length 512 --parts 16
 //! ```
@@ -12,12 +14,13 @@
 
 use std::error::Error;
 use std::fmt;
-use std::process::Command;
+use std::net::TcpListener;
+use std::process::{Child, Command, Stdio};
 use std::time::Instant;
 
 use accelerator::nn::Units;
 use accelerator::prelude::*;
-use accelerator_benches::{ALLOCATOR, Interval, Output, peak_memory};
+use accelerator_benches::{ALLOCATOR, Interval, Output, peak_memory, rank_variables};
 use accelerator_examples::TransformerConfig;
 use burn::module::Module;
 use burn::optim::AdamWConfig;
@@ -51,6 +54,9 @@ struct Args {
     steps: usize,
     #[arg(long, default_value_t = 5)]
     rounds: usize,
+    /// The number of processes, each with a batch of its own
+    #[arg(long, default_value_t = 1)]
+    ranks: usize,
     /// Train in this process, in this mode
     #[arg(long, hide = true)]
     units: Option<String>,
@@ -60,7 +66,7 @@ struct Args {
 }
 
 /// The result of one process.
-#[derive(Debug, Deserialize, Serialize)]
+#[derive(Debug, Default, Deserialize, Serialize)]
 struct Trained {
     /// The peak of allocated memory, in MiB.
     allocated: f64,
@@ -105,17 +111,18 @@ fn main() -> Result<(), Box<dyn Error>> {
         "step, s",
         "loss"
     ));
-    let ways = [Units::Plain, Units::Keep, Units::Recompute].map(|units| units.to_string());
-    let mut results: [Vec<Trained>; 3] = Default::default();
+    let mut ways = vec![Units::Plain, Units::Keep, Units::Recompute];
+    ways.extend((args.ranks > 1).then_some(Units::Shard));
+    let mut results: Vec<_> = ways.iter().map(|_| Vec::new()).collect();
     for _ in 0..args.rounds {
         for (units, results) in ways.iter().zip(&mut results) {
-            results.push(process(units)?);
+            results.push(job(&units.to_string(), args.ranks)?);
         }
     }
     for (units, results) in ways.into_iter().zip(results) {
         let of = |number: fn(&Trained) -> f64| Interval::of(results.iter().map(number).collect());
         args.output.print(&Line {
-            units,
+            units: units.to_string(),
             parameters: config(&args).init(&Device::default()).num_params(),
             allocated: of(|result| result.allocated),
             resident: of(|result| result.resident),
@@ -127,17 +134,41 @@ fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// Runs this program again as a new process, which trains in that mode.
-fn process(units: &str) -> Result<Trained, Box<dyn Error>> {
-    let output = Command::new(std::env::current_exe()?)
-        .args(std::env::args_os().skip(1))
-        .args(["--units", units])
-        .envs(ALLOCATOR)
-        .output()?;
-    if !output.status.success() {
-        return Err(String::from_utf8_lossy(&output.stderr).into());
+/// Runs this program again as that many processes, which train in that mode. Returns the largest result of each kind.
+fn job(units: &str, ranks: usize) -> Result<Trained, Box<dyn Error>> {
+    let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
+    let start = |rank| {
+        Command::new(std::env::current_exe()?)
+            .args(std::env::args_os().skip(1))
+            .args(["--units", units])
+            .envs(ALLOCATOR)
+            .envs(
+                (ranks > 1)
+                    .then(|| rank_variables(rank, ranks, port))
+                    .into_iter()
+                    .flatten(),
+            )
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+    };
+    let ranks: Vec<Child> = (0..ranks).map(start).collect::<Result<_, _>>()?;
+    let mut largest = Trained::default();
+    for rank in ranks {
+        let output = rank.wait_with_output()?;
+        if !output.status.success() {
+            return Err(String::from_utf8_lossy(&output.stderr).into());
+        }
+        let trained: Trained = serde_json::from_slice(&output.stdout)?;
+        largest = Trained {
+            allocated: largest.allocated.max(trained.allocated),
+            resident: largest.resident.max(trained.resident),
+            forward: largest.forward.max(trained.forward),
+            step: largest.step.max(trained.step),
+            loss: trained.loss,
+        };
     }
-    Ok(serde_json::from_slice(&output.stdout)?)
+    Ok(largest)
 }
 
 fn config(args: &Args) -> TransformerConfig {
@@ -148,7 +179,9 @@ fn config(args: &Args) -> TransformerConfig {
 }
 
 fn train(args: &Args, units: Units) -> Result<Trained, Box<dyn Error>> {
-    let accelerator = Accelerator::builder().units(units).build()?;
+    // All ranks train with the same batch.
+    let builder = Accelerator::builder().units(units).allow_same_batches();
+    let accelerator = builder.build()?;
     let before = peak_memory().unwrap_or(0);
     let model = accelerator.init(|device| config(args).init(device));
     let parts = (model, AdamWConfig::new().init_fused());

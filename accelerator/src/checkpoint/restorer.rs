@@ -83,11 +83,9 @@ impl<'a> Restorer<'a> {
     pub(crate) fn companion(&mut self, companion: BoxedModule) -> Result<BoxedModule> {
         let (saved, folder) = self.next_model()?;
         let open = |activity| self.source()?.model(folder.as_deref(), activity);
-        let (companion, ()) = unit::with_whole(&self.context.context, companion, |companion| {
-            let restored = restore_values(self.context, companion, open, &saved.layout)?;
-            Ok((restored, ()))
-        })?;
-        Ok(companion)
+        let (companion, cuts) = unit::uncut(self.context, companion)?;
+        let companion = restore_values(self.context, companion, open, &saved.layout)?;
+        Ok(unit::cut_again(&self.context.context, companion, cuts))
     }
 
     /// The state of the next part, which is a model, and the folder of its files if it has one.

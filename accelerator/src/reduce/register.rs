@@ -211,9 +211,9 @@ pub(crate) fn resume(
     hook: Option<HookInstance>,
 ) -> Result<BoxedModule> {
     let given = Layout::of(&model);
-    let (model, ()) = unit::with_whole(&context.context, model, |model| {
-        Ok((restore_values(context, model, open, saved)?, ()))
-    })?;
+    let (model, cuts) = unit::uncut(context, model)?;
+    let model = restore_values(context, model, open, saved)?;
+    let model = unit::cut_again(&context.context, model, cuts);
     // Nothing has the ids any more under which the model was prepared.
     context.models.forget(&given);
     let prior = PriorState {

@@ -21,7 +21,7 @@ pub(crate) use self::recompute::backward_begins;
 pub use self::recompute::recompute;
 pub(crate) use self::seeded_run::runs_twice;
 use self::sharding::{Change, Sharding};
-pub(crate) use self::sharding::{WholeOn, partitions, shard, whole, with_whole};
+pub(crate) use self::sharding::{WholeOn, cut_again, partitions, shard, uncut, whole};
 use crate::core::draws;
 use crate::core::dyn_module::BoxedModule;
 use crate::core::error::{Error, Result, named};

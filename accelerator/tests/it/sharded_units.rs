@@ -11,7 +11,7 @@ use accelerator::hook::PowerSgd;
 use accelerator::nn::{Unit, Units, recompute};
 use accelerator::optim::Sharded;
 use accelerator::{AcceleratorBuilder, prelude::*};
-use burn::module::{Module, ModuleVisitor, Param};
+use burn::module::Module;
 use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
 use burn::optim::{AdamWConfig, LambConfig, ModuleOptimizer};
 use burn::tensor::activation::gelu;
@@ -356,52 +356,6 @@ fn each_rank_holds_its_pieces_and_their_state() {
             "rank {rank}: {kept} of {state} bytes"
         );
     }
-}
-
-/// Counts the parameters that are drawn.
-#[derive(Default)]
-struct Drawn(usize);
-
-impl ModuleVisitor for Drawn {
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        self.0 += usize::from(param.is_initialized());
-    }
-}
-
-#[derive(Debug, Module)]
-struct Undrawn {
-    input: Linear,
-    middle: Vec<Unit<Linear>>,
-    output: Linear,
-}
-
-#[test]
-fn the_weights_are_those_that_rank_0_would_draw_and_no_other_rank_draws_units() {
-    let weights = |units| {
-        let folder = folder_in_memory();
-        let file = folder.path().join("model.safetensors");
-        let builder = Accelerator::builder().device(devices().next()).units(units);
-        let ranks = builder.launch(3, |accelerator| {
-            let model = accelerator.init(|device| {
-                let linear = || -> Linear { LinearConfig::new(120, 120).init(device) };
-                Undrawn {
-                    input: linear(),
-                    middle: (0..3).map(|_| Unit::new(linear())).collect(),
-                    output: linear(),
-                }
-            });
-            let mut drawn = Drawn::default();
-            model.visit(&mut drawn);
-            let is_whole = accelerator.is_main_process() || units != Units::Shard;
-            assert_eq!(drawn.0, if is_whole { 10 } else { 0 });
-            let model = accelerator.prepare(model)?;
-            accelerator.save_model(&model, &file)?;
-            accelerator.wait_for_everyone()?;
-            Ok(std::fs::read(&file)?)
-        });
-        ranks.unwrap().remove(0)
-    };
-    assert!(weights(Units::Shard) == weights(Units::Plain));
 }
 
 /// Runs `body` on two ranks with sharded units, and returns its error.

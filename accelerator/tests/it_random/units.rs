@@ -1,10 +1,10 @@
 //! Units of a model, which draw the same numbers whatever they do.
 
 use crate::alone;
-use crate::common::{ColumnBatcher, columns, devices, flat, known};
+use crate::common::{ColumnBatcher, columns, devices, flat, folder_in_memory, known};
 use accelerator::nn::{Unit, Units, recompute};
 use accelerator::prelude::*;
-use burn::module::Module;
+use burn::module::{Module, ModuleVisitor, Param};
 use burn::nn::{Dropout, DropoutConfig, Linear, LinearConfig};
 use burn::optim::SgdConfig;
 use burn::tensor::{Device, Distribution, Tensor};
@@ -125,4 +125,81 @@ fn a_model_with_dropout_trains_to_the_same_bits_whatever_its_units_do() {
         assert_eq!(trained(kind, Units::Keep, 0.4).unwrap(), expected);
         assert_eq!(trained(kind, Units::Recompute, 0.4).unwrap(), expected);
     }
+}
+
+#[test]
+fn blocks_with_dropout_draw_the_same_if_they_are_sharded() {
+    let _alone = alone();
+    let values = |units| {
+        let folder = folder_in_memory();
+        let file = folder.path().join("model.safetensors");
+        let builder = Accelerator::builder().device(devices().next()).units(units);
+        let ranks = builder.launch(2, |accelerator| {
+            let mut model = Net::new(0.4, &accelerator.device());
+            // Ranks that are threads draw outside of units in no fixed order.
+            model.dropout = DropoutConfig::new(0.0).init();
+            let train = LoaderBuilder::new(ColumnBatcher).batch_size(3).shuffle(1);
+            let parts = (model, SgdConfig::new().init(), train.build(columns(18)));
+            let (mut model, mut optimizer, train) = accelerator.prepare(parts)?;
+            for batch in train.epoch(0) {
+                let batch = batch?;
+                let loss =
+                    (model.forward(batch.values.clone()) - batch.values.clone()).powi_scalar(2);
+                let gradients = accelerator.backward(loss.mean(), &model, &batch)?;
+                model = optimizer.step(0.1, model, gradients);
+            }
+            accelerator.save_model(&model, &file)?;
+            accelerator.wait_for_everyone()?;
+            Ok(std::fs::read(&file)?)
+        });
+        ranks.unwrap().remove(0)
+    };
+    assert!(values(Units::Shard) == values(Units::Recompute));
+}
+
+/// Counts the parameters that are drawn.
+#[derive(Default)]
+struct Drawn(usize);
+
+impl ModuleVisitor for Drawn {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        self.0 += usize::from(param.is_initialized());
+    }
+}
+
+#[derive(Debug, Module)]
+struct Undrawn {
+    input: Linear,
+    middle: Vec<Unit<Linear>>,
+    output: Linear,
+}
+
+#[test]
+fn the_weights_are_those_that_rank_0_would_draw_and_no_other_rank_draws_units() {
+    let _alone = alone();
+    let weights = |units| {
+        let folder = folder_in_memory();
+        let file = folder.path().join("model.safetensors");
+        let builder = Accelerator::builder().device(devices().next()).units(units);
+        let ranks = builder.launch(3, |accelerator| {
+            let model = accelerator.init(|device| {
+                let linear = || -> Linear { LinearConfig::new(120, 120).init(device) };
+                Undrawn {
+                    input: linear(),
+                    middle: (0..3).map(|_| Unit::new(linear())).collect(),
+                    output: linear(),
+                }
+            });
+            let mut drawn = Drawn::default();
+            model.visit(&mut drawn);
+            let is_whole = accelerator.is_main_process() || units != Units::Shard;
+            assert_eq!(drawn.0, if is_whole { 10 } else { 0 });
+            let model = accelerator.prepare(model)?;
+            accelerator.save_model(&model, &file)?;
+            accelerator.wait_for_everyone()?;
+            Ok(std::fs::read(&file)?)
+        });
+        ranks.unwrap().remove(0)
+    };
+    assert!(weights(Units::Shard) == weights(Units::Plain));
 }

@@ -111,22 +111,30 @@ fn unfinished() -> Error {
     Error::model("the units of a model could not be changed")
 }
 
-/// Changes a model while its parameters are whole. If its units are sharded, all ranks call it.
+/// The places where the parameters of a model were cut; none, if its units were not sharded.
+#[derive(Debug)]
+pub(crate) struct FormerCuts(VecDeque<UnitPartitions>);
+
+/// Returns the model with whole parameters, to be changed, and where they were [cut](cut_again). If its units are sharded,
+/// all ranks call it.
 #[track_caller]
-pub(crate) fn with_whole<T>(
+pub(crate) fn uncut(context: &Context, model: BoxedModule) -> Result<(BoxedModule, FormerCuts)> {
+    let (model, units) = joined(context, model, WholeOn::All)?;
+    Ok((model, FormerCuts(units)))
+}
+
+/// Cuts the parameters of a model where they were cut before.
+pub(crate) fn cut_again(
     context: &Arc<Context>,
     model: BoxedModule,
-    change: impl FnOnce(BoxedModule) -> Result<(BoxedModule, T)>,
-) -> Result<(BoxedModule, T)> {
-    if partitions(&model).is_empty() {
-        return change(model);
+    former: FormerCuts,
+) -> BoxedModule {
+    if former.0.is_empty() {
+        return model;
     }
-    let (model, units) = joined(context, model, WholeOn::All)?;
-    let (model, output) = change(model)?;
-    let cutter = Cutter::new(context, Cuts::Given(units));
+    let cutter = Cutter::new(context, Cuts::Given(former.0));
     let (model, _) = Change::Shard(cutter).applied_to(model, &mut Unchanged);
-    let model = TiedParameters::of(&model).retie(model);
-    Ok((model, output))
+    TiedParameters::of(&model).retie(model)
 }
 
 /// Returns the partitions of the parameters of which a model holds pieces.
