@@ -152,7 +152,7 @@ impl ReplicaDigest {
         let mut all = blake3::Hasher::new();
         let (mut parameters, mut paths) = (Vec::new(), Vec::new());
         visit_floats(model, |float| {
-            // Each rank has another piece.
+            // Each rank has a different piece, so there is nothing to compare.
             if partition_of(float.id).is_some() {
                 return;
             }

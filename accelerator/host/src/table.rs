@@ -87,5 +87,5 @@ variables! {
     TUNE_WORKER, SetByLauncher, Number, default "none", code "":
         "the descriptor by which a trial of a hyperparameter search finds the search that has started it";
     UNITS, Ranks, OneOf(&["plain", "keep", "recompute", "shard"]), default "plain", code "units":
-        "how units of a model run; recompute: their activations are recomputed in backward instead of being kept; shard: their parameters are sharded over the ranks, too";
+        "how units of a model run: recompute recomputes their activations in backward instead of keeping them; shard also shards their parameters over the ranks";
 }

@@ -79,8 +79,8 @@ impl Accelerator {
     {
         if !unit::partitions(model).is_empty() {
             return Err(E::from(Error::misuse(
-                "an attempt of `find_executable_batch_size` runs on each rank by itself, and the units of the model are \
-                 sharded over the ranks: search with `units` set to `recompute`, where activations need as much memory",
+                "`find_executable_batch_size` tries batch sizes on each rank separately, but sharded units need all \
+                 ranks: set `units` to `recompute` for the search (activations take the same amount of memory)",
             )));
         }
         let group = &self.group().for_purpose("find_executable_batch_size");

@@ -508,9 +508,9 @@ impl Accelerator {
     ) -> Result<(BoxedModule, LoadReport)> {
         let open = |activity| checkpoint::open_model(path, activity);
         let context = &self.shared.context;
-        let (model, cuts) = unit::uncut(context, model)?;
+        let (model, former) = unit::unshard(context, model)?;
         let (model, report) = model::load_on_all(context, model, open, options, None)?;
-        Ok((unit::cut_again(context, model, cuts), report))
+        Ok((unit::reshard(context, model, former), report))
     }
 }
 

@@ -14,7 +14,7 @@ use crate::data::batch::Weight;
 use crate::model::{self, sync_buffers};
 use crate::reduce::{self, AveragedGradients, MicroStep, OverlapReport, ReduceScope};
 use crate::replicas;
-use crate::unit::Units;
+use crate::unit::{self, Units};
 
 /// The loop of a training.
 impl Accelerator {
@@ -112,6 +112,10 @@ impl Accelerator {
     /// # Ok::<(), accelerator::Error>(())
     /// ```
     ///
+    /// With [`Units::Shard`](crate::nn::Units::Shard), only rank 0 initializes the parameters of units, and
+    /// [`prepare`](Self::prepare) distributes them. A model with units that is never prepared, such as a teacher, must
+    /// then be built by another accelerator, or without units.
+    ///
     /// Within `build`, another model may be built by `init`, from the seed again; an accelerator cannot be,
     /// since that would set the generator under this model: [`Error::is_misuse`](crate::Error::is_misuse).
     pub fn init<M: Module + 'static>(&self, build: impl FnOnce(&Device) -> M) -> M {
@@ -120,9 +124,10 @@ impl Accelerator {
         draws::seed(&device, self.shared.context.seed);
         let model = build(&device);
         let units = self.shared.reduction.settings.units;
-        // Rank 0 shares its parameters out when the model is prepared, and the others never hold all of them.
-        if units != Units::Shard || self.is_main_process() {
-            model::draw_all(&model);
+        // With sharded units, `prepare` distributes rank 0's parameters: the other ranks never hold the whole model.
+        match units == Units::Shard && !self.is_main_process() {
+            true => unit::draw_outside(&model),
+            false => model::draw_all(&model),
         }
         model
     }

@@ -83,9 +83,9 @@ impl<'a> Restorer<'a> {
     pub(crate) fn companion(&mut self, companion: BoxedModule) -> Result<BoxedModule> {
         let (saved, folder) = self.next_model()?;
         let open = |activity| self.source()?.model(folder.as_deref(), activity);
-        let (companion, cuts) = unit::uncut(self.context, companion)?;
+        let (companion, former) = unit::unshard(self.context, companion)?;
         let companion = restore_values(self.context, companion, open, &saved.layout)?;
-        Ok(unit::cut_again(&self.context.context, companion, cuts))
+        Ok(unit::reshard(&self.context.context, companion, former))
     }
 
     /// The state of the next part, which is a model, and the folder of its files if it has one.

@@ -158,8 +158,8 @@ impl<'a> Snapshot<'a> {
         }
         if self.mode == SnapshotMode::Emergency && !unit::partitions(model).is_empty() {
             return Err(Error::misuse(
-                "the parameters of sharded units lie on all ranks, and those of the rank that is lost are gone with it: \
-                 continue from the last checkpoint that was saved",
+                "cannot write an emergency checkpoint: the model has sharded units, and the pieces on the lost rank cannot \
+                 be recovered; resume from the last saved checkpoint",
             ));
         }
         let is_settled = self.mode == SnapshotMode::Emergency || is_alone;

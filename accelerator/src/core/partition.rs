@@ -1,5 +1,4 @@
-//! The division of parameters among the ranks: of the state of a sharded optimizer, and of the parameters of sharded
-//! units.
+//! Partitions of parameters among the ranks, for sharded optimizers and sharded units.
 
 use core::cell::RefCell;
 use core::ops::Range;
@@ -19,7 +18,7 @@ const WORTH_A_PIECE: usize = 4096;
 /// The ranks on which the elements of a parameter live.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Partition {
-    /// Rank `r` has the elements from the `r`-th to the next one.
+    /// Rank `r` has the elements `bounds[r]..bounds[r + 1]`.
     bounds: Vec<usize>,
     shape: Vec<usize>,
 }
@@ -54,10 +53,10 @@ impl Partition {
     }
 }
 
-/// The partitions of the parameters of all models that were stepped so far.
+/// The partitions of parameters so far.
 #[derive(Debug)]
 pub(crate) struct Partitioner {
-    /// The identity by which what is cut at these partitions is known.
+    /// Identifies gradients that are cut at these partitions.
     identity: Arc<()>,
     known: HashMap<ParamId, Partition>,
     loads: Vec<usize>,
@@ -80,12 +79,13 @@ impl Partitioner {
         &self.identity
     }
 
-    /// Returns `true` if [`settle`](Self::settle) asks if this parameter may be cut.
+    /// Returns `true` if [`settle`](Self::settle) would call `may_be_cut` for this parameter.
     pub(crate) fn asks_about(&self, id: ParamId, shape: &[usize]) -> bool {
         !self.known.contains_key(&id) && self.is_large(shape)
     }
 
-    /// Finds a home for a parameter with elements of `width` bytes. `may_be_cut` is asked where it is large.
+    /// Assigns a parameter to ranks. Calls `may_be_cut` only if the parameter is large. `width` is the size of an element
+    /// in bytes.
     pub(crate) fn settle(
         &mut self,
         id: ParamId,
@@ -161,7 +161,7 @@ fn heaviest(loads: &[usize]) -> usize {
     loads.max_by_key(|(_, load)| **load).map_or(0, |(at, _)| at)
 }
 
-/// The parameters of a sharded unit, each of which a rank holds a piece of.
+/// The partitions of a sharded unit's parameters. Each rank holds one piece of each of them.
 #[derive(Debug)]
 pub(crate) struct Pieces {
     pub(crate) rank: usize,
@@ -169,7 +169,7 @@ pub(crate) struct Pieces {
 }
 
 impl Pieces {
-    /// Visits the unit's block: visitors find its pieces by [`partition_of`].
+    /// Runs `visit`, in which [`partition_of`] finds the pieces of this unit.
     pub(crate) fn show<T>(self: &Arc<Self>, visit: impl FnOnce() -> T) -> T {
         struct Before(Option<Arc<Pieces>>);
         impl Drop for Before {
@@ -182,8 +182,8 @@ impl Pieces {
     }
 }
 
-/// Returns the partition of the parameter that is being visited, and this rank, if the model holds only a piece of it:
-/// a visitor sees that piece.
+/// If the model that is being visited holds only a piece of the parameter, returns its partition and this rank. The
+/// visitor sees the piece.
 pub(crate) fn partition_of(id: ParamId) -> Option<(Partition, usize)> {
     SHOWN.with_borrow(|shown| {
         let shown = shown.as_ref()?;

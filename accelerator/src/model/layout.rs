@@ -34,7 +34,7 @@ pub(crate) struct LayoutEntry {
     dtype: String,
     /// `None` for what takes no gradient.
     trainable: Option<Float>,
-    /// Set if this rank holds only a piece of it. No part of the comparison, either.
+    /// The piece, if this rank holds only a piece of the parameter. Not compared either.
     #[serde(skip)]
     piece: Option<Piece>,
 }
@@ -81,7 +81,7 @@ pub(crate) struct Piece {
     shape: Vec<usize>,
     /// Its first element in the parameter.
     pub(crate) start: usize,
-    /// The number of elements of the parameter.
+    /// The number of elements of the whole parameter.
     pub(crate) of: usize,
 }
 
@@ -341,16 +341,18 @@ impl ModuleVisitor for LayoutReader {
     }
 }
 
-/// Reads what is known of parameters that may not be drawn yet.
+/// Reads a layout without initializing parameters.
 struct UndrawnReader(LayoutReader);
 
 impl UndrawnReader {
     fn push<T: ParameterTensor>(&mut self, param: &Param<T>) {
-        let shape = param.lazy_shape();
+        // A layer may transpose a parameter when it is initialized.
+        let mut shape = param.lazy_shape().to_vec();
+        shape.sort_unstable();
         self.0.entries.push(LayoutEntry {
             id: param.id.val(),
             path: self.0.path.as_str().to_owned(),
-            shape: shape.to_vec(),
+            shape,
             dtype: String::new(),
             trainable: None,
             piece: None,

@@ -79,6 +79,13 @@ pub(crate) fn backward(
         Some(open.call()),
     );
     open.end(gradients.as_ref().err());
+    if let Err(error) = &gradients
+        && let Ok(model_state) = context.models.find(model)
+        && model_state.layout().has_pieces()
+    {
+        // The other ranks may wait in a unit for this one.
+        group.abort(error.to_string());
+    }
     gradients.map_err(|error| match batch {
         Some(batch) => error.at_batch(batch),
         None => error,
@@ -119,7 +126,7 @@ fn run_backward(
     check(&step, &weight, &model_state)?;
     if scope == ReduceScope::Local && model_state.layout().has_pieces() {
         return Err(Error::misuse(
-            "local training steps each rank by itself, and the parameters of sharded units are divided among the ranks: set \
+            "local training steps each rank by itself, but the parameters of sharded units are divided among the ranks: set \
              `units` to `recompute`, or train with `accelerator.backward`",
         ));
     }

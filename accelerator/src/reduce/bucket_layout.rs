@@ -44,8 +44,8 @@ impl BucketLayout {
     /// that is ready later. A bucket comes before those that are full later.
     pub(super) fn new(parameters: &[Trainable], order: &ReadyOrder, size: usize) -> Self {
         let mut buckets: Vec<BucketShape> = Vec::new();
-        // The bucket that is being filled, for each dtype. All pieces of a dtype have one, since it is not sent, and
-        // ranks with pieces of other sizes must have as many buckets.
+        // The bucket that is being filled, for each dtype. All pieces of a dtype share one bucket: it is not sent, so its
+        // size does not matter, and all ranks get the same number of buckets although their pieces differ in size.
         let (mut open, mut pieces) = ([None; 2], [None; 2]);
         for (position, &index) in order.parameters.iter().enumerate() {
             if position == order.early {
@@ -256,7 +256,8 @@ pub(super) struct BucketShards {
 #[derive(Clone, Debug)]
 pub(super) enum SumScope {
     Whole,
-    /// Whole sums, and those of its own pieces of some parameters. The others are in the group.
+    /// Whole sums of most parameters; of the rest, sums of this rank's pieces. The other ranks of `group` have the
+    /// other pieces.
     Pieces {
         group: ProcessGroup,
     },

@@ -342,7 +342,7 @@ impl BucketSet {
         weight: f64,
     ) {
         let (layout, records) = (&self.layout, &self.parameters);
-        // The gradient of a piece has the weights of all ranks.
+        // Gradients of pieces are weighted already.
         let weight = match layout.is_of_pieces(bucket) {
             true => 1.0,
             false => weight,

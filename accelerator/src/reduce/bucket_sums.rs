@@ -148,7 +148,7 @@ impl BucketSums {
         Ok(powers)
     }
 
-    /// Returns `true` if all ranks have the whole sum of a parameter and another one counts it.
+    /// Returns `true` if all ranks have the whole sum of a parameter and another rank counts it in the norm.
     fn is_of_another(&self, parameter: &Trainable) -> bool {
         match &self.sum_scope {
             SumScope::Pieces { group } => parameter.piece.is_none() && group.rank() != 0,

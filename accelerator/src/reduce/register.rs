@@ -21,7 +21,7 @@ pub(crate) fn prepare(context: &ReduceContext, model: BoxedModule) -> Result<Box
     let units = context.settings.units;
     let model = match unit::partitions(&model).is_empty() {
         true => model,
-        // It was prepared before.
+        // The model is already prepared.
         false => unit::whole(context, model, WholeOn::All)?,
     };
     let (model, found) = unit::prepare(model, units);
@@ -76,7 +76,7 @@ pub(crate) fn prepare(context: &ReduceContext, model: BoxedModule) -> Result<Box
     make_known(context, model, &layout, known.as_deref())
 }
 
-/// Compares the ranks' models, and returns the reports of all ranks on what is between steps of it.
+/// Compares the models of the ranks, and returns each rank's check that the model is between steps.
 #[track_caller]
 fn compare(
     context: &ReduceContext,
@@ -114,8 +114,8 @@ fn shard(
     compare(context, on_autodiff, &Layout::undrawn(&model), None)?;
     if context.settings.hook.is_some() {
         return Err(Error::misuse(
-            "a communication hook reduces whole gradients, and those of sharded units never are: leave the hook out, or set \
-             `units` to `recompute`",
+            "a communication hook needs whole gradients, but gradients of sharded units are reduced in pieces: remove the \
+             communication hook, or set `units` to `recompute`",
         ));
     }
     unit::shard(&context.context, model)
@@ -211,9 +211,9 @@ pub(crate) fn resume(
     hook: Option<HookInstance>,
 ) -> Result<BoxedModule> {
     let given = Layout::of(&model);
-    let (model, cuts) = unit::uncut(context, model)?;
+    let (model, former) = unit::unshard(context, model)?;
     let model = restore_values(context, model, open, saved)?;
-    let model = unit::cut_again(&context.context, model, cuts);
+    let model = unit::reshard(&context.context, model, former);
     // Nothing has the ids any more under which the model was prepared.
     context.models.forget(&given);
     let prior = PriorState {

@@ -70,7 +70,7 @@ impl GradientSums {
     /// one, the group fails.
     #[track_caller]
     pub(crate) fn make_whole(&mut self) -> Result<()> {
-        if self.sums.is_sharded() {
+        if self.bounds().is_some() {
             let outcome = self.sums.make_whole();
             outcome.inspect_err(|error| self.sums.give_up(error))?;
             self.sums.model_state.unshard();

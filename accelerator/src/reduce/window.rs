@@ -104,7 +104,7 @@ impl Window {
         let layout = bucket_set.layout.clone();
         if count > 0.0 || layout.has_pieces() {
             for bucket in 0..layout.len() {
-                // What a rank without a sample has computed may be anything, but for sums over the ranks.
+                // A rank without samples may have computed garbage, except in pieces, which are sums over the ranks.
                 if count <= 0.0 && !layout.is_of_pieces(bucket) {
                     continue;
                 }

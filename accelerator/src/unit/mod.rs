@@ -13,17 +13,17 @@ use std::sync::Arc;
 
 use burn::module::{
     Content, Devices, DisplaySettings, Module, ModuleDisplay, ModuleDisplayDefault, ModuleMapper,
-    ModuleVisitor,
+    ModuleVisitor, Param, Parameter,
 };
-use burn::tensor::Device;
+use burn::tensor::{Bool, Device, Int, Tensor};
 
 pub(crate) use self::recompute::backward_begins;
 pub use self::recompute::recompute;
 pub(crate) use self::seeded_run::runs_twice;
 use self::sharding::{Change, Sharding};
-pub(crate) use self::sharding::{WholeOn, cut_again, partitions, shard, uncut, whole};
+pub(crate) use self::sharding::{WholeOn, partitions, reshard, shard, unshard, whole};
 use crate::core::draws;
-use crate::core::dyn_module::BoxedModule;
+use crate::core::dyn_module::{BoxedModule, DynModule};
 use crate::core::error::{Error, Result, named};
 use crate::core::scoped::Scoped;
 use crate::core::tensor::any_rank;
@@ -43,14 +43,17 @@ pub enum Units {
     Keep,
     /// Keeps only the inputs of each unit, not its activations, and runs the unit again in backward ([`recompute`]).
     Recompute,
-    /// Shards the parameters of each unit over the ranks (ZeRO stage 3, as PyTorch's FSDP does): a rank holds a piece of
-    /// each parameter, of its gradient and of the optimizer's state. The whole parameters of a unit are gathered before it
-    /// runs and freed when it has run, and activations are recomputed as with [`Recompute`](Self::Recompute).
+    /// Shards the parameters of each unit over the ranks (ZeRO stage 3, like PyTorch's FSDP). Each rank stores one piece of
+    /// each parameter, of its gradient and of its optimizer state. The ranks gather the parameters of a unit before it runs
+    /// and free them afterwards. Activations are recomputed as with [`Recompute`](Self::Recompute). With a single rank,
+    /// this is the same as `Recompute`.
     ///
-    /// Parameters that are frozen, or not in a unit, stay whole on every rank. The optimizer must step each element by
-    /// itself, as SGD, Adam and AdamW do. Every rank must run the same units in the same order. A model runs only as long
-    /// as its accelerator lives; to save it, use [`save_model`](crate::Accelerator::save_model) or
-    /// [`save_state`](crate::Accelerator::save_state), since its own records hold pieces. One rank alone recomputes.
+    /// Every rank keeps whole copies of frozen parameters and of parameters outside units. The optimizer must update each
+    /// element independently of the others, as SGD, Adam and AdamW do. Every rank must run the same units in the same
+    /// order. A unit panics if it runs after the accelerator that prepared the model was dropped.
+    ///
+    /// Save the model with [`save_model`](crate::Accelerator::save_model) or
+    /// [`save_state`](crate::Accelerator::save_state): Burn's own records would contain only this rank's pieces.
     Shard,
 }
 
@@ -193,19 +196,50 @@ impl<M: Module + 'static> Unit<M> {
     }
 }
 
+/// Initializes the parameters of a model that are in no unit, in the order of the model.
+pub(crate) fn draw_outside(model: &dyn DynModule) {
+    struct Drawer;
+    impl Drawer {
+        fn draw<T: Parameter>(param: &Param<T>) {
+            if !IS_WITHIN.get() {
+                drop(param.base());
+            }
+        }
+    }
+    impl ModuleVisitor for Drawer {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            Self::draw(param);
+        }
+
+        fn visit_int<const D: usize>(&mut self, param: &Param<Tensor<D, Int>>) {
+            Self::draw(param);
+        }
+
+        fn visit_bool<const D: usize>(&mut self, param: &Param<Tensor<D, Bool>>) {
+            Self::draw(param);
+        }
+    }
+    model.visit(&mut Drawer);
+}
+
 /// Sets the mode and the number of each unit of a model. Returns the model, and the number of its units.
 pub(crate) fn prepare(model: BoxedModule, units: Units) -> (BoxedModule, usize) {
-    struct Unchanged;
-    impl ModuleMapper for Unchanged {}
     let _preparing = Scoped::set(&PREPARING, Some(UnitMode { units, number: 0 }));
     let model = model.map(&mut Unchanged);
     (model, PREPARING.get().map_or(0, |next| next.number))
 }
 
+/// Maps nothing itself: units find what they are to do in thread-local variables.
+struct Unchanged;
+
+impl ModuleMapper for Unchanged {}
+
 thread_local! {
     /// The next unit of the model that is being prepared. A mapper sees only parameters, so units read their place
     /// here.
     static PREPARING: Cell<Option<UnitMode>> = const { Cell::new(None) };
+    /// Set while the block of a unit is visited.
+    static IS_WITHIN: Cell<bool> = const { Cell::new(false) };
 }
 
 impl<M: Module + 'static> Module for Unit<M> {
@@ -220,15 +254,14 @@ impl<M: Module + 'static> Module for Unit<M> {
                 ..mode
             }));
         }
-        if let Some(mut change) = Change::take() {
-            let sharding = self.prepared.as_ref();
-            let sharding = sharding.and_then(|prepared| prepared.sharding.clone());
-            let (block, sharding) = change.apply(BoxedModule::new(self.block), sharding);
+        if let Some(prepared) = &mut self.prepared
+            && let Some(mut change) = Change::take()
+        {
+            let (block, sharding) = (BoxedModule::new(self.block), prepared.sharding.take());
+            let (block, sharding) = change.apply(prepared.mode.number, block, sharding);
             change.put_back();
             self.block = block.into_model();
-            if let Some(prepared) = &mut self.prepared {
-                prepared.sharding = sharding;
-            }
+            prepared.sharding = sharding;
             return self;
         }
         let prepared = self.prepared.as_ref();
@@ -241,6 +274,7 @@ impl<M: Module + 'static> Module for Unit<M> {
     }
 
     fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
+        let _within = Scoped::set(&IS_WITHIN, true);
         let prepared = self.prepared.as_ref();
         match prepared.and_then(|prepared| prepared.sharding.as_ref()) {
             Some(sharding) => sharding.pieces.show(|| self.block.visit(visitor)),

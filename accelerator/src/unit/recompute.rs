@@ -12,7 +12,7 @@ use burn::module::{Module, ModuleMapper, Param, ParamId};
 use burn::tensor::{DType, Device, Shape, Tensor};
 
 use super::seeded_run::SeededRun;
-use super::sharding::{self, BlockGradient, Sharding};
+use super::sharding::{self, BlockGradient, Pass, Sharding};
 use super::statistics::Statistics;
 use crate::context::Context;
 use crate::core::autodiff::{Node, NodeContext, above, above_both, tracked_node};
@@ -102,7 +102,9 @@ where
     let (free_block, output) = match &sharding {
         Some(sharding) => {
             // Other ranks, which may be threads of this process, take part: none of them may hold the generator.
-            let whole = sharding.gather(free_block.clone()).into_model();
+            let whole = sharding
+                .gather(free_block.clone(), Pass::Forward)
+                .into_model();
             (free_block, seeded.run(|| forward(&whole, input.clone())))
         }
         None => {
@@ -136,9 +138,8 @@ where
     map_floats(output, &mut |values| outputs.next(values))
 }
 
-/// Begins the backward pass of an accelerator, of a micro-step with that weight, which ends when the guard is dropped: the
-/// time of blocks that run again is recorded, and the generator is seeded at the end, so that what is drawn next does not
-/// depend on them.
+/// Begins the backward pass of a micro-step with this weight. When the guard is dropped, the pass ends: the time spent on
+/// recomputation is recorded, and the generator is seeded again, so that later draws do not depend on recomputed blocks.
 pub(crate) fn backward_begins(context: &Context, weight: f64) -> impl Drop + use<'_> {
     struct End<'a>(
         &'a Context,
@@ -233,14 +234,15 @@ impl Cut {
             .then(|| Statistics::of(block))?
     }
 
-    /// The block with whole parameters, of which no gradient can be made.
+    /// Returns the block with whole parameters, detached from the graph.
     fn whole(&self, sharding: &Sharding, block: BoxedModule) -> BoxedModule {
         if self.is_foreign {
             sharding.refuse(Error::misuse(
-                "a sharded unit computes on a device for which this library was not built, and would get no gradients",
+                "a sharded unit runs on a backend that this library was not built for, so its parameters would get no \
+                 gradients: enable the feature of `burn-accelerate` for that backend",
             ));
         }
-        sharding.gather(block)
+        sharding.gather(block, Pass::Forward)
     }
 
     /// The block, ready to become an operation of the graph; `None` if nothing needs a gradient.
@@ -314,7 +316,7 @@ impl Recomputation {
     }
 }
 
-/// The outputs of a block.
+/// The gradients of a block's outputs, which the block's node reads.
 type OutputGradients = Arc<Mutex<Vec<OutputGradient>>>;
 
 struct OutputGradient {
@@ -380,7 +382,7 @@ impl Node for BlockNode {
             return;
         };
         let block = match &self.sharding {
-            Some(sharding) => sharding.gather(block),
+            Some(sharding) => sharding.gather(block, Pass::Backward),
             None => block,
         };
         let timeline = TIMELINE.with_borrow(Clone::clone);

@@ -9,10 +9,10 @@ use crate::common::{
 use accelerator::collective::Launch;
 use accelerator::hook::PowerSgd;
 use accelerator::nn::{Unit, Units, recompute};
-use accelerator::optim::Sharded;
-use accelerator::{AcceleratorBuilder, prelude::*};
+use accelerator::optim::{Manual, PreparedOptimizer, Sharded};
+use accelerator::{AcceleratorBuilder, Clip, prelude::*};
 use burn::module::Module;
-use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
+use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig, LinearLayout};
 use burn::optim::{AdamWConfig, LambConfig, ModuleOptimizer};
 use burn::tensor::activation::gelu;
 use burn::tensor::{Device, Tensor};
@@ -20,6 +20,7 @@ use burn::tensor::{Device, Tensor};
 /// A block whose `wide` is cut among up to three ranks. Its other parameters live on one rank each.
 #[derive(Debug, Module)]
 struct Block {
+    /// A matrix that Burn transposes when it is initialized.
     narrow: Linear,
     norm: BatchNorm,
     wide: Linear,
@@ -44,7 +45,9 @@ impl Net {
             |inputs, outputs| -> Linear { LinearConfig::new(inputs, outputs).init(device) };
         let block = || {
             Unit::new(Block {
-                narrow: linear(8, 120),
+                narrow: LinearConfig::new(8, 120)
+                    .with_layout(LinearLayout::Col)
+                    .init(device),
                 norm: BatchNormConfig::new(120).init(device),
                 wide: linear(120, 120),
                 frozen: linear(120, 8).no_grad(),
@@ -96,6 +99,8 @@ fn adam() -> ModuleOptimizer {
 enum Course {
     Plain,
     Clipped,
+    ClippedByOtherNorms,
+    ClippedByValue,
     Ema,
     /// Continues from a checkpoint after the first epoch.
     Resumed,
@@ -121,9 +126,19 @@ fn train(accelerator: &Accelerator, folder: &Path, course: Course) -> Result<Tra
             let loss = model.loss(accelerator, &batch);
             let mut gradients = accelerator.backward(loss, &model, &batch)?;
             figures.extend(gradients.loss());
-            if course == Course::Clipped {
-                gradients = gradients.clip_norm(0.1);
-            }
+            gradients = match course {
+                Course::Clipped => gradients.clip_norm(0.1),
+                Course::ClippedByValue => gradients.clip_value(0.05),
+                Course::ClippedByOtherNorms => {
+                    let largest = gradients.clip(Clip::norm(0.1).of_order(f64::INFINITY));
+                    largest.clip(
+                        Clip::norm(0.3)
+                            .of_order(1.0)
+                            .only(|path| path.contains("wide")),
+                    )
+                }
+                _ => gradients,
+            };
             model = optimizer.step(0.01, model, gradients);
             if let StepOutcome::Stepped { norm, .. } = optimizer.outcome() {
                 figures.extend(norm);
@@ -177,6 +192,7 @@ fn of_ranks(builder: AcceleratorBuilder, ranks: usize, course: Course) -> Vec<Tr
 
 #[track_caller]
 fn assert_same(found: &[Trained], expected: &[Trained], case: &str) {
+    assert_eq!(found.len(), expected.len(), "{case}");
     for (found, expected) in found.iter().zip(expected) {
         assert_eq!(found.figures, expected.figures, "{case}");
         assert_eq!(found.evaluated, expected.evaluated, "{case}");
@@ -195,6 +211,8 @@ fn a_training_has_the_same_bits_if_units_are_sharded() {
             for course in [
                 Course::Plain,
                 Course::Clipped,
+                Course::ClippedByOtherNorms,
+                Course::ClippedByValue,
                 Course::Ema,
                 Course::Resumed,
                 Course::Reloaded,
@@ -437,7 +455,11 @@ fn what_cannot_be_sharded_is_refused() {
         let gradients = burn::optim::GradientsParams::from_grads(gradients, &model);
         accelerator.average(gradients, &model, 4).map(drop)
     });
-    assert_error(&own, Error::is_misuse, &["pass it the loss"]);
+    assert_error(
+        &own,
+        Error::is_misuse,
+        &["ran outside `Accelerator::backward`"],
+    );
 
     let builder = Accelerator::builder()
         .device(devices().next())
@@ -471,6 +493,62 @@ fn a_rank_that_takes_another_branch_ends_the_training_with_an_error() {
 }
 
 #[test]
+fn a_rank_that_runs_another_unit_of_the_same_shape_ends_the_training_with_an_error() {
+    let error = refused(|accelerator| {
+        let model = accelerator.prepare(Net::new(&accelerator.device()))?;
+        let x = Tensor::<2>::ones([4, 8], &accelerator.device());
+        let block = &model.blocks[accelerator.rank()];
+        let y = block.run(x, |block, x| block.wide.forward(block.narrow.forward(x)));
+        accelerator.backward(y.mean(), &model, 4).map(drop)
+    });
+    assert!(error.is_collective(), "{error:?}");
+    assert_contains(
+        &error.to_string(),
+        &["gather unit 0 (forward)", "gather unit 2 (forward)"],
+    );
+}
+
+#[test]
+fn a_call_that_fails_on_one_rank_ends_the_training_on_all() {
+    let error = refused(|accelerator| {
+        let model = accelerator.prepare(Net::new(&accelerator.device()))?;
+        let x = Tensor::<2>::ones([4, 1], &accelerator.device());
+        let y = model.forward(x);
+        let loss = match accelerator.rank() {
+            0 => y.mean(),
+            // It has four elements.
+            _ => y.flatten(0, 1),
+        };
+        let failed = accelerator.backward(loss, &model, 4).map(drop);
+        assert!(failed.is_err());
+        accelerator.wait_for_everyone()
+    });
+    assert!(error.is_collective() || error.is_misuse(), "{error:?}");
+    assert_contains(&error.to_string(), &["the loss has 4 elements"]);
+}
+
+#[test]
+fn a_model_that_is_divided_otherwise_than_its_optimizer_has_stepped_is_refused() {
+    let error = refused(|accelerator| {
+        let mut net = Net::new(&accelerator.device());
+        net.blocks.truncate(1);
+        let (mut model, mut optimizer) = accelerator.prepare((net, adam()))?;
+        let step = |model: Net, optimizer: &mut PreparedOptimizer<Manual>| {
+            let x = Tensor::<2>::ones([4, 1], &accelerator.device());
+            let gradients = accelerator.backward(model.forward(x).mean(), &model, 4)?;
+            Ok::<_, Error>(optimizer.step(0.01, model, gradients))
+        };
+        model = step(model, &mut optimizer)?;
+        // The same parameters, and others before them.
+        let more = Net::new(&accelerator.device()).blocks.remove(0);
+        model.blocks.insert(0, more);
+        model = accelerator.prepare(model)?;
+        step(model, &mut optimizer).map(drop)
+    });
+    assert_contains(&error.to_string(), &["divided otherwise"]);
+}
+
+#[test]
 fn a_rank_alone_is_told_that_the_others_must_take_part() {
     let error = refused(|accelerator| {
         let model = accelerator.prepare(Net::new(&accelerator.device()))?;
@@ -487,11 +565,14 @@ fn a_rank_alone_is_told_that_the_others_must_take_part() {
 
 #[test]
 fn one_rank_recomputes() {
-    let builder = Accelerator::builder().units(Units::Shard);
+    let builder = Accelerator::builder().units(Units::Shard).step_summary();
     let accelerator = builder.launched_as(Launch::single()).build().unwrap();
     let whole = Net::new(&accelerator.device()).num_params();
     let model = accelerator
         .prepare(Net::new(&accelerator.device()))
         .unwrap();
     assert_eq!(model.num_params(), whole);
+    train(&accelerator, folder_in_memory().path(), Course::Plain).unwrap();
+    let summary = accelerator.step_summary().unwrap();
+    assert!(summary.recomputing.mean > 0.0, "{summary}");
 }

@@ -220,7 +220,7 @@ fn steps(
         .units(Units::Shard);
     let largest = builder.launch(ranks, |accelerator| {
         let (rule, rate) = optimizer(&case.optimizer);
-        let model = Transformer::new(&accelerator.device(), &fixture.initial);
+        let model = accelerator.init(|device| Transformer::new(device, &fixture.initial));
         let mut parts = accelerator.prepare((model, rule))?;
         let kept = folder.join("kept");
         if steps.start > 0 {
@@ -266,7 +266,7 @@ fn sharded_units_follow_fsdp2_at_every_number_of_ranks_and_through_resumes() {
             // A rank without sharding reads the file.
             let alone = Accelerator::builder().dtype(FloatDType::F64);
             let weights = alone.launch(1, |accelerator| {
-                let model = Transformer::new(&accelerator.device(), &fixture.initial);
+                let model = accelerator.init(|device| Transformer::new(device, &fixture.initial));
                 let model =
                     accelerator.load_model(model, folder.path().join("model.safetensors"))?;
                 let mut distance = Distance {

@@ -33,11 +33,11 @@ enum Meaning {
 use Meaning::{Ignored, Implies, Instead, Is, Value};
 
 const ANY: fn(&str) -> bool = |_| true;
-const ZERO: &str = "for ZeRO stage 1 write `prepare((model, Sharded(optimizer)))` in the program, and for stage 3 put the \
-     blocks of the model into `nn::Unit`s and write ACCEL_UNITS=shard before accel-launch";
+const ZERO: &str = "for ZeRO stage 1 write `prepare((model, Sharded(optimizer)))` in the program, and for stage 3 wrap the \
+     blocks of the model in `nn::Unit` and write ACCEL_UNITS=shard before accel-launch";
 const FSDP: &str =
-    "put the blocks of the model into `nn::Unit`s, and write ACCEL_UNITS=shard before accel-launch";
-const PARALLEL: &str = "every rank computes with whole layers here, so leave it out";
+    "wrap the blocks of the model in `nn::Unit`, and write ACCEL_UNITS=shard before accel-launch";
+const PARALLEL: &str = "layers cannot be split across ranks, so leave it out";
 const DYNAMO: &str = "kernels are compiled by the backend: build the program with its features `fusion` and `autotune`";
 const NO_BACKEND: &str =
     "there is no backend for it: write --device cuda, wgpu, flex or ndarray, or leave it out";

@@ -1,4 +1,4 @@
-//! The elements of parameters while ranks show one another their new ones.
+//! Copies of parameters' elements, for the exchange of updated elements between ranks.
 
 use std::collections::{HashMap, HashSet};
 
@@ -19,7 +19,7 @@ struct TakenParameter {
     bytes: Bytes,
     shape: Shape,
     dtype: DType,
-    /// Its own, which knows how gradients are to be checkpointed.
+    /// The parameter's own device, which carries Burn's setting of gradient checkpointing.
     device: Device,
     requires_gradient: bool,
 }

@@ -318,7 +318,7 @@ impl Shards {
         }))
     }
 
-    /// Returns `true` if gradients that are cut there are cut for this optimizer.
+    /// Returns `true` if this optimizer has defined these bounds.
     fn are_mine(&self, bounds: &ShardMap) -> bool {
         bounds.are_of(self.partitions.identity())
     }
@@ -356,7 +356,7 @@ impl FullState {
         }
     }
 
-    /// Returns this rank's part of the state. What all ranks have is rank 0's.
+    /// Returns this rank's part of the state. Rank 0 returns the state that is replicated on all ranks.
     fn own(&self, group: &ProcessGroup, optimizer: &ModuleOptimizer) -> Result<Vec<u8>> {
         if self.others == OtherState::Unexpected || group.rank() == 0 {
             return Ok(bytes_of(optimizer)?.to_vec());

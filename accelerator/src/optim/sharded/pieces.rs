@@ -21,8 +21,8 @@ use crate::unit;
 pub(in crate::optim) struct PieceState {
     rank: usize,
     device: Device,
-    /// `None` until the optimizer has a model to step.
-    partitions: Option<HashMap<ParamId, Partition>>,
+    /// The partitions of the parameters of all models that were stepped.
+    partitions: HashMap<ParamId, Partition>,
 }
 
 impl PieceState {
@@ -30,72 +30,86 @@ impl PieceState {
         Self {
             rank: context.rank(),
             device: context.device.clone(),
-            partitions: None,
+            partitions: HashMap::new(),
         }
     }
 
-    /// Settles before the first step which parameters the model holds pieces of: the optimizer keeps this rank's part of
-    /// the state that it was loaded with.
+    /// Before a step, finds the parameters of which the model holds pieces. When they are first stepped, it cuts the state
+    /// that was loaded for them to this rank's part.
     pub(in crate::optim) fn settle(
         &mut self,
         model: &dyn DynModule,
         optimizer: &mut ModuleOptimizer,
         shards: Option<&Shards>,
     ) -> Result<()> {
-        if self.partitions.is_some() {
+        let mut found = unit::partitions(model);
+        if found.iter().any(|(id, partition)| {
+            let settled = self.partitions.get(id);
+            settled.is_some_and(|settled| settled != partition)
+        }) {
+            return Err(Error::misuse(
+                "the model was prepared again, and its sharded parameters were divided otherwise than those that the \
+                 optimizer has stepped: save both with `save_state` before, and resume both after `prepare`",
+            ));
+        }
+        found.retain(|id, _| !self.partitions.contains_key(id));
+        if found.is_empty() {
             return Ok(());
         }
-        let partitions = unit::partitions(model);
-        if !partitions.is_empty() {
-            if shards.is_some() {
-                return Err(Error::misuse(
-                    "an optimizer was prepared as `Sharded`, and its model has sharded units, whose state lies on the ranks \
-                     already: prepare the optimizer without `Sharded`",
-                ));
-            }
-            self.check(model, optimizer)?;
-            *optimizer = self.cut(optimizer, &partitions)?;
+        if shards.is_some() {
+            return Err(Error::misuse(
+                "the optimizer was prepared as `Sharded`, but its model has sharded units, whose optimizer state is \
+                 divided among the ranks already: prepare the optimizer without `Sharded`",
+            ));
         }
-        self.partitions = Some(partitions);
+        self.check(model, &found, optimizer)?;
+        self.cut(optimizer, &found)?;
+        self.partitions.extend(found);
         Ok(())
     }
 
     /// Forgets what was settled: the optimizer has loaded the state of whole parameters.
     pub(in crate::optim) fn reset(&mut self) {
-        self.partitions = None;
+        self.partitions.clear();
     }
 
     pub(in crate::optim) fn full_state(&self) -> Option<FullState> {
-        let partitions = self.partitions.as_ref()?;
-        (!partitions.is_empty()).then(|| FullState::of_pieces(partitions.clone()))
+        (!self.partitions.is_empty()).then(|| FullState::of_pieces(self.partitions.clone()))
     }
 
     /// Refuses an optimizer that looks at parameters as a whole.
-    fn check(&self, model: &dyn DynModule, optimizer: &ModuleOptimizer) -> Result<()> {
+    fn check(
+        &self,
+        model: &dyn DynModule,
+        partitions: &HashMap<ParamId, Partition>,
+        optimizer: &ModuleOptimizer,
+    ) -> Result<()> {
         let blank = optimizer.clone().load_record(OptimizerRecord::default());
         let mut parameters = Layout::of(model).trainable().into_iter();
         let whole = parameters.find(|parameter| {
-            parameter.piece.is_some() && !is_element_wise(&blank, parameter, &self.device)
+            partitions.contains_key(&parameter.id)
+                && !is_element_wise(&blank, parameter, &self.device)
         });
         let Some(parameter) = whole else {
             return Ok(());
         };
         Err(Error::misuse(format!(
-            "the optimizer does not step each element of `{}` by itself, and each rank holds a piece of it: use SGD, Adam, \
-             AdamW or another one that does, without gradient clipping in its configuration (`clip_norm` clips by the norm \
-             of all ranks), or set `units` to `recompute`",
+            "the optimizer does not step each element of `{}` independently, but each rank has only a piece of this \
+             parameter: use SGD, Adam, AdamW or another element-wise optimizer, with no gradient clipping in its \
+             configuration (call `clip_norm`, which uses the norm over all ranks), or set `units` to `recompute`",
             parameter.path
         )))
     }
 
+    /// Keeps this rank's part of the state of these parameters.
     fn cut(
         &self,
-        optimizer: &ModuleOptimizer,
+        optimizer: &mut ModuleOptimizer,
         partitions: &HashMap<ParamId, Partition>,
-    ) -> Result<ModuleOptimizer> {
+    ) -> Result<()> {
         let mut records = Records::of(optimizer)?;
         if !records.0.keys().any(|id| partitions.contains_key(id)) {
-            return Ok(optimizer.clone());
+            return Ok(());
         }
         for (id, partition) in partitions {
             if let Some(entry) = records.0.remove(id)
@@ -105,10 +119,11 @@ impl PieceState {
             }
         }
         let blank = optimizer.clone().load_record(OptimizerRecord::default());
-        load(
+        *optimizer = load(
             "an optimizer of sharded units",
             blank,
             records.into_bytes()?,
-        )
+        )?;
+        Ok(())
     }
 }

@@ -1,4 +1,4 @@
-//! Records of optimizers, taken apart by parameters: of whole ones, and of pieces.
+//! Optimizer records, split by parameter (whole or pieces).
 
 use std::collections::BTreeMap;
 
@@ -124,11 +124,11 @@ impl RecordEntry {
         })
     }
 
-    /// The state of a whole parameter, of what each rank keeps of it; `None` if a rank has none of
-    /// elements that live there, or other tensors than the first.
+    /// Joins the ranks' parts of the state of a parameter. Returns `None` if a rank with elements of the parameter has no
+    /// state for it, or if its tensors do not match those of the first rank.
     pub(super) fn join(parts: Vec<Option<Self>>, partition: &Partition) -> Option<Self> {
         let mut parts = parts.into_iter().enumerate();
-        // A rank without elements may have counted fewer steps.
+        // A rank without elements of the parameter may have counted fewer steps.
         let holds_some = |rank| !partition.range(rank).is_empty() || partition.elements() == 0;
         let first = |(rank, part): (usize, Option<Self>)| Some((rank, part?));
         let (rank, mut whole) = parts

@@ -325,7 +325,7 @@ impl Reducer {
         replace(&mut self.outcome, Ok(()))?;
         self.totals.loss.add(self.weight, loss);
         if self.is_idle() {
-            // What it computed may be anything, but for the sums over the ranks of its pieces.
+            // It may have computed garbage, except in pieces, which are sums over the ranks.
             let mut computed = core::mem::take(&mut gradients);
             let parameters = model_state.parameters().iter();
             for parameter in parameters.filter(|parameter| parameter.piece.is_some()) {

@@ -322,7 +322,7 @@ impl Contradictions {
         });
         let is_sharded = a.fsdp == FsdpStrategy::FullShard;
         self.expect(!is_sharded || !a.sharded_optimizer, || {
-            "fsdp is full_shard with sharded_optimizer, whose state it shards already: leave one of them out".to_owned()
+            "fsdp is full_shard with sharded_optimizer: it already shards the optimizer's state, so leave sharded_optimizer out".to_owned()
         });
         for (name, is_set) in [
             ("fsdp", is_sharded),

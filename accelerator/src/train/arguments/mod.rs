@@ -141,7 +141,7 @@ arguments! {
         fp16: bool = false,
         /// Recompute the activations of units in backward instead of keeping them; `ACCEL_UNITS` also sets this.
         gradient_checkpointing: bool = false,
-        /// Shard the parameters of units over the ranks: full_shard; `ACCEL_UNITS` also sets this.
+        /// Set to full_shard to shard the parameters of units over the ranks; `ACCEL_UNITS=shard` does the same.
         fsdp: FsdpStrategy = FsdpStrategy::NoShard,
         /// Recompute the values of cheap operations in backward: Burn's own checkpointing.
         recompute_operations: bool = false,
@@ -192,7 +192,7 @@ words! {
 }
 
 words! {
-    /// The parts of a model that are sharded over the ranks, by Hugging Face's names.
+    /// The sharding strategy, with Hugging Face's names.
     pub enum FsdpStrategy: "fsdp" {
         NoShard = "no_shard",
         FullShard = "full_shard",

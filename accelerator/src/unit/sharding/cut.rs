@@ -34,9 +34,9 @@ pub(in crate::unit) struct Cutter {
 
 /// The places where parameters are cut.
 pub(super) enum Cuts {
-    /// Even parts of the parameters that rank 0 trains.
+    /// Cuts the parameters that are trainable on rank 0 into even parts.
     Even(Distribution),
-    /// The places where they were cut before.
+    /// Cuts parameters where they were cut before.
     Given(VecDeque<UnitPartitions>),
 }
 
@@ -46,6 +46,7 @@ impl Cuts {
             group: group.clone(),
             partitioner: Partitioner::new(group.world_size()),
             failure: None,
+            difference: None,
         })
     }
 }
@@ -62,7 +63,12 @@ impl Cutter {
         }
     }
 
-    pub(super) fn cut(&mut self, block: BoxedModule) -> (BoxedModule, Sharding) {
+    /// Cuts the parameters of the unit with this number. It is not sharded if it was not before.
+    pub(super) fn cut(
+        &mut self,
+        number: usize,
+        block: BoxedModule,
+    ) -> (BoxedModule, Option<Sharding>) {
         let (block, partitions) = match &mut self.cuts {
             Cuts::Even(distribution) => {
                 let mut mapper = DistributionMapper {
@@ -72,9 +78,13 @@ impl Cutter {
                 (block.map(&mut mapper), mapper.partitions)
             }
             Cuts::Given(units) => {
+                let former = units.pop_front().unwrap_or_default();
+                if former.is_empty() {
+                    return (block, None);
+                }
                 let mut mapper = CutMapper {
                     rank: self.rank,
-                    places: units.pop_front().unwrap_or_default(),
+                    former,
                     partitions: HashMap::new(),
                 };
                 (block.map(&mut mapper), mapper.partitions)
@@ -87,18 +97,16 @@ impl Cutter {
             rank: self.rank,
             partitions,
         };
-        let sharding = Sharding::new(self.context.clone(), pieces, self.buffers.clone());
-        (block, sharding)
+        let (context, buffers) = (self.context.clone(), self.buffers.clone());
+        let sharding = Sharding::new(context, number, pieces, buffers);
+        (block, Some(sharding))
     }
 
     /// Fails if the model could not be distributed, or has a parameter in a unit and elsewhere, too.
     pub(super) fn finish(self, model: &dyn DynModule) -> Result<()> {
-        if let Cuts::Even(Distribution {
-            failure: Some(error),
-            ..
-        }) = self.cuts
-        {
-            return Err(error);
+        if let Cuts::Even(distribution) = self.cuts {
+            let error = distribution.failure.or(distribution.difference);
+            error.map_or(Ok(()), Err)?;
         }
         let mut search = OutsideSearch {
             cut: &self.cut,
@@ -106,19 +114,18 @@ impl Cutter {
             found: None,
         };
         model.visit(&mut search);
-        let parameter = match search.found {
-            Some(path) => format!("`{path}`"),
-            None if self.is_tied => "a parameter".to_owned(),
+        let found = match search.found {
+            Some(path) => format!("`{path}` is tied to a parameter of a unit, so the unit"),
+            None if self.is_tied => "two units share a parameter, so they".to_owned(),
             None => return Ok(()),
         };
         Err(Error::model(format!(
-            "{parameter} is tied to a parameter of a unit, and units are to be sharded: all places of a tied parameter \
-             must be in one unit, or outside of units"
+            "{found} cannot be sharded: put all uses of the parameter in the same unit, or all of them outside units"
         )))
     }
 }
 
-/// Searches for a place outside of units of a parameter that is cut.
+/// Searches for a use of a cut parameter outside units.
 struct OutsideSearch<'a> {
     cut: &'a HashSet<ParamId>,
     path: ModulePath,
@@ -146,8 +153,10 @@ impl ModuleVisitor for OutsideSearch<'_> {
 pub(super) struct Distribution {
     group: ProcessGroup,
     partitioner: Partitioner,
-    /// The first error; later parameters stay as they are.
+    /// The first error of a collective; later parameters stay as they are.
     failure: Option<Error>,
+    /// The first difference from rank 0's model.
+    difference: Option<Error>,
 }
 
 /// A parameter of rank 0.
@@ -202,7 +211,37 @@ impl Distribution {
     }
 }
 
-/// Returns the places in a chunk of the bytes that it has in common with a piece.
+impl Distribution {
+    /// Notes if this rank has a parameter in another type, or trains it and rank 0 does not. One that is not initialized
+    /// gets rank 0's.
+    fn compare<const D: usize>(&mut self, header: &ParameterHeader, param: &Param<Tensor<D>>) {
+        if !param.is_initialized() {
+            return;
+        }
+        let value = param.base();
+        let own = (value.dtype(), value.is_require_grad());
+        if own != (header.dtype, header.is_trained) {
+            let shown = |(dtype, is_trained): (DType, bool)| {
+                format!(
+                    "{dtype:?}, {}",
+                    if is_trained { "trained" } else { "frozen" }
+                )
+            };
+            self.difference.get_or_insert_with(|| {
+                Error::model(format!(
+                    "the model differs between ranks: a parameter of shape {:?} in a unit is {} on rank 0, and {} on \
+                     rank {}; build the same model on every rank",
+                    header.shape,
+                    shown((header.dtype, header.is_trained)),
+                    shown(own),
+                    self.group.rank()
+                ))
+            });
+        }
+    }
+}
+
+/// Returns the range within `chunk` that overlaps `piece`.
 fn common(piece: &Range<usize>, chunk: Range<usize>) -> Range<usize> {
     let at = |place: usize| place.clamp(chunk.start, chunk.end) - chunk.start;
     at(piece.start)..at(piece.end)
@@ -243,6 +282,7 @@ impl ModuleMapper for DistributionMapper<'_> {
                 return param;
             }
         };
+        self.distribution.compare(&header, &param);
         let Some(OwnPiece { partition, bytes }) = piece else {
             return param;
         };
@@ -260,13 +300,13 @@ impl ModuleMapper for DistributionMapper<'_> {
 /// Cuts parameters that all ranks hold.
 struct CutMapper {
     rank: usize,
-    places: UnitPartitions,
+    former: UnitPartitions,
     partitions: HashMap<ParamId, Partition>,
 }
 
 impl ModuleMapper for CutMapper {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        let Some(partition) = self.places.pop_front().flatten() else {
+        let Some(partition) = self.former.pop_front().flatten() else {
             return param;
         };
         let (id, value, mapper) = param.consume();
@@ -281,7 +321,7 @@ impl ModuleMapper for CutMapper {
     }
 }
 
-/// A tensor of its own: a slice of another one may keep all of its memory.
+/// Makes a new tensor of a piece: a slice could keep the memory of the whole tensor alive.
 fn piece_of<const D: usize>(
     bytes: Vec<u8>,
     shape: Vec<usize>,

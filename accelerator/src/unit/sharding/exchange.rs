@@ -1,11 +1,13 @@
 //! The exchange between ranks while units run: whole parameters before, gradients in backward.
 
 use core::cell::Cell;
+use core::fmt;
+use core::ops::Mul;
 use std::collections::HashMap;
 use std::sync::{Arc, Weak};
 
 use accelerator_collective::internal::{GroupExt, ShardLayout};
-use accelerator_collective::{Buffer, DType as WireType, ProcessGroup, ReduceOp};
+use accelerator_collective::{Buffer, DType as WireType, Element, ProcessGroup, ReduceOp};
 use accelerator_host::sync::Mutex;
 use burn::backend::DispatchTensor;
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
@@ -22,8 +24,7 @@ use crate::unit::seeded_run::runs_twice;
 /// The most buffers that are kept for the next units: one is filled while another one is read.
 const KEPT_BUFFERS: usize = 2;
 
-/// Sets the weight of the micro-step whose backward pass begins: gradients of units are sums over the ranks, in which each
-/// counts by it.
+/// Sets the weight of this rank's gradients in the sums over the ranks, for the backward pass that begins.
 pub(in crate::unit) fn weigh(weight: f64) -> Scoped<Option<f64>> {
     Scoped::set(&WEIGHT, Some(weight))
 }
@@ -40,9 +41,27 @@ pub(super) type Buffers = Arc<Mutex<Vec<Buffer>>>;
 pub(in crate::unit) struct Sharding {
     /// A model may outlive its accelerator, whose group ends with it.
     context: Weak<Context>,
+    /// The number of the unit: ranks that run other units must not exchange their parameters.
+    number: usize,
     pub(in crate::unit) pieces: Arc<Pieces>,
-    /// They are those of all units of the model.
+    /// All units of the model share them.
     buffers: Buffers,
+}
+
+/// The pass in which a unit runs.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(in crate::unit) enum Pass {
+    Forward,
+    Backward,
+}
+
+impl fmt::Display for Pass {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Forward => "forward",
+            Self::Backward => "backward",
+        })
+    }
 }
 
 /// The gradient of a whole parameter of a unit's block.
@@ -55,19 +74,25 @@ pub(in crate::unit) struct BlockGradient {
 }
 
 impl Sharding {
-    pub(super) fn new(context: Weak<Context>, pieces: Pieces, buffers: Buffers) -> Self {
+    pub(super) fn new(
+        context: Weak<Context>,
+        number: usize,
+        pieces: Pieces,
+        buffers: Buffers,
+    ) -> Self {
         Self {
             context,
+            number,
             pieces: Arc::new(pieces),
             buffers,
         }
     }
 
-    /// Returns the block with whole parameters. All ranks call it. If the ranks cannot gather them, they are NaN, and the
-    /// next call that all ranks make returns the error.
-    pub(in crate::unit) fn gather(&self, block: BoxedModule) -> BoxedModule {
+    /// Returns the block with whole parameters. All ranks call it. If gathering fails, the parameters are NaN, and the next
+    /// call that all ranks make returns the error.
+    pub(in crate::unit) fn gather(&self, block: BoxedModule, pass: Pass) -> BoxedModule {
         let context = self.context();
-        let mut values = match self.gathered(&context, &block) {
+        let values = match self.gathered(&context, &block, pass) {
             Ok(values) => values,
             Err(error) => {
                 context.forward_collectives.failed(error);
@@ -76,7 +101,8 @@ impl Sharding {
         };
         block.map(&mut WholeWriter {
             pieces: &self.pieces,
-            values: &mut values,
+            values,
+            made: HashMap::new(),
         })
     }
 
@@ -84,11 +110,12 @@ impl Sharding {
         &self,
         context: &Context,
         block: &BoxedModule,
+        pass: Pass,
     ) -> Result<HashMap<ParamId, TensorData>> {
         if runs_twice() {
             return Err(Error::misuse(
-                "a sharded `Unit` runs within `recompute`, so its parameters would be gathered a second time: call the \
-                 block of the unit there, or leave the recomputation to the unit",
+                "a sharded `Unit` runs within `recompute`, which would gather its parameters twice: remove `recompute`, since \
+                 the unit already recomputes its block",
             ));
         }
         let mut reader = PieceReader {
@@ -96,7 +123,9 @@ impl Sharding {
             found: Vec::new(),
         };
         block.visit(&mut reader);
-        let group = context.group.for_purpose("gather the parameters of a unit");
+        let group = context
+            .group
+            .for_purpose(&format!("gather unit {} ({pass})", self.number));
         let mut values = HashMap::new();
         for wire_type in [WireType::F64, WireType::F32, WireType::F16, WireType::BF16] {
             let found = reader.found.iter();
@@ -112,6 +141,12 @@ impl Sharding {
             let width = wire_type.size();
             for ((_, piece, partition), start) in found.iter().zip(&flat.starts) {
                 let own = partition.range(self.pieces.rank);
+                if piece.bytes().len() != own.len() * width {
+                    return Err(Error::misuse(
+                        "a parameter of a sharded unit was replaced by another one, which is not this rank's piece of it: load \
+                         values with `load_model` or `resume`",
+                    ));
+                }
                 let bytes = (start + own.start) * width..(start + own.end) * width;
                 buffer.bytes_mut()[bytes].copy_from_slice(piece.bytes());
             }
@@ -128,8 +163,8 @@ impl Sharding {
     }
 
     /// Sums gradients of whole parameters over the ranks, and returns those of this rank's pieces. All ranks call it, also
-    /// those without a gradient. If the ranks cannot sum them, they are NaN, and the next call that all ranks make returns
-    /// the error.
+    /// those without a gradient. If the reduction fails, the gradients are NaN, and the next call that all ranks make
+    /// returns the error.
     pub(in crate::unit) fn scatter(
         &self,
         gradients: Vec<Option<BlockGradient>>,
@@ -138,7 +173,8 @@ impl Sharding {
         let gradients = merged(gradients);
         let weight = WEIGHT.get().unwrap_or_else(|| {
             context.forward_collectives.failed(Error::misuse(
-                "gradients of sharded units were computed outside of `Accelerator::backward`: pass it the loss",
+                "the backward pass of a model with sharded units ran outside `Accelerator::backward`: call it, and pass it the \
+                 loss",
             ));
             0.0
         });
@@ -182,8 +218,8 @@ impl Sharding {
         weight: f64,
         sums: &mut [Option<DispatchTensor>],
     ) -> Result<()> {
-        let group = group.for_purpose("sum the gradients of a unit");
-        // Behind the elements, a number for each parameter tells each rank whether any rank has a gradient of it.
+        let group = group.for_purpose(&format!("gradients of unit {}", self.number));
+        // The elements are followed by one count per rank and parameter: the number of ranks that have a gradient for it.
         let partitions = members.iter().map(|(.., partition)| *partition);
         let flat = FlatLayout::new(partitions, members.len());
         let total = flat.length + group.world_size() * flat.counts;
@@ -194,37 +230,21 @@ impl Sharding {
         let mut buffer = self.buffer(&group, wire_type, total);
         buffer.bytes_mut().fill(0);
         for (number, (_, gradient, _)) in members.iter().enumerate() {
-            // What a rank without a sample has computed may be anything.
+            // A rank without samples may have computed garbage, so it adds zeros.
             let Some(gradient) = gradient.gradient.as_ref().filter(|_| weight > 0.0) else {
                 continue;
             };
-            let counts = (0..group.world_size()).map(|rank| flat.count(rank, number));
-            let start = flat.starts[number];
+            let data = any_rank(gradient).into_data().convert_dtype(dtype);
             match dtype {
-                DType::F64 => {
-                    let values = any_rank(gradient).into_data().convert_dtype(DType::F64);
-                    let sums = buffer.as_mut_slice::<f64>()?;
-                    counts.for_each(|at| sums[at] = 1.0);
-                    let values = values.iter::<f64>();
-                    (sums[start..].iter_mut().zip(values))
-                        .for_each(|(sum, value)| *sum = value * weight);
-                }
-                _ => {
-                    let (values, weight) = (any_rank(gradient).into_data(), weight as f32);
-                    let values = values.convert_dtype(DType::F32);
-                    let sums = buffer.as_mut_slice::<f32>()?;
-                    counts.for_each(|at| sums[at] = 1.0);
-                    let values = values.iter::<f32>();
-                    (sums[start..].iter_mut().zip(values))
-                        .for_each(|(sum, value)| *sum = value * weight);
-                }
+                DType::F64 => flat.add::<f64>(&mut buffer, number, &data, weight)?,
+                _ => flat.add::<f32>(&mut buffer, number, &data, weight as f32)?,
             }
         }
         let shards = flat.shards(group.world_size())?;
         group.reduce_scatter_buffer(&mut buffer, ReduceOp::Sum, &shards)?;
         let (rank, width) = (self.pieces.rank, wire_type.size());
         for (number, (place, gradient, partition)) in members.iter().enumerate() {
-            let count = flat.count(rank, number) * width;
+            let count = flat.count_at(rank, number) * width;
             if buffer.bytes()[count..count + width]
                 .iter()
                 .all(|byte| *byte == 0)
@@ -264,7 +284,8 @@ impl Sharding {
     fn context(&self) -> Arc<Context> {
         let context = self.context.upgrade();
         #[expect(clippy::expect_used, reason = "documented at `Units::Shard`")]
-        context.expect("a model with sharded units runs only as long as its accelerator lives")
+        context
+            .expect("the accelerator of a model with sharded units, which the model needs to run")
     }
 
     fn buffer(&self, group: &ProcessGroup, dtype: WireType, length: usize) -> Buffer {
@@ -333,8 +354,30 @@ impl FlatLayout {
     }
 
     /// The place of a count of a rank.
-    fn count(&self, rank: usize, number: usize) -> usize {
+    fn count_at(&self, rank: usize, number: usize) -> usize {
         self.length + rank * self.counts + number
+    }
+
+    /// Writes the gradient of the parameter with this number, times the weight, and counts it for every rank.
+    fn add<E: Element + burn::tensor::Element + Mul<Output = E>>(
+        &self,
+        buffer: &mut Buffer,
+        number: usize,
+        gradient: &TensorData,
+        weight: E,
+    ) -> Result<()> {
+        let sums = buffer.as_mut_slice::<E>()?;
+        let ranks = self.bounds[number].len() - 1;
+        for rank in 0..ranks {
+            sums[self.count_at(rank, number)] = E::from_elem(1.0);
+        }
+        for (sum, value) in sums[self.starts[number]..]
+            .iter_mut()
+            .zip(gradient.iter::<E>())
+        {
+            *sum = value * weight;
+        }
+        Ok(())
     }
 
     /// The elements and counts that each rank keeps.
@@ -342,7 +385,7 @@ impl FlatLayout {
         let of_rank = |rank| {
             let parts = self.starts.iter().zip(&self.bounds);
             let parts = parts.map(|(start, bounds)| start + bounds[rank]..start + bounds[rank + 1]);
-            let counts = self.count(rank, 0)..self.count(rank, self.counts);
+            let counts = self.count_at(rank, 0)..self.count_at(rank, self.counts);
             parts
                 .chain([counts])
                 .filter(|range| !range.is_empty())
@@ -373,7 +416,9 @@ impl ModuleVisitor for PieceReader<'_> {
 struct WholeWriter<'a> {
     pieces: &'a Pieces,
     /// Empty if they could not be gathered.
-    values: &'a mut HashMap<ParamId, TensorData>,
+    values: HashMap<ParamId, TensorData>,
+    /// The tensors so far, for other places of a tied parameter.
+    made: HashMap<ParamId, DispatchTensor>,
 }
 
 impl ModuleMapper for WholeWriter<'_> {
@@ -383,11 +428,13 @@ impl ModuleMapper for WholeWriter<'_> {
         };
         let (id, piece, mapper) = param.consume();
         let (device, dtype) = (piece.device(), piece.dtype());
-        let data = match self.values.get(&id) {
-            Some(data) => data.clone(),
-            None => filled(dtype, partition.whole_shape().to_vec(), f64::NAN),
-        };
-        let value = Tensor::<D>::from_data(data, (&device, dtype));
+        let whole = self.made.entry(id).or_insert_with(|| {
+            let shape = partition.whole_shape();
+            let data = self.values.remove(&id);
+            let data = data.unwrap_or_else(|| filled(dtype, shape.to_vec(), f64::NAN));
+            Tensor::<D>::from_data(data, (&device, dtype)).into_dispatch()
+        });
+        let value = Tensor::<D>::from_dispatch(whole.clone());
         Param::from_mapped_value(id, value, mapper)
     }
 }
@@ -397,7 +444,8 @@ fn filled(dtype: DType, shape: Vec<usize>, value: f64) -> TensorData {
     TensorData::new(values, shape).convert_dtype(dtype)
 }
 
-/// The type in which gradients of this type are summed. It is theirs from then on, which nobody behind a unit minds.
+/// Returns the type in which gradients of this type are summed. The sums keep it, and the code that receives them accepts
+/// it.
 fn wide(dtype: DType) -> DType {
     match dtype {
         DType::F64 => DType::F64,

@@ -34,7 +34,12 @@ impl Joiner {
         }
     }
 
-    pub(super) fn join(&mut self, block: BoxedModule, pieces: &Pieces) -> BoxedModule {
+    /// Makes the parameters of a unit whole that is sharded.
+    pub(super) fn join(&mut self, block: BoxedModule, pieces: Option<&Pieces>) -> BoxedModule {
+        let Some(pieces) = pieces else {
+            self.units.push_back(VecDeque::new());
+            return block;
+        };
         let mut mapper = JoinMapper {
             joiner: self,
             pieces,

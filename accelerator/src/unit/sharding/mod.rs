@@ -1,5 +1,5 @@
-//! Units whose parameters are sharded over the ranks (ZeRO stage 3): each rank holds a piece of every parameter, and the
-//! whole ones of a unit only while it runs. See the README of `unit`.
+//! Units whose parameters are sharded over the ranks (ZeRO stage 3). Each rank holds one piece of every trainable
+//! parameter, and the whole parameters of a unit only while the unit runs. See the README of `unit`.
 
 mod cut;
 mod exchange;
@@ -13,8 +13,9 @@ use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId, Paramete
 use burn::tensor::{Bool, Int, Tensor};
 
 use self::cut::{Cuts, Cutter};
-pub(super) use self::exchange::{BlockGradient, Sharding, weigh};
+pub(super) use self::exchange::{BlockGradient, Pass, Sharding, weigh};
 use self::join::{Joiner, UnitPartitions};
+use super::Unchanged;
 use crate::context::Context;
 use crate::core::agreement;
 use crate::core::draws::drawing;
@@ -30,7 +31,8 @@ use crate::model::TiedParameters;
 pub(crate) fn shard(context: &Arc<Context>, model: BoxedModule) -> Result<BoxedModule> {
     let group = context.group.for_purpose("shard a model");
     let cutter = Cutter::new(context, Cuts::even(&group));
-    // All ranks are here, so none of them waits for its turn before it takes part.
+    // All ranks have reached this call, so rank 0 can hold the lock on the generator without blocking a rank that has
+    // yet to join.
     let turn = context.is_main_process().then(drawing);
     let mut first = DrawInOrder(context.is_main_process());
     let (model, cutter) = Change::Shard(cutter).applied_to(model, &mut first);
@@ -39,14 +41,14 @@ pub(crate) fn shard(context: &Arc<Context>, model: BoxedModule) -> Result<BoxedM
         return Err(unfinished());
     };
     let outcome = cutter.finish(&model);
-    // No rank draws anything else before rank 0 is done.
+    // Waits for rank 0 to finish, so that no other rank draws in between.
     let told = agreement::exchange(&group, outcome.as_ref().err(), "shard a model");
     outcome.and(told)?;
     context.forward_collectives.note();
     Ok(model)
 }
 
-/// Draws what is outside of units in its turn.
+/// Initializes parameters outside units, in the order of the model.
 struct DrawInOrder(bool);
 
 impl DrawInOrder {
@@ -106,30 +108,33 @@ fn joined(
     Ok((model, joiner.finish()?))
 }
 
-/// The error for a unit that does not put the change back that it takes, which none does.
+/// The error if a unit takes the change and does not put it back, which would be a bug of this crate.
 fn unfinished() -> Error {
     Error::model("the units of a model could not be changed")
 }
 
-/// The places where the parameters of a model were cut; none, if its units were not sharded.
+/// The partitions of the parameters that a model had, unit by unit.
 #[derive(Debug)]
-pub(crate) struct FormerCuts(VecDeque<UnitPartitions>);
+pub(crate) struct FormerSharding(VecDeque<UnitPartitions>);
 
-/// Returns the model with whole parameters, to be changed, and where they were [cut](cut_again). If its units are sharded,
-/// all ranks call it.
+/// Returns the model with whole parameters, which may be changed before they are [sharded again](reshard). If its units
+/// are sharded, all ranks call it.
 #[track_caller]
-pub(crate) fn uncut(context: &Context, model: BoxedModule) -> Result<(BoxedModule, FormerCuts)> {
+pub(crate) fn unshard(
+    context: &Context,
+    model: BoxedModule,
+) -> Result<(BoxedModule, FormerSharding)> {
     let (model, units) = joined(context, model, WholeOn::All)?;
-    Ok((model, FormerCuts(units)))
+    Ok((model, FormerSharding(units)))
 }
 
-/// Cuts the parameters of a model where they were cut before.
-pub(crate) fn cut_again(
+/// Shards the parameters of a model as they were before.
+pub(crate) fn reshard(
     context: &Arc<Context>,
     model: BoxedModule,
-    former: FormerCuts,
+    former: FormerSharding,
 ) -> BoxedModule {
-    if former.0.is_empty() {
+    if former.0.iter().all(VecDeque::is_empty) {
         return model;
     }
     let cutter = Cutter::new(context, Cuts::Given(former.0));
@@ -160,11 +165,7 @@ thread_local! {
     static CHANGE: RefCell<Option<Change>> = const { RefCell::new(None) };
 }
 
-struct Unchanged;
-
-impl ModuleMapper for Unchanged {}
-
-/// A change of the units of a model, but for units within units, whose parameters are those of the outer one.
+/// A change to the outermost units of a model. Nested units are part of the outer one.
 pub(super) enum Change {
     Shard(Cutter),
     Join(Joiner),
@@ -180,19 +181,23 @@ impl Change {
         CHANGE.set(Some(self));
     }
 
-    /// Changes the block of a unit. Returns the unit's new sharding.
+    /// Changes the block of the unit with this number. Returns its new sharding.
     pub(super) fn apply(
         &mut self,
+        number: usize,
         block: BoxedModule,
         sharding: Option<Arc<Sharding>>,
     ) -> (BoxedModule, Option<Arc<Sharding>>) {
         match (self, sharding) {
             (Self::Shard(cutter), None) => {
-                let (block, sharding) = cutter.cut(block);
-                (block, Some(Arc::new(sharding)))
+                let (block, sharding) = cutter.cut(number, block);
+                (block, sharding.map(Arc::new))
             }
-            (Self::Join(joiner), Some(sharding)) => (joiner.join(block, &sharding.pieces), None),
-            (_, sharding) => (block, sharding),
+            (Self::Join(joiner), sharding) => {
+                let pieces = sharding.as_ref().map(|sharding| &*sharding.pieces);
+                (joiner.join(block, pieces), None)
+            }
+            (Self::Shard(_), sharding) => (block, sharding),
         }
     }
 
@@ -202,6 +207,14 @@ impl Change {
         model: BoxedModule,
         rest: &mut M,
     ) -> (BoxedModule, Option<Self>) {
+        // A parameter may panic while it is initialized.
+        struct Cleared;
+        impl Drop for Cleared {
+            fn drop(&mut self) {
+                drop(Change::take());
+            }
+        }
+        let _cleared = Cleared;
         self.put_back();
         (model.map(rest), Self::take())
     }
