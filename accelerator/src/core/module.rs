@@ -4,7 +4,7 @@
 
 use crate::core::dyn_module::DynModule;
 use burn::backend::DispatchTensor;
-use burn::module::{ModuleVisitor, Param, ParamId};
+use burn::module::{ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::tensor::Tensor;
 
 /// A Burn module.
@@ -94,6 +94,11 @@ impl<F: FnMut(FloatParam<'_>)> ModuleVisitor for FloatVisitor<F> {
         self.place += 1;
     }
 }
+
+/// Maps nothing itself, for a model that does so by itself while it is mapped.
+pub(crate) struct Unchanged;
+
+impl ModuleMapper for Unchanged {}
 
 #[cfg(test)]
 mod tests {

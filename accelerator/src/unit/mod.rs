@@ -25,6 +25,7 @@ pub(crate) use self::sharding::{WholeOn, partitions, reshard, shard, unshard, wh
 use crate::core::draws;
 use crate::core::dyn_module::{BoxedModule, DynModule};
 use crate::core::error::{Error, Result, named};
+use crate::core::module::Unchanged;
 use crate::core::scoped::Scoped;
 use crate::core::tensor::any_rank;
 use crate::core::tensors::{Tensors, map_floats};
@@ -228,11 +229,6 @@ pub(crate) fn prepare(model: BoxedModule, units: Units) -> (BoxedModule, usize) 
     let model = model.map(&mut Unchanged);
     (model, PREPARING.get().map_or(0, |next| next.number))
 }
-
-/// Maps nothing itself: units find what they are to do in thread-local variables.
-struct Unchanged;
-
-impl ModuleMapper for Unchanged {}
 
 thread_local! {
     /// The next unit of the model that is being prepared. A mapper sees only parameters, so units read their place

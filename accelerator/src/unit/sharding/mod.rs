@@ -15,12 +15,12 @@ use burn::tensor::{Bool, Int, Tensor};
 use self::cut::{Cuts, Cutter};
 pub(super) use self::exchange::{BlockGradient, Pass, Sharding, weigh};
 use self::join::{Joiner, UnitPartitions};
-use super::Unchanged;
 use crate::context::Context;
 use crate::core::agreement;
 use crate::core::draws::drawing;
 use crate::core::dyn_module::{BoxedModule, DynModule};
 use crate::core::error::{Error, Result};
+use crate::core::module::Unchanged;
 use crate::core::partition::{Partition, partition_of};
 use crate::model::TiedParameters;
 
