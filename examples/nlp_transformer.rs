@@ -54,6 +54,10 @@ struct Args {
     #[arg(long)]
     recompute: bool,
 
+    /// Shard the layers over the ranks, which also computes their activations again
+    #[arg(long, conflicts_with = "recompute")]
+    shard: bool,
+
     /// The learning rate
     #[arg(long, default_value_t = 3e-3, value_name = "RATE")]
     lr: f64,
@@ -81,6 +85,9 @@ fn main() -> Result<(), Report> {
         .log_with(args.tracking.trackers());
     if args.recompute {
         accelerator = accelerator.units(Units::Recompute);
+    }
+    if args.shard {
+        accelerator = accelerator.units(Units::Shard);
     }
     let accelerator = accelerator.build()?;
     let model = TransformerConfig::new(vocabulary.len(), length)
@@ -119,7 +126,7 @@ fn main() -> Result<(), Report> {
     }
     let prompt = vocabulary.tokens(&args.prompt);
     if !prompt.is_empty() {
-        // On all ranks, since layers may be sharded over them (`ACCEL_UNITS=shard`).
+        // On all ranks, since layers may be sharded over them.
         let (model, device) = (model.valid(), accelerator.device().inner());
         // The prompt and what follows it are as long as a window: the model has not learnt more positions.
         let more = length.saturating_sub(prompt.len());

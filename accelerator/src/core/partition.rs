@@ -7,8 +7,8 @@ use std::sync::Arc;
 
 use burn::module::ParamId;
 
-/// The number of elements whose squares are added up by themselves for the norm. Parameters are cut between blocks, so
-/// that the norm has the same bits however they are cut.
+/// The number of elements in a block. The norm sums the squares of each block separately. Parameters are cut only between
+/// blocks, so the norm is bit-identical however they are cut.
 pub(crate) const BLOCK: usize = 1024;
 
 /// A parameter is sharded only if each rank gets at least this many elements: for smaller shards, the
@@ -149,13 +149,13 @@ impl Partitioner {
     }
 }
 
-/// The first of the ranks that have least.
+/// Returns the least loaded rank; the first of them on a tie.
 fn lightest(loads: &[usize]) -> usize {
     let loads = loads.iter().enumerate();
     loads.min_by_key(|(_, load)| **load).map_or(0, |(at, _)| at)
 }
 
-/// The last of the ranks that have most.
+/// Returns the most loaded rank; the last of them on a tie.
 fn heaviest(loads: &[usize]) -> usize {
     let loads = loads.iter().enumerate();
     loads.max_by_key(|(_, load)| **load).map_or(0, |(at, _)| at)

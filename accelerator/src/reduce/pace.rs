@@ -1,11 +1,11 @@
 //! The pace of the ranks: which one the others wait for.
 //!
 //! Every rank measures its own work: the time from one window of gradients to the next, without the time for which it
-//! waits in collectives. Every [`INTERVAL`] windows, the control vector carries the medians of all ranks, so that each
-//! rank knows all of them without a message of its own. A rank is slow if its median is [`LIMIT`] times that of the
-//! others. One slow interval may be chance (another program, a checkpoint), and so may several of short steps on busy
-//! cores. The main process warns of a rank that is slow in at least two intervals in a row and has cost the others
-//! [`WORTH_A_WARNING`] in them.
+//! waits in collectives. Every [`INTERVAL`] windows, each rank adds its median to the control vector, so that all
+//! ranks learn all medians without an extra message. A rank is slow if its median is [`LIMIT`] times that of the
+//! others. One slow interval may be chance (another program, a checkpoint). If steps are short and the cores are
+//! busy, even several slow intervals in a row may be. The main process therefore warns only about a rank that is slow in
+//! at least two intervals in a row and has cost the others at least [`WORTH_A_WARNING`] in them.
 
 use core::array;
 use core::time::Duration;
@@ -25,14 +25,14 @@ const INTERVAL: usize = 16;
 const LIMIT: f64 = 1.2;
 
 /// The difference in seconds above which a rank is slow; smaller ones are noise of the scheduler. If the median of the
-/// others is shorter than this, nothing is compared.
+/// others is shorter than this, ranks are not compared.
 const SHORTEST: f64 = 100e-6;
 
 /// The seconds that a rank costs the others, in intervals in a row, before the main process warns of it: several time
 /// slices of the scheduler.
 const WORTH_A_WARNING: f64 = 50e-3;
 
-/// The most ranks that are compared, which bounds the control vector.
+/// The maximum number of ranks to compare. It limits the size of the control vector.
 const MAX_RANKS: usize = 512;
 
 /// The numbers that each rank has in the control vector: the seconds of its own work, and of waiting for data within.

@@ -5,6 +5,7 @@ mod recompute;
 mod seeded_run;
 mod sharding;
 mod statistics;
+mod visited;
 
 use core::cell::Cell;
 use core::fmt;
@@ -22,6 +23,7 @@ pub use self::recompute::recompute;
 pub(crate) use self::seeded_run::runs_twice;
 use self::sharding::{Change, Sharding};
 pub(crate) use self::sharding::{WholeOn, partitions, reshard, shard, unshard, whole};
+use self::visited::{visit_unit, visited_unit};
 use crate::core::draws;
 use crate::core::dyn_module::{BoxedModule, DynModule};
 use crate::core::error::{Error, Result, named};
@@ -31,16 +33,16 @@ use crate::core::tensor::any_rank;
 use crate::core::tensors::{Tensors, map_floats};
 
 /// The mode in which the [`Unit`]s of a model run, set by
-/// [`AcceleratorBuilder::units`](crate::AcceleratorBuilder::units). As text, the modes have the names that
-/// `ACCEL_UNITS` takes.
+/// [`AcceleratorBuilder::units`](crate::AcceleratorBuilder::units). `Display` and `FromStr` use the values of
+/// `ACCEL_UNITS`: `plain`, `keep`, `recompute` and `shard`.
 #[derive(Clone, Copy, Debug, Default, Eq, Hash, PartialEq)]
 #[non_exhaustive]
 pub enum Units {
-    /// Runs each unit as the block that it holds.
+    /// Runs the block as if it were not in a unit.
     #[default]
     Plain,
-    /// Runs each unit as its block, but completes the unit's gradients when backward leaves it, so that they can be
-    /// [sent](crate::Overlap) while backward continues.
+    /// Runs the block like [`Plain`](Self::Plain), but completes the unit's gradients as soon as the backward pass leaves
+    /// it, so that they can be [sent](crate::Overlap) while the backward pass continues.
     Keep,
     /// Keeps only the inputs of each unit, not its activations, and runs the unit again in backward ([`recompute`]).
     Recompute,
@@ -51,7 +53,7 @@ pub enum Units {
     ///
     /// Every rank keeps whole copies of frozen parameters and of parameters outside units. The optimizer must update each
     /// element independently of the others, as SGD, Adam and AdamW do. Every rank must run the same units in the same
-    /// order. A unit panics if it runs after the accelerator that prepared the model was dropped.
+    /// order. If gradients are accumulated, the last bits can differ from those of other modes. A unit panics if it runs after the accelerator that prepared the model was dropped.
     ///
     /// Save the model with [`save_model`](crate::Accelerator::save_model) or
     /// [`save_state`](crate::Accelerator::save_state): Burn's own records would contain only this rank's pieces.
@@ -81,7 +83,8 @@ impl FromStr for Units {
     }
 }
 
-/// A block of a model that can be recomputed in backward instead of keeping its activations.
+/// A wrapper around a block of a model. Depending on the mode ([`Units`]), the activations of the block are recomputed in
+/// the backward pass instead of being kept, and its parameters are sharded.
 ///
 /// A model holds `Vec<Unit<TransformerEncoderLayer>>` instead of `Vec<TransformerEncoderLayer>`, and calls
 /// [`run`](Self::run) instead of the block's `forward`. [`prepare`](crate::Accelerator::prepare) sets the mode
@@ -160,9 +163,8 @@ impl<M: Module + 'static> Unit<M> {
     /// twice and draws the same random numbers both times; running statistics, such as those of a batch norm, are
     /// updated once.
     ///
-    /// In a prepared model, a unit seeds the generator of its device before it runs, in every mode, so a model with
-    /// dropout trains to the same bits in all of them. The seed is derived from that of the accelerator, or of the
-    /// loader's step.
+    /// In a prepared model, a unit seeds the generator of its device before it runs, in every mode, so a model with dropout draws the same numbers in all of them. The seed is
+    /// derived from the seed of the accelerator, or of the step of a prepared loader.
     ///
     /// # Panics
     ///
@@ -185,7 +187,7 @@ impl<M: Module + 'static> Unit<M> {
             tensor
         });
         let Some(device) = devices.into_iter().find(Device::is_autodiff) else {
-            // Nothing is drawn, and no gradient is made.
+            // Without an autodiff device there are no gradients and no dropout, so the unit needs no seed.
             return forward(&self.block, input);
         };
         let seed = draws::next_unit_seed(&device);
@@ -202,7 +204,7 @@ pub(crate) fn draw_outside(model: &dyn DynModule) {
     struct Drawer;
     impl Drawer {
         fn draw<T: Parameter>(param: &Param<T>) {
-            if !IS_WITHIN.get() {
+            if visited_unit().is_none() {
                 drop(param.base());
             }
         }
@@ -234,8 +236,6 @@ thread_local! {
     /// The next unit of the model that is being prepared. A mapper sees only parameters, so units read their place
     /// here.
     static PREPARING: Cell<Option<UnitMode>> = const { Cell::new(None) };
-    /// Set while the block of a unit is visited.
-    static IS_WITHIN: Cell<bool> = const { Cell::new(false) };
 }
 
 impl<M: Module + 'static> Module for Unit<M> {
@@ -270,8 +270,9 @@ impl<M: Module + 'static> Module for Unit<M> {
     }
 
     fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
-        let _within = Scoped::set(&IS_WITHIN, true);
         let prepared = self.prepared.as_ref();
+        let number = prepared.map_or(0, |prepared| prepared.mode.number);
+        let _visited = visit_unit(number);
         match prepared.and_then(|prepared| prepared.sharding.as_ref()) {
             Some(sharding) => sharding.pieces.show(|| self.block.visit(visitor)),
             None => self.block.visit(visitor),

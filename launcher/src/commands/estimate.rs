@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::fs::File;
 use std::io::{BufReader, Read};
+use std::num::NonZeroU64;
 use std::path::{Component, Path, PathBuf};
 use std::process::ExitCode;
 
@@ -23,6 +24,13 @@ pub(crate) struct EstimateArgs {
     #[arg(value_name = "FILE")]
     file: PathBuf,
 
+    /// Estimate training with units that are sharded over this many processes, too.
+    ///
+    /// A unit is taken to be the tensors with the same path up to its first number, such as `layers.3`. Other tensors stay
+    /// whole.
+    #[arg(long, value_name = "N")]
+    shards: Option<NonZeroU64>,
+
     /// Print JSON, in bytes.
     #[arg(long)]
     json: bool,
@@ -33,7 +41,11 @@ pub(crate) struct EstimateArgs {
 /// # Errors
 /// When the file is not there or no safetensors file, or standard output cannot be written.
 pub(crate) fn run(arguments: &EstimateArgs) -> Result<ExitCode> {
-    let report = MemoryEstimate::of(&read_tensors(&arguments.file)?);
+    let tensors = read_tensors(&arguments.file)?;
+    let mut report = MemoryEstimate::of(&tensors);
+    report.sharded = arguments
+        .shards
+        .map(|shards| ShardedEstimate::of(&tensors, shards));
     print(&if arguments.json {
         json(&report)?
     } else {
@@ -53,7 +65,19 @@ struct MemoryEstimate {
     buckets: u64,
     optimizers: Optimizers,
     totals: Totals,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    sharded: Option<ShardedEstimate>,
     left_out: [&'static str; 1],
+}
+
+/// The memory of a model whose units are sharded, in bytes per process.
+#[derive(Clone, Copy, Debug, Eq, PartialEq, Serialize)]
+struct ShardedEstimate {
+    processes: u64,
+    units: u64,
+    /// The largest unit, whose parameters are whole while it runs.
+    largest_unit: u64,
+    totals: Totals,
 }
 
 #[derive(Clone, Debug, Default, Eq, PartialEq, Serialize)]
@@ -81,6 +105,44 @@ struct Totals {
     sgd: u64,
     sgd_momentum: u64,
     adam: u64,
+}
+
+impl ShardedEstimate {
+    fn of(tensors: &BTreeMap<String, Tensor>, processes: NonZeroU64) -> Self {
+        let mut units: BTreeMap<&str, BTreeMap<String, Tensor>> = BTreeMap::new();
+        let mut rest = BTreeMap::new();
+        for (name, tensor) in tensors {
+            let tensors = match unit_of(name).filter(|_| is_trained(&tensor.dtype)) {
+                Some(unit) => units.entry(unit).or_default(),
+                None => &mut rest,
+            };
+            tensors.insert(name.clone(), tensor.clone());
+        }
+        let rest = MemoryEstimate::of(&rest).totals;
+        let sizes: Vec<Totals> = units
+            .values()
+            .map(|unit| MemoryEstimate::of(unit).totals)
+            .collect();
+        let largest_unit = sizes.iter().map(|unit| unit.inference).max().unwrap_or(0);
+        // Whole parameters in the buffer of a collective, and as tensors; in backward, the same of gradients.
+        let total = |of: &dyn Fn(&Totals) -> u64, whole: u64| {
+            let units = sizes.iter().map(of).fold(0, u64::saturating_add);
+            of(&rest)
+                .saturating_add(units.div_ceil(processes.get()))
+                .saturating_add(largest_unit.saturating_mul(whole))
+        };
+        Self {
+            processes: processes.get(),
+            units: units.len() as u64,
+            largest_unit,
+            totals: Totals {
+                inference: total(&|totals| totals.inference, 2),
+                sgd: total(&|totals| totals.sgd, 4),
+                sgd_momentum: total(&|totals| totals.sgd_momentum, 4),
+                adam: total(&|totals| totals.adam, 4),
+            },
+        }
+    }
 }
 
 impl MemoryEstimate {
@@ -131,6 +193,7 @@ impl MemoryEstimate {
                 sgd_momentum: total(optimizers.sgd_momentum),
                 adam: total(optimizers.adam),
             },
+            sharded: None,
             left_out: ["activations"],
             dtypes,
         }
@@ -181,6 +244,23 @@ impl MemoryEstimate {
         ];
         text += "\nOf each process:\n";
         text += &columns(&rows.map(|(name, bytes)| [name.to_owned(), size(bytes)]));
+        if let Some(sharded) = &self.sharded {
+            text += &format!(
+                "\nOf each of {} processes, over which {} units are sharded (`ACCEL_UNITS=shard`):\n",
+                sharded.processes, sharded.units
+            );
+            let rows = [
+                ("parameters of the largest unit", sharded.largest_unit),
+                ("total, inference", sharded.totals.inference),
+                ("total, training with SGD", sharded.totals.sgd),
+                (
+                    "total, training with SGD and momentum",
+                    sharded.totals.sgd_momentum,
+                ),
+                ("total, training with Adam or AdamW", sharded.totals.adam),
+            ];
+            text += &columns(&rows.map(|(name, bytes)| [name.to_owned(), size(bytes)]));
+        }
         text += "\nLeft out: activations, which grow with the batch and depend on the program \
                  (`find_executable_batch_size`\ntries what fits), and what the device keeps for \
                  itself.\n";
@@ -192,6 +272,19 @@ impl MemoryEstimate {
 /// not tell them apart.
 fn is_trained(dtype: &str) -> bool {
     dtype.starts_with('F') || dtype.starts_with("BF")
+}
+
+/// Returns the path of the unit that a tensor is in: up to its first number.
+fn unit_of(name: &str) -> Option<&str> {
+    let mut end = 0;
+    for word in name.split('.') {
+        end += word.len();
+        if word.parse::<u64>().is_ok() {
+            return name.get(..end);
+        }
+        end += 1;
+    }
+    None
 }
 
 /// The longest header that the format allows, and the longest index that is read.

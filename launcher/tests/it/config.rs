@@ -88,7 +88,7 @@ fn a_wrong_file_of_settings_is_an_error_that_names_the_line_or_the_key() {
         (
             "a.toml",
             "use_fsdp = true\n",
-            "a.toml: there is no setting use_fsdp: for ZeRO stage 1",
+            "a.toml: there is no setting use_fsdp: wrap the blocks",
         ),
         (
             "a.toml",

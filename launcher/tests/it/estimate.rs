@@ -73,6 +73,41 @@ fn parameters_gradients_and_optimizers_are_added_up() {
 }
 
 #[test]
+fn units_are_divided_among_processes() {
+    let folder = Folder::new();
+    let path = model(
+        folder.path(),
+        "model.safetensors",
+        &[
+            ("embedding.weight", "F32", &[100], 400),
+            ("layers.0.a.weight", "F32", &[1000], 4000),
+            ("layers.0.b.0.weight", "F32", &[500], 2000),
+            ("layers.1.a.weight", "F32", &[1000], 4000),
+            ("layers.1.steps", "I64", &[], 8),
+        ],
+    );
+    let report = estimate(&path, "--json").expect(0).json();
+    assert!(report.get("sharded").is_none());
+    let report = estimate(&path, "--shards 4 --json").expect(0).json();
+    let sharded = &report["sharded"];
+    assert_eq!(
+        (&sharded["processes"], &sharded["units"]),
+        (&json!(4), &json!(2))
+    );
+    assert_eq!(sharded["largest_unit"], 6000);
+    // The embedding and the counter are whole; 10,000 bytes of units are divided by four.
+    assert_eq!(sharded["totals"]["inference"], 408 + 2500 + 2 * 6000);
+    assert_eq!(
+        sharded["totals"]["adam"],
+        408 + 4 * 400 + 5 * 2500 + 4 * 6000
+    );
+    estimate(&path, "--shards 4")
+        .expect(0)
+        .prints("Of each of 4 processes, over which 2 units are sharded");
+    estimate(&path, "--shards 0").expect(2);
+}
+
+#[test]
 fn an_index_is_the_sum_of_its_shards() {
     let folder = Folder::new();
     model(

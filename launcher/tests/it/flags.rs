@@ -25,9 +25,9 @@ const TYPED: &str = "\
 --zero_stage 3 | ! for ZeRO stage 1 write
 --fsdp_activation_checkpointing true | ! ACCEL_UNITS=recompute
 --gradient-checkpointing | ! ACCEL_UNITS=recompute
---use_fsdp | ! `prepare((model, Sharded(optimizer)))`
---fsdp_offload_params true | ! `prepare((model, Sharded(optimizer)))`
---use_megatron_lm | ! every rank has the whole model
+--use_fsdp | ! ACCEL_UNITS=shard
+--fsdp_offload_params true | ! ACCEL_UNITS=shard
+--use_megatron_lm | ! layers cannot be split across ranks
 --tpu | ! write --device cuda, wgpu, flex or ndarray
 -m pkg.train | ! write accel-launch [OPTIONS] python -m MODULE
 --module pkg.train | ! write accel-launch [OPTIONS] python -m MODULE

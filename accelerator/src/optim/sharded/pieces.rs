@@ -48,8 +48,8 @@ impl PieceState {
             settled.is_some_and(|settled| settled != partition)
         }) {
             return Err(Error::misuse(
-                "the model was prepared again, and its sharded parameters were divided otherwise than those that the \
-                 optimizer has stepped: save both with `save_state` before, and resume both after `prepare`",
+                "the model was prepared again, and its sharded parameters are now divided differently from when the \
+                 optimizer last stepped: call `save_state` before you prepare the model again, and `resume` afterwards",
             ));
         }
         found.retain(|id, _| !self.partitions.contains_key(id));
@@ -77,7 +77,7 @@ impl PieceState {
         (!self.partitions.is_empty()).then(|| FullState::of_pieces(self.partitions.clone()))
     }
 
-    /// Refuses an optimizer that looks at parameters as a whole.
+    /// Rejects an optimizer that is not element-wise.
     fn check(
         &self,
         model: &dyn DynModule,

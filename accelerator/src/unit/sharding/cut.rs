@@ -11,13 +11,15 @@ use serde::{Deserialize, Serialize};
 
 use super::exchange::{Buffers, Sharding};
 use super::join::UnitPartitions;
+
 use crate::context::Context;
 use crate::core::dyn_module::{BoxedModule, DynModule};
 use crate::core::error::{Error, Result};
-use crate::core::module::ModulePath;
-use crate::core::partition::{Partition, Partitioner, Pieces, partition_of};
+use crate::core::partition::{Partition, Partitioner, Pieces};
+use crate::unit::visited::visited_unit;
 
-/// The most bytes that rank 0 sends at once. Other ranks hold no more of a parameter beside their pieces.
+/// The maximum number of bytes that rank 0 sends at once. Apart from its own pieces, no other rank holds more than this of
+/// a parameter.
 const CHUNK: usize = 16 << 20;
 
 /// Cuts the parameters of units.
@@ -26,10 +28,6 @@ pub(in crate::unit) struct Cutter {
     rank: usize,
     cuts: Cuts,
     buffers: Buffers,
-    /// The parameters of units.
-    cut: HashSet<ParamId>,
-    /// Set if a parameter is in two units.
-    is_tied: bool,
 }
 
 /// The places where parameters are cut.
@@ -41,9 +39,12 @@ pub(super) enum Cuts {
 }
 
 impl Cuts {
-    pub(super) fn even(group: &ProcessGroup) -> Self {
+    pub(super) fn even(group: &ProcessGroup, model: &dyn DynModule) -> Self {
+        let mut search = TieSearch::default();
+        model.visit(&mut search);
         Self::Even(Distribution {
             group: group.clone(),
+            tied: search.tied,
             partitioner: Partitioner::new(group.world_size()),
             failure: None,
             difference: None,
@@ -58,8 +59,6 @@ impl Cutter {
             rank: context.rank(),
             cuts,
             buffers: Buffers::default(),
-            cut: HashSet::new(),
-            is_tied: false,
         }
     }
 
@@ -90,9 +89,6 @@ impl Cutter {
                 (block.map(&mut mapper), mapper.partitions)
             }
         };
-        for id in partitions.keys() {
-            self.is_tied |= !self.cut.insert(*id);
-        }
         let pieces = Pieces {
             rank: self.rank,
             partitions,
@@ -102,49 +98,29 @@ impl Cutter {
         (block, Some(sharding))
     }
 
-    /// Fails if the model could not be distributed, or has a parameter in a unit and elsewhere, too.
-    pub(super) fn finish(self, model: &dyn DynModule) -> Result<()> {
-        if let Cuts::Even(distribution) = self.cuts {
-            let error = distribution.failure.or(distribution.difference);
-            error.map_or(Ok(()), Err)?;
-        }
-        let mut search = OutsideSearch {
-            cut: &self.cut,
-            path: ModulePath::default(),
-            found: None,
+    /// Fails if the model could not be distributed.
+    pub(super) fn finish(self) -> Result<()> {
+        let Cuts::Even(distribution) = self.cuts else {
+            return Ok(());
         };
-        model.visit(&mut search);
-        let found = match search.found {
-            Some(path) => format!("`{path}` is tied to a parameter of a unit, so the unit"),
-            None if self.is_tied => "two units share a parameter, so they".to_owned(),
-            None => return Ok(()),
-        };
-        Err(Error::model(format!(
-            "{found} cannot be sharded: put all uses of the parameter in the same unit, or all of them outside units"
-        )))
+        let error = distribution.failure.or(distribution.difference);
+        error.map_or(Ok(()), Err)
     }
 }
 
-/// Searches for a use of a cut parameter outside units.
-struct OutsideSearch<'a> {
-    cut: &'a HashSet<ParamId>,
-    path: ModulePath,
-    found: Option<String>,
+/// Searches for parameters with uses in several units, or in a unit and outside, which stay whole.
+#[derive(Default)]
+struct TieSearch {
+    /// The unit of the first use of each parameter.
+    first: HashMap<ParamId, Option<usize>>,
+    tied: HashSet<ParamId>,
 }
 
-impl ModuleVisitor for OutsideSearch<'_> {
-    fn enter_module(&mut self, name: &str, _container_type: &str) {
-        self.path.enter(name);
-    }
-
-    fn exit_module(&mut self, _name: &str, _container_type: &str) {
-        self.path.exit();
-    }
-
+impl ModuleVisitor for TieSearch {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        if self.cut.contains(&param.id) && partition_of(param.id).is_none() {
-            self.found
-                .get_or_insert_with(|| self.path.as_str().to_owned());
+        let unit = visited_unit();
+        if *self.first.entry(param.id).or_insert(unit) != unit {
+            self.tied.insert(param.id);
         }
     }
 }
@@ -152,6 +128,8 @@ impl ModuleVisitor for OutsideSearch<'_> {
 /// Gives each rank its pieces of rank 0's parameters, one parameter after the other.
 pub(super) struct Distribution {
     group: ProcessGroup,
+    /// The parameters that stay whole, by their ids on this rank.
+    tied: HashSet<ParamId>,
     partitioner: Partitioner,
     /// The first error of a collective; later parameters stay as they are.
     failure: Option<Error>,
@@ -212,8 +190,8 @@ impl Distribution {
 }
 
 impl Distribution {
-    /// Notes if this rank has a parameter in another type, or trains it and rank 0 does not. One that is not initialized
-    /// gets rank 0's.
+    /// Records an error if the parameter's data type, or whether it is trained, differs from rank 0. An uninitialized
+    /// parameter takes both from rank 0.
     fn compare<const D: usize>(&mut self, header: &ParameterHeader, param: &Param<Tensor<D>>) {
         if !param.is_initialized() {
             return;
@@ -259,6 +237,11 @@ impl ModuleMapper for DistributionMapper<'_> {
         }
         let device = param.lazy_device();
         let is_main = self.distribution.group.rank() == 0;
+        if self.distribution.tied.contains(&param.id) {
+            // Rank 0 draws it in its turn.
+            drop(is_main.then(|| param.base()));
+            return param;
+        }
         let own = is_main.then(|| {
             let value = param.base();
             let header = ParameterHeader {

@@ -143,8 +143,8 @@ impl Sharding {
                 let own = partition.range(self.pieces.rank);
                 if piece.bytes().len() != own.len() * width {
                     return Err(Error::misuse(
-                        "a parameter of a sharded unit was replaced by another one, which is not this rank's piece of it: load \
-                         values with `load_model` or `resume`",
+                        "a parameter of a sharded unit was replaced by a tensor that does not have the size of this rank's \
+                         piece: load values with `load_model` or `resume`",
                     ));
                 }
                 let bytes = (start + own.start) * width..(start + own.end) * width;
@@ -219,7 +219,7 @@ impl Sharding {
         sums: &mut [Option<DispatchTensor>],
     ) -> Result<()> {
         let group = group.for_purpose(&format!("gradients of unit {}", self.number));
-        // The elements are followed by one count per rank and parameter: the number of ranks that have a gradient for it.
+        // After the elements, each rank gets one count per parameter: how many ranks have a gradient for it.
         let partitions = members.iter().map(|(.., partition)| *partition);
         let flat = FlatLayout::new(partitions, members.len());
         let total = flat.length + group.world_size() * flat.counts;
@@ -285,7 +285,7 @@ impl Sharding {
         let context = self.context.upgrade();
         #[expect(clippy::expect_used, reason = "documented at `Units::Shard`")]
         context
-            .expect("the accelerator of a model with sharded units, which the model needs to run")
+            .expect("a model with sharded units ran after its accelerator was dropped: keep the accelerator as long as the model runs")
     }
 
     fn buffer(&self, group: &ProcessGroup, dtype: WireType, length: usize) -> Buffer {
@@ -306,7 +306,8 @@ impl Sharding {
     }
 }
 
-/// Adds the gradients of all places of a tied parameter, as backward does outside of units, in the first place.
+/// Sums the gradients of all uses of a tied parameter, as the backward pass does outside units. The sum replaces the
+/// gradient of the first use.
 fn merged(gradients: Vec<Option<BlockGradient>>) -> Vec<Option<BlockGradient>> {
     let mut first_places: HashMap<ParamId, usize> = HashMap::new();
     let mut merged: Vec<Option<BlockGradient>> = Vec::with_capacity(gradients.len());
@@ -328,7 +329,7 @@ fn merged(gradients: Vec<Option<BlockGradient>>) -> Vec<Option<BlockGradient>> {
     merged
 }
 
-/// Whole parameters one behind the other, and then some counts for each rank.
+/// The layout of a buffer: whole parameters, one after another, followed by the counts of each rank.
 struct FlatLayout {
     starts: Vec<usize>,
     /// The range of each rank within each parameter.
@@ -417,7 +418,7 @@ struct WholeWriter<'a> {
     pieces: &'a Pieces,
     /// Empty if they could not be gathered.
     values: HashMap<ParamId, TensorData>,
-    /// The tensors so far, for other places of a tied parameter.
+    /// The tensors that were made so far, for other uses of a tied parameter.
     made: HashMap<ParamId, DispatchTensor>,
 }
 

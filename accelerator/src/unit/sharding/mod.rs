@@ -30,7 +30,7 @@ use crate::model::TiedParameters;
 #[track_caller]
 pub(crate) fn shard(context: &Arc<Context>, model: BoxedModule) -> Result<BoxedModule> {
     let group = context.group.for_purpose("shard a model");
-    let cutter = Cutter::new(context, Cuts::even(&group));
+    let cutter = Cutter::new(context, Cuts::even(&group, &model));
     // All ranks have reached this call, so rank 0 can hold the lock on the generator without blocking a rank that has
     // yet to join.
     let turn = context.is_main_process().then(drawing);
@@ -40,7 +40,7 @@ pub(crate) fn shard(context: &Arc<Context>, model: BoxedModule) -> Result<BoxedM
     let Some(Change::Shard(cutter)) = cutter else {
         return Err(unfinished());
     };
-    let outcome = cutter.finish(&model);
+    let outcome = cutter.finish();
     // Waits for rank 0 to finish, so that no other rank draws in between.
     let told = agreement::exchange(&group, outcome.as_ref().err(), "shard a model");
     outcome.and(told)?;
@@ -201,7 +201,8 @@ impl Change {
         }
     }
 
-    /// Applies it to the units of a model, and the mapper to the rest. It is `None` if a unit has not put it back.
+    /// Applies this change to the units of a model, and `rest` to all other parameters. Returns the change, or `None` if a
+    /// unit took it and did not put it back.
     fn applied_to<M: ModuleMapper>(
         self,
         model: BoxedModule,
