@@ -10,6 +10,7 @@ use accelerator::collective::Launch;
 use accelerator::hook::PowerSgd;
 use accelerator::nn::{Unit, Units, recompute};
 use accelerator::optim::{Manual, PreparedOptimizer, Sharded};
+use accelerator::train::{FsdpStrategy, TrainingArguments};
 use accelerator::{AcceleratorBuilder, Clip, prelude::*};
 use burn::module::Module;
 use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig, LinearLayout};
@@ -594,6 +595,24 @@ fn what_is_tied_across_units_stays_whole_and_trains_to_the_same_bits() {
         ranks.unwrap().remove(0)
     };
     assert!(trained(Units::Shard) == trained(Units::Recompute));
+}
+
+#[test]
+fn a_trainers_argument_shards_by_hugging_faces_name() {
+    let held = |fsdp| {
+        let arguments = TrainingArguments {
+            fsdp,
+            ..TrainingArguments::default()
+        };
+        let builder = arguments.accelerator().device(devices().next());
+        let ranks = builder.launch(2, |accelerator| {
+            let model = accelerator.prepare(Net::new(&accelerator.device()))?;
+            Ok(model.num_params())
+        });
+        ranks.unwrap().into_iter().sum::<usize>()
+    };
+    let (whole, sharded) = (held(FsdpStrategy::NoShard), held(FsdpStrategy::FullShard));
+    assert!(sharded < whole * 6 / 10, "{sharded} of {whole}");
 }
 
 #[test]
