@@ -278,7 +278,8 @@ mod tests {
         let paces = [[10e-3, 0.0], [13e-3, 0.0]];
         assert!(two.report(&paces).is_empty());
         assert_eq!(two.report(&paces)[0].0, 1);
-        // Half a millisecond per step is told after seven intervals, and not if one of them was as fast as the others.
+        // A rank that loses half a millisecond per step is named after seven such intervals in a row; a fast interval
+        // starts the count again.
         let mut short = PaceState::default();
         let paces = [[1e-3, 0.0], [1.5e-3, 0.0]];
         assert!((0..6).all(|_| short.report(&paces).is_empty()));

@@ -19,11 +19,8 @@ use crate::unit::{self, Units, WholeOn};
 #[track_caller]
 pub(crate) fn prepare(context: &ReduceContext, model: BoxedModule) -> Result<BoxedModule> {
     let units = context.settings.units;
-    let model = match unit::partitions(&model).is_empty() {
-        true => model,
-        // The model is already prepared.
-        false => unit::whole(context, model, WholeOn::All)?,
-    };
+    // Its units are sharded already if it was prepared before.
+    let model = unit::whole(context, model, WholeOn::All)?;
     let (model, found) = unit::prepare(model, units);
     if found == 0 && units != Units::Plain && context.is_main_process() {
         error::warn(&format!(
