@@ -145,7 +145,7 @@ fn best(arguments: &BestArgs) -> Result<ExitCode> {
         row("iteration", best.training_iteration.to_string()),
         row("config", best.config.to_string()),
         row(
-            "checkpoint",
+            "newest checkpoint",
             checkpoint.unwrap_or_else(|| "none".to_owned()),
         ),
     ]))
