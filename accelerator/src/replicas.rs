@@ -9,7 +9,7 @@ use crate::core::agreement::short;
 use crate::core::dyn_module::DynModule;
 use crate::core::error::{Error, Kind, Result};
 use crate::core::module::visit_floats;
-use crate::core::partition::partition_of;
+use crate::core::partition::piece_of;
 use crate::core::tensor::any_rank;
 use crate::model::{running_states, sync_buffers};
 use crate::reduce::{ModelState, ReduceContext};
@@ -153,7 +153,7 @@ impl ReplicaDigest {
         let (mut parameters, mut paths) = (Vec::new(), Vec::new());
         visit_floats(model, |float| {
             // Each rank has a different piece, so there is nothing to compare.
-            if partition_of(float.id).is_some() {
+            if piece_of(float.id).is_some() {
                 return;
             }
             let is_compared = match compared {

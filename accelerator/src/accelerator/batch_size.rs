@@ -11,8 +11,8 @@ use crate::core::agreement::Failure;
 use crate::core::dyn_module::DynModule;
 use crate::core::error::{self, Error, Kind, Result, panic_text};
 use crate::core::module::visit_floats;
+use crate::core::partition::is_sharded;
 use crate::core::tensor::any_rank;
-use crate::unit;
 
 /// Batches that fit.
 impl Accelerator {
@@ -77,7 +77,7 @@ impl Accelerator {
     where
         E: From<Error> + fmt::Debug + 'static,
     {
-        if !unit::partitions(model).is_empty() {
+        if is_sharded(model) {
             return Err(E::from(Error::misuse(
                 "`find_executable_batch_size` tries batch sizes on each rank separately, but sharded units need all \
                  ranks: set `units` to `recompute` for the search (activations take the same amount of memory)",

@@ -15,7 +15,6 @@ use crate::data::{Loader, PreparedLoader};
 use crate::model::{self, LoadOptions, LoadReport, SaveOptions};
 use crate::optim::{PreparedOptimizer, Scheduled};
 use crate::replicas;
-use crate::unit::{self, WholeOn};
 
 /// Saves everything that training depends on, and resumes from it.
 /// Only rank 0 writes and reads files, so no common file system is needed; every rank
@@ -397,9 +396,7 @@ impl Accelerator {
     ) -> Result<()> {
         let (reduction, tracking) = (&self.shared.reduction, &self.shared.tracking);
         replicas::check_and_sync(reduction, tracking, "save the model", model)?;
-        let model = BoxedModule::new(model.clone());
-        let model = unit::whole(&self.shared.context, model, WholeOn::Main)?;
-        model::save(&self.shared.context, &model, path.as_ref(), options)
+        model::save(&self.shared.context, model, path.as_ref(), options)
     }
 
     /// Loads the values of a safetensors file, or of a set of files with an index, into the model. Rank 0 reads, and
@@ -507,10 +504,7 @@ impl Accelerator {
         options: &LoadOptions,
     ) -> Result<(BoxedModule, LoadReport)> {
         let open = |activity| checkpoint::open_model(path, activity);
-        let context = &self.shared.context;
-        let (model, former) = unit::unshard(context, model)?;
-        let (model, report) = model::load_on_all(context, model, open, options, None)?;
-        Ok((unit::reshard(context, model, former), report))
+        model::load_on_all(&self.shared.context, model, open, options, None)
     }
 }
 

@@ -4,6 +4,7 @@ use std::collections::HashSet;
 use std::path::PathBuf;
 
 use accelerator_manifest::FileName;
+use burn::module::ParamId;
 use burn::tensor::Bytes;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -20,9 +21,10 @@ use crate::core::dyn_module::BoxedModule;
 use crate::core::error::{self, Error, Result};
 use crate::data::{DRAWN_HINT, LoaderResume, LoaderState, PreparedLoader};
 use crate::model::restore_values;
-use crate::optim::{PreparedOptimizer, ScheduleKind, check_known, other_state};
+use crate::optim::{
+    PreparedOptimizer, RankRecord, ScheduleKind, WholeState, check_known, other_state,
+};
 use crate::reduce::hook::{HookInstance, SavedBy};
-use crate::unit;
 
 /// Restores each part, in order, from its saved state.
 #[expect(missing_debug_implementations, reason = "programs never see one")]
@@ -40,6 +42,8 @@ pub struct Restorer<'a> {
     names: Names,
     /// The messages about schedules that give the last step another rate than it had.
     other_rates: Vec<String>,
+    /// The parameters of the models that were restored.
+    restored: HashSet<u64>,
     source: Option<&'a Source>,
 }
 
@@ -59,6 +63,7 @@ impl<'a> Restorer<'a> {
             plan_fits: false,
             names: Names::default(),
             other_rates: Vec::new(),
+            restored: HashSet::new(),
             source,
         }
     }
@@ -67,6 +72,7 @@ impl<'a> Restorer<'a> {
     pub(super) fn model(&mut self, model: BoxedModule) -> Result<BoxedModule> {
         let (saved, folder) = self.next_model()?;
         let hook = self.hook(saved.hook.as_ref(), folder.as_deref())?;
+        self.restored.extend(saved.layout.ids());
         crate::reduce::resume(
             self.context,
             model,
@@ -83,9 +89,7 @@ impl<'a> Restorer<'a> {
     pub(crate) fn companion(&mut self, companion: BoxedModule) -> Result<BoxedModule> {
         let (saved, folder) = self.next_model()?;
         let open = |activity| self.source()?.model(folder.as_deref(), activity);
-        let (companion, former) = unit::unshard(self.context, companion)?;
-        let companion = restore_values(self.context, companion, open, &saved.layout)?;
-        Ok(unit::reshard(&self.context.context, companion, former))
+        restore_values(self.context, companion, open, &saved.layout)
     }
 
     /// The state of the next part, which is a model, and the folder of its files if it has one.
@@ -161,16 +165,28 @@ impl<'a> Restorer<'a> {
             return Err(other_kind(&name));
         };
         let file = self.names.optimizer()?;
-        let record = Bytes::from_bytes_vec(self.read(&file)?).shared();
-        check_known(&name, &record, &self.ids)?;
-        let parameter = |id| self.context.models.parameter(id);
-        let other = match self.context.is_main_process() {
-            true => other_state(optimizer.inner(), &record, parameter, &self.context.device),
-            false => Ok(None),
+        let other = |record: &Bytes| {
+            let parameter = |id| self.context.models.parameter(id);
+            let other = other_state(optimizer.inner(), record, parameter, &self.context.device);
+            // If the record cannot be read, resuming fails.
+            other.ok().flatten()
         };
-        let optimizer = optimizer.resume_from(&name, saved.clone(), record, self.factor)?;
-        // Whether the record can be read was found out by resuming, on all ranks alike.
-        if let Ok(Some((saved, kept))) = other {
+        // An optimizer that is sharded by itself divides whole parameters.
+        let has_pieces = self.context.models.hold_pieces() && !optimizer.is_sharded();
+        let (record, other) = match has_pieces {
+            true => self.divided_record(&name, &file, &other)?,
+            false => {
+                let record = Bytes::from_bytes_vec(self.read(&file)?).shared();
+                check_known(&name, &record, &self.ids)?;
+                let is_main = self.context.is_main_process();
+                let other = is_main.then(|| other(&record)).flatten();
+                (RankRecord::whole(record)?, other)
+            }
+        };
+        // Each rank reads a record of its own.
+        let resumed = optimizer.resume_from(&name, saved.clone(), record, self.factor);
+        let optimizer = self.together(resumed)?;
+        if let Some((saved, kept)) = other {
             error::warn(&format!(
                 "{name} keeps other state than was saved: {kept} of a parameter, in place of {saved}; so its kind, or \
                  a setting such as its momentum, is another one: it continues with that of this program, and what was \
@@ -179,6 +195,33 @@ impl<'a> Restorer<'a> {
         }
         self.compare_rates(&name, saved.scheduled_rate(), optimizer.scheduled_rate());
         Ok(optimizer)
+    }
+
+    /// Reads the record of an optimizer, of which each rank gets its part for parameters that it holds pieces of. Returns
+    /// also what `inspect` returns for the whole record, on rank 0.
+    #[track_caller]
+    fn divided_record<T>(
+        &self,
+        name: &str,
+        file: &FileName,
+        inspect: &dyn Fn(&Bytes) -> Option<T>,
+    ) -> Result<(RankRecord, Option<T>)> {
+        // A model that comes later may get other ids.
+        let piece = |id: ParamId| {
+            let is_restored = self.restored.contains(&id.val());
+            let parameter = self.context.models.parameter(id);
+            parameter.filter(|_| is_restored)?.piece
+        };
+        let (mut whole, mut inspected) = (WholeState::default(), None);
+        let rest = bytes_from_main(self.context, "read the checkpoint", || {
+            let record = Bytes::from_bytes_vec(self.source()?.read(file)?).shared();
+            check_known(name, &record, &self.ids)?;
+            inspected = inspect(&record);
+            Ok(whole.take_from(record, &piece)?.to_vec())
+        })?;
+        let rest = Bytes::from_bytes_vec(rest).shared();
+        let group = self.context.group().for_purpose("resume an optimizer");
+        Ok((whole.scatter(&group, rest, &piece)?, inspected))
     }
 
     /// Notes whether the schedule of this program gave the last step another rate than it had.

@@ -12,12 +12,12 @@ use super::state_file::{HookState, PartKind, PartState, SavedModel, StateFile, e
 use crate::core::agreement::sides;
 use crate::core::dyn_module::DynModule;
 use crate::core::error::{Error, Result};
+use crate::core::partition::is_sharded;
 use crate::data::LoaderState;
 use crate::model::{Layout, ModelSnapshot};
 use crate::optim::{OptimizerSnapshot, PreparedOptimizer, ScheduleKind};
 use crate::reduce::ModelState;
 use crate::replicas;
-use crate::unit::{self, WholeOn};
 
 /// Everything that goes into a checkpoint, at one moment: taken while training stands still,
 /// written later and elsewhere.
@@ -156,7 +156,7 @@ impl<'a> Snapshot<'a> {
         if is_alone && self.mode == SnapshotMode::Regular {
             check_and_sync(self.context, model)?;
         }
-        if self.mode == SnapshotMode::Emergency && !unit::partitions(model).is_empty() {
+        if self.mode == SnapshotMode::Emergency && is_sharded(model) {
             return Err(Error::misuse(
                 "cannot write an emergency checkpoint: the model has sharded units, and the pieces on the lost rank cannot \
                  be recovered; resume from the last saved checkpoint",
@@ -233,11 +233,9 @@ impl<'a> SnapshotExchange<'a> {
     #[track_caller]
     pub(crate) fn model(&mut self, model: &dyn DynModule) -> Result<()> {
         check_and_sync(self.context, model)?;
-        let model = unit::whole(self.context, model.boxed(), WholeOn::Main)?;
-        if self.context.is_main_process()
-            && let Some(SnapshotPart::Model { values, .. }) = self.taken.parts.get_mut(self.at)
-        {
-            *values = Some(ModelSnapshot::of(&model));
+        let snapshot = ModelSnapshot::gathered(self.context.group(), model)?;
+        if let Some(SnapshotPart::Model { values, .. }) = self.taken.parts.get_mut(self.at) {
+            *values = snapshot;
         }
         self.at += 1;
         Ok(())

@@ -5,7 +5,13 @@ use core::ops::Range;
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use burn::module::ParamId;
+use accelerator_collective::ProcessGroup;
+use accelerator_collective::internal::GroupExt;
+use burn::module::{ModuleVisitor, Param, ParamId, Parameter};
+use burn::tensor::{DType, Device, Tensor, TensorData};
+
+use super::dyn_module::DynModule;
+use super::error::{Error, Result};
 
 /// The number of elements in a block. The norm sums the squares of each block separately. Parameters are cut only between
 /// blocks, so the norm is bit-identical however they are cut.
@@ -15,8 +21,12 @@ pub(crate) const BLOCK: usize = 1024;
 /// fixed cost of a shard exceeds the saving.
 const WORTH_A_PIECE: usize = 4096;
 
+/// The maximum number of bytes that rank 0 sends at once. Apart from its own pieces, no other rank holds more than this of
+/// a parameter.
+const CHUNK: usize = 16 << 20;
+
 /// The ranks on which the elements of a parameter live.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, Eq, PartialEq)]
 pub(crate) struct Partition {
     /// Rank `r` has the elements `bounds[r]..bounds[r + 1]`.
     bounds: Vec<usize>,
@@ -53,12 +63,17 @@ impl Partition {
     }
 }
 
+/// Returns the place in memory of elements of this size.
+pub(crate) fn byte_range(elements: Range<usize>, width: usize) -> Range<usize> {
+    elements.start * width..elements.end * width
+}
+
 /// The partitions of parameters so far.
 #[derive(Debug)]
 pub(crate) struct Partitioner {
     /// Identifies gradients that are cut at these partitions.
     identity: Arc<()>,
-    known: HashMap<ParamId, Partition>,
+    known: HashMap<ParamId, Arc<Partition>>,
     loads: Vec<usize>,
 }
 
@@ -71,7 +86,7 @@ impl Partitioner {
         }
     }
 
-    pub(crate) fn known(&self) -> &HashMap<ParamId, Partition> {
+    pub(crate) fn known(&self) -> &HashMap<ParamId, Arc<Partition>> {
         &self.known
     }
 
@@ -92,7 +107,7 @@ impl Partitioner {
         shape: &[usize],
         width: usize,
         may_be_cut: impl FnOnce() -> bool,
-    ) -> &Partition {
+    ) -> &Arc<Partition> {
         let (ranks, elements) = (self.loads.len(), shape.iter().product::<usize>());
         let cut = self.is_large(shape) && may_be_cut();
         let bounds = if cut {
@@ -109,7 +124,7 @@ impl Partitioner {
         for (rank, load) in self.loads.iter_mut().enumerate() {
             *load += partition.range(rank).len() * width;
         }
-        self.known.entry(id).or_insert(partition)
+        self.known.entry(id).or_insert(Arc::new(partition))
     }
 
     fn is_large(&self, shape: &[usize]) -> bool {
@@ -161,43 +176,257 @@ fn heaviest(loads: &[usize]) -> usize {
     loads.max_by_key(|(_, load)| **load).map_or(0, |(at, _)| at)
 }
 
+/// The piece of a parameter that a rank holds.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub(crate) struct Piece {
+    pub(crate) partition: Arc<Partition>,
+    rank: usize,
+}
+
+impl Piece {
+    pub(crate) fn new(partition: Arc<Partition>, rank: usize) -> Self {
+        Self { partition, rank }
+    }
+
+    /// Returns its elements within the parameter.
+    pub(crate) fn range(&self) -> Range<usize> {
+        self.partition.range(self.rank)
+    }
+
+    /// Returns its shape.
+    pub(crate) fn shape(&self) -> Vec<usize> {
+        self.partition.shape(self.rank)
+    }
+
+    /// Gives each rank its piece of the bytes that rank 0 passes, or of zeros if it passes none. `width` is the size of an
+    /// element in bytes. All ranks call it. If rank 0 passes another number of bytes, it takes part and fails.
+    #[track_caller]
+    pub(crate) fn scatter(
+        &self,
+        group: &ProcessGroup,
+        width: usize,
+        whole: Option<&[u8]>,
+    ) -> Result<Vec<u8>> {
+        self.scatter_in_chunks(group, width, whole, CHUNK)
+    }
+
+    #[track_caller]
+    fn scatter_in_chunks(
+        &self,
+        group: &ProcessGroup,
+        width: usize,
+        whole: Option<&[u8]>,
+        size: usize,
+    ) -> Result<Vec<u8>> {
+        self.check_group(group)?;
+        let piece = byte_range(self.range(), width);
+        let end = self.partition.elements() * width;
+        let fits = whole.is_none_or(|whole| whole.len() == end);
+        let whole = whole.filter(|_| fits);
+        let (mut own, mut chunk) = (Vec::with_capacity(piece.len()), Vec::new());
+        for start in (0..end).step_by(size) {
+            let sent = start..(start + size).min(end);
+            chunk.clear();
+            match whole {
+                Some(whole) => chunk.extend_from_slice(&whole[sent.clone()]),
+                None => chunk.resize(sent.len(), 0),
+            }
+            group.broadcast(&mut chunk, 0)?;
+            let at = |place: usize| place.clamp(sent.start, sent.end) - start;
+            own.extend_from_slice(&chunk[at(piece.start)..at(piece.end)]);
+        }
+        match fits {
+            true => Ok(own),
+            false => Err(Error::model(
+                "the values of a sharded parameter do not have the size of the parameter",
+            )),
+        }
+    }
+
+    /// Joins the pieces of all ranks. Returns the whole parameter on the ranks that keep it, and nothing on others. All
+    /// ranks call it. If this rank's piece has another size, it takes part and fails.
+    #[track_caller]
+    pub(crate) fn gather(
+        &self,
+        group: &ProcessGroup,
+        width: usize,
+        own: &[u8],
+        kept_by: KeptBy,
+    ) -> Result<Vec<u8>> {
+        self.check_group(group)?;
+        let is_kept = kept_by == KeptBy::All || group.rank() == 0;
+        let bounds = self.partition.bounds();
+        let length = self.partition.elements() * width;
+        let mut whole = vec![0; if is_kept { length } else { 0 }];
+        let mut reached: Vec<_> = bounds.iter().map(|bound| bound * width).collect();
+        let mut write = |rank: usize, bytes: &[u8]| {
+            if is_kept {
+                let start = reached[rank];
+                whole[start..start + bytes.len()].copy_from_slice(bytes);
+                reached[rank] += bytes.len();
+            }
+        };
+        let expected = self.range().len() * width;
+        let fits = own.len() == expected;
+        let replaced = if fits { Vec::new() } else { vec![0; expected] };
+        let own = if fits { own } else { &replaced };
+        write(group.rank(), own);
+        group.all_gather_varied_with(own, &mut write)?;
+        match fits {
+            true => Ok(whole),
+            false => Err(replaced_piece()),
+        }
+    }
+
+    /// Fails if the ranks among which the parameter is divided are not those of this group.
+    fn check_group(&self, group: &ProcessGroup) -> Result<()> {
+        let ranks = self.partition.bounds().len() - 1;
+        if (ranks, self.rank) == (group.world_size(), group.rank()) {
+            return Ok(());
+        }
+        Err(Error::misuse(format!(
+            "the units of a model are sharded over {ranks} ranks of another accelerator, and this one, of {} ranks, has only \
+             some of the pieces: save the model with the accelerator that prepared it, and load the file",
+            group.world_size()
+        )))
+    }
+
+    /// Replaces the values of this piece in a parameter of a model.
+    pub(crate) fn write<const D: usize>(
+        &self,
+        param: Param<Tensor<D>>,
+        bytes: Vec<u8>,
+    ) -> Param<Tensor<D>> {
+        let (id, old, mapper) = param.consume();
+        let new = self.tensor(bytes, old.dtype(), &old.device());
+        Param::from_mapped_value(id, new.set_require_grad(old.is_require_grad()), mapper)
+    }
+
+    /// Returns a tensor with these values of the piece.
+    pub(crate) fn tensor<const D: usize>(
+        &self,
+        bytes: Vec<u8>,
+        dtype: DType,
+        device: &Device,
+    ) -> Tensor<D> {
+        let data = TensorData::from_bytes_vec(bytes, self.shape(), dtype);
+        Tensor::from_data(data, (device, dtype))
+    }
+}
+
+/// The ranks that keep what all ranks gather.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum KeptBy {
+    All,
+    Main,
+}
+
+/// The error if a piece has another size than this rank's part of the parameter.
+pub(crate) fn replaced_piece() -> Error {
+    Error::misuse(
+        "a parameter of a sharded unit was replaced by a tensor that does not have the size of this rank's piece: load values \
+         with `load_model` or `resume`",
+    )
+}
+
 /// The partitions of a sharded unit's parameters. Each rank holds one piece of each of them.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct Pieces {
     pub(crate) rank: usize,
-    pub(crate) partitions: HashMap<ParamId, Partition>,
+    pub(crate) partitions: HashMap<ParamId, Arc<Partition>>,
 }
 
 impl Pieces {
-    /// Runs `visit`, in which [`partition_of`] finds the pieces of this unit.
+    /// Runs `visit`, in which [`piece_of`] finds the pieces of this unit.
     pub(crate) fn show<T>(self: &Arc<Self>, visit: impl FnOnce() -> T) -> T {
-        struct Before(Option<Arc<Pieces>>);
+        self.shown(visit).0
+    }
+
+    /// Runs `map`, in which [`piece_of`] finds the pieces of this unit and [`give_id`] gives their parameters other ids.
+    /// Returns the pieces by the ids that they have afterwards.
+    pub(crate) fn map<T>(self: &Arc<Self>, map: impl FnOnce() -> T) -> (T, Arc<Self>) {
+        let (mapped, renamed) = self.shown(map);
+        if renamed.is_empty() {
+            return (mapped, self.clone());
+        }
+        let partitions = self.partitions.iter().map(|(id, partition)| {
+            let id = renamed.get(id).copied().unwrap_or(*id);
+            (id, partition.clone())
+        });
+        let pieces = Self {
+            rank: self.rank,
+            partitions: partitions.collect(),
+        };
+        (mapped, Arc::new(pieces))
+    }
+
+    fn shown<T>(self: &Arc<Self>, visit: impl FnOnce() -> T) -> (T, HashMap<ParamId, ParamId>) {
+        struct Before(Option<Shown>);
         impl Drop for Before {
             fn drop(&mut self) {
                 SHOWN.set(self.0.take());
             }
         }
-        let _before = Before(SHOWN.replace(Some(self.clone())));
-        visit()
+        let shown = Shown {
+            pieces: self.clone(),
+            renamed: HashMap::new(),
+        };
+        let _before = Before(SHOWN.replace(Some(shown)));
+        let visited = visit();
+        let renamed = SHOWN.take().map(|shown| shown.renamed);
+        (visited, renamed.unwrap_or_default())
     }
 }
 
-/// If the model that is being visited holds only a piece of the parameter, returns its partition and this rank. The
-/// visitor sees the piece.
-pub(crate) fn partition_of(id: ParamId) -> Option<(Partition, usize)> {
+/// If the model that is being visited holds only a piece of the parameter, returns it. The visitor sees the piece.
+pub(crate) fn piece_of(id: ParamId) -> Option<Piece> {
     SHOWN.with_borrow(|shown| {
-        let shown = shown.as_ref()?;
-        Some((shown.partitions.get(&id)?.clone(), shown.rank))
+        let pieces = &shown.as_ref()?.pieces;
+        let partition = pieces.partitions.get(&id)?.clone();
+        Some(Piece::new(partition, pieces.rank))
     })
 }
 
+/// Gives a parameter of the model that is being mapped another id.
+pub(crate) fn give_id<T: Parameter>(param: &mut Param<T>, id: ParamId) {
+    if param.id != id && piece_of(param.id).is_some() {
+        SHOWN.with_borrow_mut(|shown| {
+            if let Some(shown) = shown {
+                shown.renamed.insert(param.id, id);
+            }
+        });
+    }
+    param.id = id;
+}
+
+/// Returns `true` if a model holds only pieces of some parameters.
+pub(crate) fn is_sharded(model: &dyn DynModule) -> bool {
+    struct Search(bool);
+    impl ModuleVisitor for Search {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            self.0 |= piece_of(param.id).is_some();
+        }
+    }
+    let mut search = Search(false);
+    model.visit(&mut search);
+    search.0
+}
+
+/// The sharded unit that is being visited.
+struct Shown {
+    pieces: Arc<Pieces>,
+    /// The new ids of parameters.
+    renamed: HashMap<ParamId, ParamId>,
+}
+
 thread_local! {
-    /// The pieces of the sharded unit that is being visited. A visitor sees only parameters.
-    static SHOWN: RefCell<Option<Arc<Pieces>>> = const { RefCell::new(None) };
+    /// A visitor sees only parameters, so units show their pieces here.
+    static SHOWN: RefCell<Option<Shown>> = const { RefCell::new(None) };
 }
 
 #[cfg(test)]
 mod tests {
+    use accelerator_collective::GroupOptions;
     use proptest::prelude::*;
 
     use super::*;
@@ -230,6 +459,59 @@ mod tests {
             // One parameter that is not cut, and a block of one that is.
             let slack = 4 * (ranks * WORTH_A_PIECE + BLOCK);
             prop_assert!(most - least <= slack, "{:?}", partitions.loads);
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn pieces_are_scattered_and_joined(
+            sizes in proptest::collection::vec(0_usize..5, 1..4),
+            width in 1_usize..9,
+            chunk in 1_usize..12,
+        ) {
+            let ends = sizes.iter().scan(0, |end, size| {
+                *end += size;
+                Some(*end)
+            });
+            let bounds: Vec<usize> = core::iter::once(0).chain(ends).collect();
+            let elements = bounds[sizes.len()];
+            let partition = Arc::new(Partition { bounds, shape: vec![elements] });
+            let whole: Vec<u8> = (1..).take(elements * width).collect();
+            let ranks = ProcessGroup::threads(sizes.len(), &GroupOptions::new()).unwrap();
+            std::thread::scope(|scope| {
+                for group in ranks {
+                    let (whole, piece) = (&whole, Piece::new(partition.clone(), group.rank()));
+                    scope.spawn(move || {
+                        let sent = (group.rank() == 0).then_some(&**whole);
+                        let own = piece.scatter_in_chunks(&group, width, sent, chunk).unwrap();
+                        assert_eq!(own, whole[byte_range(piece.range(), width)]);
+                        let joined = piece.gather(&group, width, &own, KeptBy::Main).unwrap();
+                        let expected = if group.rank() == 0 { &**whole } else { &[] };
+                        assert_eq!(joined, expected);
+                        let joined = piece.gather(&group, width, &own, KeptBy::All).unwrap();
+                        assert_eq!(joined, *whole);
+                        let misfit = [0].repeat(own.len() + usize::from(group.rank() == 0));
+                        let joined = piece.gather(&group, width, &misfit, KeptBy::All);
+                        assert_eq!(joined.is_err(), group.rank() == 0);
+                        group.barrier().unwrap();
+                    });
+                }
+            });
+        }
+    }
+
+    #[test]
+    fn a_piece_of_another_group_is_refused() {
+        let mut partitions = Partitioner::new(2);
+        let partition = partitions.settle(ParamId::new(), &[8], 4, || false);
+        let group = ProcessGroup::threads(1, &GroupOptions::new())
+            .unwrap()
+            .remove(0);
+        for rank in 0..2 {
+            let piece = Piece::new(partition.clone(), rank);
+            let joined = piece.gather(&group, 4, &[0; 32], KeptBy::Main);
+            assert!(joined.unwrap_err().is_misuse());
+            assert!(piece.scatter(&group, 4, None).unwrap_err().is_misuse());
         }
     }
 

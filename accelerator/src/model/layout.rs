@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use crate::core::dyn_module::{BoxedModule, DynModule};
 use crate::core::error::{Error, Result};
 use crate::core::module::{ModulePath, visit_floats};
-use crate::core::partition::partition_of;
+use crate::core::partition::{Piece, give_id, piece_of};
 use crate::core::tensor::any_rank;
 
 /// The advice, in errors about a replaced parameter, on how to give a parameter another value.
@@ -72,17 +72,6 @@ pub(crate) struct Trainable {
     pub(crate) float: Float,
     /// Set if this rank holds only a piece of it.
     pub(crate) piece: Option<Piece>,
-}
-
-/// The piece of a parameter that a rank holds.
-#[derive(Clone, Debug, Eq, PartialEq)]
-pub(crate) struct Piece {
-    /// Its shape.
-    shape: Vec<usize>,
-    /// Its first element in the parameter.
-    pub(crate) start: usize,
-    /// The number of elements of the whole parameter.
-    pub(crate) of: usize,
 }
 
 impl Layout {
@@ -192,7 +181,7 @@ impl Layout {
                     id: ParamId::from(entry.id),
                     path: entry.path.clone(),
                     shape: match &entry.piece {
-                        Some(piece) => piece.shape.clone(),
+                        Some(piece) => piece.shape(),
                         None => entry.shape.clone(),
                     },
                     float,
@@ -292,16 +281,10 @@ struct LayoutReader {
 
 impl LayoutReader {
     fn push(&mut self, id: ParamId, shape: Vec<usize>, dtype: DType, trainable: Option<Float>) {
-        let (shape, piece) = match partition_of(id) {
-            None => (shape, None),
-            Some((partition, rank)) => {
-                let piece = Piece {
-                    shape,
-                    start: partition.range(rank).start,
-                    of: partition.elements(),
-                };
-                (partition.whole_shape().to_vec(), Some(piece))
-            }
+        let piece = piece_of(id);
+        let shape = match &piece {
+            Some(piece) => piece.partition.whole_shape().to_vec(),
+            None => shape,
         };
         self.entries.push(LayoutEntry {
             id: id.val(),
@@ -384,8 +367,8 @@ impl ModuleVisitor for UndrawnReader {
 
 const CHUNK: usize = 64 << 20;
 
-/// Gives every rank rank 0's values and parameter ids. The layouts were compared before. Pieces of parameters stay as they
-/// are.
+/// Gives every rank rank 0's values and parameter ids. The layouts were compared before. Pieces of parameters keep their
+/// values.
 ///
 /// Ids must be equal since optimizer records are keyed by them.
 #[track_caller]
@@ -449,7 +432,7 @@ struct ReplicaSource {
 
 impl ModuleVisitor for ReplicaSource {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        if partition_of(param.id).is_none() {
+        if piece_of(param.id).is_none() {
             self.values.push(param.val().into_data());
         }
     }
@@ -470,21 +453,27 @@ struct ReplicaWriter {
 }
 
 impl ReplicaWriter {
-    fn map<const D: usize, K: Basic>(&mut self, param: Param<Tensor<D, K>>) -> Param<Tensor<D, K>>
+    fn map<const D: usize, K: Basic>(
+        &mut self,
+        mut param: Param<Tensor<D, K>>,
+    ) -> Param<Tensor<D, K>>
     where
         Tensor<D, K>: ParameterTensor,
     {
-        let id = self.ids.next();
-        if partition_of(param.id).is_some() {
+        let is_piece = piece_of(param.id).is_some();
+        if let Some(id) = self.ids.next() {
+            give_id(&mut param, ParamId::from(id));
+        }
+        if is_piece {
             return param;
         }
-        let (Some(id), Some(data)) = (id, self.values.next()) else {
+        let Some(data) = self.values.next() else {
             return param;
         };
-        let (_, old, mapper) = param.consume();
+        let (id, old, mapper) = param.consume();
         let new = Tensor::<D, K>::from_data(data, (&old.device(), old.dtype()))
             .set_require_grad(old.is_require_grad());
-        Param::from_mapped_value(ParamId::from(id), new, mapper)
+        Param::from_mapped_value(id, new, mapper)
     }
 }
 

@@ -1,7 +1,7 @@
 use core::fmt;
 use std::collections::{BTreeMap, BTreeSet};
 
-use accelerator_collective::Activity;
+use accelerator_collective::{Activity, ProcessGroup};
 use burn::module::{Module, ModuleMapper, Param, ParamId, Parameter};
 use burn::tensor::kind::Basic;
 use burn::tensor::{Bool, DType, Int, Tensor, TensorData};
@@ -16,6 +16,7 @@ use crate::context::Context;
 use crate::core::agreement;
 use crate::core::dyn_module::{BoxedModule, DynModule};
 use crate::core::error::{Error, Result};
+use crate::core::partition::{give_id, is_sharded, piece_of};
 
 /// Loads what rank 0 opens, and gives the others its values, ids and report. `ids` count on rank 0
 /// only.
@@ -27,27 +28,64 @@ pub(crate) fn load_on_all(
     options: &LoadOptions,
     ids: Option<&[u64]>,
 ) -> Result<(BoxedModule, LoadReport)> {
+    const ACTION: &str = "load the model";
     let group = context.group();
-    let load = |model| {
-        let file = open(group.activity())?;
-        load(model, &file, options, ids)
-    };
     if group.world_size() == 1 {
-        return load(model);
+        let file = open(group.activity())?;
+        let matched = Matched::checked(&model, &file, options, ids)?;
+        let report = matched.report.clone();
+        let model = matched.load(model, &file, ids, group)?;
+        return Ok((model, report));
     }
     let loading = group.for_purpose("load a model");
-    let (model, report) = if group.rank() == 0 {
-        let (model, report) = agreement::send(group, load(model))?;
-        loading.broadcast_object(Some(&report), 0)?;
-        (model, report)
-    } else {
-        agreement::receive(group, "load the model")?;
-        (model, loading.broadcast_object(None, 0)?)
+    let compare = |model: &BoxedModule| -> Result<()> {
+        let layout = Layout::of(model);
+        layout.check_against(&loading.all_gather_object(&layout)?)
     };
+    let (loaded, report) = if group.rank() == 0 {
+        let file = open(group.activity());
+        let matched = file.as_ref().map_err(Clone::clone);
+        let matched =
+            matched.and_then(|file| Ok((file, Matched::checked(&model, file, options, ids)?)));
+        let (file, matched) = agreement::send(group, matched)?;
+        let sent: Vec<bool> = matched.sources.iter().map(Option::is_some).collect();
+        let report = matched.report.clone();
+        loading.broadcast_object(Some(&(report.clone(), sent)), 0)?;
+        compare(&model)?;
+        (matched.load(model, file, ids, &loading), report)
+    } else {
+        agreement::receive(group, ACTION)?;
+        let (report, sent): (LoadReport, Vec<bool>) = loading.broadcast_object(None, 0)?;
+        compare(&model)?;
+        (receive_pieces(model, sent, &loading), report)
+    };
+    let told = agreement::exchange(group, loaded.as_ref().err(), ACTION);
+    let model = loaded?;
+    told?;
     let layout = Layout::of(&model);
-    layout.check_against(&loading.all_gather_object(&layout)?)?;
     let model = layout::from_rank_zero(group, model, &layout)?;
     Ok((TiedParameters::of(&model).retie(model), report))
+}
+
+/// Gives a model this rank's pieces of the parameters that rank 0 loads.
+#[track_caller]
+fn receive_pieces(
+    model: BoxedModule,
+    sent: Vec<bool>,
+    group: &ProcessGroup,
+) -> Result<BoxedModule> {
+    if !is_sharded(&model) {
+        return Ok(model);
+    }
+    let mut receiver = PieceReceiver {
+        failure: None,
+        group,
+        sent: sent.into_iter(),
+    };
+    let model = model.map(&mut receiver);
+    receiver.failure.map_or(Ok(()), Err)?;
+    // Places of a tied parameter may differ in this rank's piece alone.
+    Ok(TiedParameters::checked(&model)?.retie(model))
 }
 
 /// Gives a model the values and ids that were saved in the file that rank 0 opens.
@@ -62,48 +100,6 @@ pub(crate) fn restore_values(
     let options = LoadOptions::new();
     let (model, _) = load_on_all(context, model, open, &options, Some(&saved.ids()))?;
     Ok(model)
-}
-
-/// Gives the model the file's values, and `ids` if there are any, one per parameter and buffer in
-/// order. The values are the file's bit for bit, unless they are cast.
-pub(super) fn load(
-    model: BoxedModule,
-    file: &ModelFile,
-    options: &LoadOptions,
-    ids: Option<&[u64]>,
-) -> Result<(BoxedModule, LoadReport)> {
-    let matched = Matched::new(&model, file, options)?;
-    let report = matched.report;
-    let acceptable = match options.allows_partial {
-        true => !report.loaded.is_empty(),
-        false => report.is_complete(),
-    };
-    if !acceptable {
-        return Err(unfit(file, &report));
-    }
-    if let Some(ids) = ids
-        && ids.len() != matched.sources.len()
-    {
-        return Err(Error::model(format!(
-            "{} parameter ids were saved with `{}`, and the model has {} parameters and \
-                 buffers",
-            ids.len(),
-            file.path().display(),
-            matched.sources.len()
-        )));
-    }
-    let mut writer = FileWriter {
-        file,
-        ids: ids.map(|ids| ids.iter().copied()),
-        sources: matched.sources.into_iter(),
-        failure: None,
-    };
-    let model = model.map(&mut writer);
-    if let Some(failure) = writer.failure {
-        return Err(failure);
-    }
-    let model = TiedParameters::checked(&model)?.retie(model);
-    Ok((model, report))
 }
 
 fn unfit(file: &ModelFile, report: &LoadReport) -> Error {
@@ -152,6 +148,61 @@ impl<'a> Matched<'a> {
         let unexpected = file.names().filter(counts).map(str::to_owned);
         report.unexpected = unexpected.collect();
         Ok(Self { sources, report })
+    }
+
+    /// Matches a file that must fit the model, and as many `ids`, if there are any, as the model has parameters and
+    /// buffers.
+    fn checked(
+        model: &dyn DynModule,
+        file: &'a ModelFile,
+        options: &LoadOptions,
+        ids: Option<&[u64]>,
+    ) -> Result<Self> {
+        let matched = Self::new(model, file, options)?;
+        let report = &matched.report;
+        let acceptable = match options.allows_partial {
+            true => !report.loaded.is_empty(),
+            false => report.is_complete(),
+        };
+        if !acceptable {
+            return Err(unfit(file, report));
+        }
+        if let Some(ids) = ids
+            && ids.len() != matched.sources.len()
+        {
+            return Err(Error::model(format!(
+                "{} parameter ids were saved with `{}`, and the model has {} parameters and \
+                     buffers",
+                ids.len(),
+                file.path().display(),
+                matched.sources.len()
+            )));
+        }
+        Ok(matched)
+    }
+
+    /// Gives the model the file's values, and `ids` if there are any, one per parameter and buffer in order. The values are
+    /// the file's bit for bit, unless they are cast. Other ranks receive their pieces of parameters from this one.
+    #[track_caller]
+    fn load(
+        self,
+        model: BoxedModule,
+        file: &ModelFile,
+        ids: Option<&[u64]>,
+        group: &ProcessGroup,
+    ) -> Result<BoxedModule> {
+        let mut writer = FileWriter {
+            file,
+            group,
+            ids: ids.map(|ids| ids.iter().copied()),
+            sources: self.sources.into_iter(),
+            failure: None,
+        };
+        let model = model.map(&mut writer);
+        if let Some(failure) = writer.failure {
+            return Err(failure);
+        }
+        Ok(TiedParameters::checked(&model)?.retie(model))
     }
 }
 
@@ -239,29 +290,33 @@ impl<'a> Matcher<'a> {
 /// A mapper that visits parameters in the order of [`Matched`].
 struct FileWriter<'a, I> {
     file: &'a ModelFile,
+    group: &'a ProcessGroup,
     ids: Option<I>,
     sources: std::vec::IntoIter<Option<ValueSource<'a>>>,
     /// The first failure; later parameters keep their values.
     failure: Option<Error>,
 }
 
-impl<I: Iterator<Item = u64>> FileWriter<'_, I> {
-    /// Gives the parameter its id, and returns its new values, with `true` if they are transposed.
-    fn next<T: Parameter>(&mut self, param: &mut Param<T>) -> Option<(TensorData, bool)> {
+impl<'a, I: Iterator<Item = u64>> FileWriter<'a, I> {
+    /// Gives the parameter its id, and returns the source of its new values.
+    fn next<T: Parameter>(&mut self, param: &mut Param<T>) -> Option<ValueSource<'a>> {
         if let Some(id) = self.ids.as_mut().and_then(Iterator::next) {
-            param.id = ParamId::from(id);
+            give_id(param, ParamId::from(id));
         }
-        let source = self.sources.next().flatten()?;
+        self.sources.next().flatten()
+    }
+
+    fn read(&mut self, source: &ValueSource<'_>) -> Option<TensorData> {
         if self.failure.is_some() {
             return None;
         }
-        match self.file.read(source.stored) {
-            Ok(data) => Some((data, source.is_transposed)),
-            Err(error) => {
-                self.failure = Some(error);
-                None
-            }
-        }
+        self.succeeded(self.file.read(source.stored))
+    }
+
+    fn succeeded<T>(&mut self, outcome: Result<T>) -> Option<T> {
+        outcome
+            .map_err(|error| self.failure.get_or_insert(error))
+            .ok()
     }
 
     fn map<const D: usize, K: Basic>(
@@ -271,7 +326,8 @@ impl<I: Iterator<Item = u64>> FileWriter<'_, I> {
     where
         Tensor<D, K>: Parameter,
     {
-        let Some((data, _)) = self.next(&mut param) else {
+        let source = self.next(&mut param);
+        let Some(data) = source.and_then(|source| self.read(&source)) else {
             return param;
         };
         let (id, old, mapper) = param.consume();
@@ -282,20 +338,37 @@ impl<I: Iterator<Item = u64>> FileWriter<'_, I> {
 
 impl<I: Iterator<Item = u64>> ModuleMapper for FileWriter<'_, I> {
     fn map_float<const D: usize>(&mut self, mut param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        let Some((data, is_transposed)) = self.next(&mut param) else {
+        let piece = piece_of(param.id);
+        let Some(source) = self.next(&mut param) else {
             return param;
         };
         let (id, old, mapper) = param.consume();
         let (device, dtype) = (old.device(), old.dtype());
-        let stored = Tensor::<D>::from_data(data.convert_dtype(dtype), (&device, dtype));
-        let value = match is_transposed {
-            true => stored.transpose(),
-            false => mapper.on_load(stored),
+        let data = self.read(&source).map(|data| {
+            let stored = Tensor::<D>::from_data(data.convert_dtype(dtype), (&device, dtype));
+            let value = match source.is_transposed {
+                true => stored.transpose(),
+                false => mapper.on_load(stored),
+            };
+            // Through the host once more if the values were transposed: they then lie in memory as
+            // an optimizer's step leaves them, and sums over them come out the same to the last bit.
+            value.into_data().convert_dtype(dtype)
+        });
+        if let Some(piece) = piece {
+            // Other ranks wait for it, even if it could not be read.
+            let whole = data.as_ref().map(|data| &data.bytes()[..]);
+            let bytes = piece.scatter(self.group, dtype.size(), whole);
+            let param = Param::from_mapped_value(id, old, mapper);
+            return match self.succeeded(bytes) {
+                Some(bytes) => piece.write(param, bytes),
+                None => param,
+            };
+        }
+        let new = match data {
+            Some(data) => Tensor::<D>::from_data(data, (&device, dtype))
+                .set_require_grad(old.is_require_grad()),
+            None => old,
         };
-        // Through the host once more if the values were transposed: they then lie in memory as
-        // an optimizer's step leaves them, and sums over them come out the same to the last bit.
-        let new = Tensor::<D>::from_data(value.into_data(), (&device, dtype))
-            .set_require_grad(old.is_require_grad());
         Param::from_mapped_value(id, new, mapper)
     }
 
@@ -308,6 +381,45 @@ impl<I: Iterator<Item = u64>> ModuleMapper for FileWriter<'_, I> {
         param: Param<Tensor<D, Bool>>,
     ) -> Param<Tensor<D, Bool>> {
         self.map(param)
+    }
+}
+
+/// Receives this rank's pieces of the parameters that rank 0 loads, in the same order.
+struct PieceReceiver<'a> {
+    /// The first failure; later parameters keep their values.
+    failure: Option<Error>,
+    group: &'a ProcessGroup,
+    /// One for each parameter and buffer: `true` if rank 0 has values for it.
+    sent: std::vec::IntoIter<bool>,
+}
+
+impl ModuleMapper for PieceReceiver<'_> {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let is_sent = self.sent.next() == Some(true) && self.failure.is_none();
+        let Some(piece) = piece_of(param.id).filter(|_| is_sent) else {
+            return param;
+        };
+        let width = param.val().dtype().size();
+        match piece.scatter(self.group, width, None) {
+            Ok(bytes) => piece.write(param, bytes),
+            Err(error) => {
+                self.failure = Some(error);
+                param
+            }
+        }
+    }
+
+    fn map_int<const D: usize>(&mut self, param: Param<Tensor<D, Int>>) -> Param<Tensor<D, Int>> {
+        self.sent.next();
+        param
+    }
+
+    fn map_bool<const D: usize>(
+        &mut self,
+        param: Param<Tensor<D, Bool>>,
+    ) -> Param<Tensor<D, Bool>> {
+        self.sent.next();
+        param
     }
 }
 

@@ -23,7 +23,11 @@ pub(crate) fn save(
     options: &SaveOptions,
 ) -> Result<()> {
     let activity = context.group().activity();
-    let work = || write(&ModelSnapshot::of(model), path, options, activity);
+    let snapshot = ModelSnapshot::gathered(context.group(), model)?;
+    let work = || match &snapshot {
+        Some(snapshot) => write(snapshot, path, options, activity),
+        None => Ok(()),
+    };
     context.on_main("save the model", work).map(drop)
 }
 

@@ -3,21 +3,24 @@ use core::num::NonZeroU64;
 use std::collections::{BTreeMap, HashMap};
 use std::io::{self, BufWriter, Write};
 
-use burn::module::{ModuleVisitor, Param, Parameter};
+use accelerator_collective::ProcessGroup;
+use burn::module::{ModuleVisitor, Param, ParamId, Parameter};
 use burn::tensor::kind::Basic;
-use burn::tensor::{Bool, BoolStore, DType, Int, Tensor, TensorData};
+use burn::tensor::{Bool, BoolStore, Bytes, DType, Int, Tensor, TensorData};
 use safetensors::Dtype;
 use safetensors::tensor::TensorInfo;
 use serde::ser::{Serialize, SerializeMap, Serializer};
 
 use super::format::{FileLayout, FileNames, FilePath, SaveOptions, file_dtype};
+use crate::core::agreement;
 use crate::core::dyn_module::DynModule;
 use crate::core::error::{Error, Kind, Result};
+use crate::core::partition::{KeptBy, Piece, is_sharded, piece_of};
 
 /// The values of a model at one moment, in the order in which Burn visits it.
 ///
-/// Taking one is cheap: it holds the tensors, which nothing changes in place while they are
-/// held, and they become bytes when they are written, on whatever thread that is.
+/// Taking one is cheap: it holds the tensors, which nothing changes in place while they are held, and they become bytes when
+/// they are written, on whatever thread that is. Of a sharded model, it holds the bytes of whole parameters.
 #[derive(Debug)]
 pub(crate) struct ModelSnapshot {
     entries: Vec<SnapshotEntry>,
@@ -38,15 +41,49 @@ pub(super) struct SnapshotEntry {
     shape: Vec<usize>,
     pytorch_shape: Vec<usize>,
     is_linear_weight: bool,
-    value: Box<dyn Fn(FileLayout) -> TensorData + Send>,
+    value: ReadValue,
 }
 
+/// Reads the values of a parameter as a file in this layout has them.
+type ReadValue = Box<dyn Fn(FileLayout) -> TensorData + Send>;
+
 impl ModelSnapshot {
+    /// Takes the snapshot of a model that is not sharded.
     pub(crate) fn of(model: &dyn DynModule) -> Self {
         let mut entries = Vec::new();
         // `valid` brings running statistics up to date, which are a step behind otherwise.
         visit_entries(&model.valid(), &mut |entry| entries.push(entry));
         Self { entries }
+    }
+
+    /// Takes the snapshot on rank 0, into whose memory pieces of parameters are gathered one after the other. All ranks
+    /// call it.
+    #[track_caller]
+    pub(crate) fn gathered(group: &ProcessGroup, model: &dyn DynModule) -> Result<Option<Self>> {
+        let is_main = group.rank() == 0;
+        if !is_sharded(model) {
+            return Ok(is_main.then(|| Self::of(model)));
+        }
+        let mut entries = Vec::new();
+        let mut visitor = EntryVisitor {
+            gathering: Some(Gathering {
+                group: group.for_purpose("gather a sharded model"),
+                known: HashMap::new(),
+                failure: None,
+            }),
+            place: FilePath::default(),
+            take: &mut |entry| {
+                if is_main {
+                    entries.push(entry);
+                }
+            },
+        };
+        let model: &dyn DynModule = &model.valid();
+        model.visit(&mut visitor);
+        let failure = visitor.gathering.and_then(|gathering| gathering.failure);
+        let told = agreement::exchange(group, failure.as_ref(), "gather a sharded model");
+        failure.map_or(Ok(()), Err).and(told)?;
+        Ok(is_main.then_some(Self { entries }))
     }
 
     #[cfg(test)]
@@ -131,10 +168,14 @@ impl ModelSnapshot {
     }
 }
 
-/// Calls `take` with each parameter and buffer of a model, in the order in which Burn visits them.
+/// Calls `take` with each parameter and buffer of a model, in the order in which Burn visits them. If this rank holds only a
+/// piece of a parameter, the entry has the shape of the whole one and the values of the piece.
 pub(super) fn visit_entries(model: &dyn DynModule, take: &mut dyn FnMut(SnapshotEntry)) {
-    let place = FilePath::default();
-    model.visit(&mut EntryVisitor { place, take });
+    model.visit(&mut EntryVisitor {
+        gathering: None,
+        place: FilePath::default(),
+        take,
+    });
 }
 
 impl SnapshotEntry {
@@ -179,8 +220,39 @@ impl fmt::Debug for SnapshotEntry {
 }
 
 struct EntryVisitor<'a> {
+    gathering: Option<Gathering>,
     place: FilePath,
     take: &'a mut dyn FnMut(SnapshotEntry),
+}
+
+/// Gathers the pieces of parameters on rank 0.
+struct Gathering {
+    group: ProcessGroup,
+    /// The values so far, for other places of a tied parameter.
+    known: HashMap<ParamId, Bytes>,
+    /// The first failure. After one of the group, nothing more is gathered.
+    failure: Option<Error>,
+}
+
+impl Gathering {
+    /// Returns the values of the whole parameter.
+    fn whole(&mut self, id: ParamId, piece: &Piece, own: &TensorData) -> Bytes {
+        if let Some(bytes) = self.known.get(&id) {
+            return bytes.clone();
+        }
+        if self.failure.as_ref().is_some_and(Error::is_collective) {
+            return Bytes::from_bytes_vec(Vec::new());
+        }
+        let width = own.dtype().size();
+        let gathered = piece.gather(&self.group, width, own.bytes(), KeptBy::Main);
+        let bytes = gathered.unwrap_or_else(|error| {
+            self.failure.get_or_insert(error);
+            Vec::new()
+        });
+        let bytes = Bytes::from_bytes_vec(bytes).shared();
+        self.known.insert(id, bytes.clone());
+        bytes
+    }
 }
 
 impl EntryVisitor<'_> {
@@ -189,25 +261,52 @@ impl EntryVisitor<'_> {
         Tensor<D, K>: Parameter,
     {
         let value = param.val();
-        let saved = param.transform_for_save().val();
+        let (dtype, device) = (value.dtype(), value.device());
         let is_linear_weight = D == 2 && self.place.is_linear_weight();
-        let mut pytorch_shape = saved.dims().to_vec();
+        let (shape, saved_shape, read): (Vec<usize>, Vec<usize>, ReadValue);
+        if let Some(piece) = piece_of(param.id) {
+            let (_, _, mapper) = param.clone().consume();
+            shape = piece.partition.whole_shape().to_vec();
+            let sample = Tensor::<D, K>::empty(shape.clone(), (&device, dtype));
+            saved_shape = mapper.on_save(sample).dims().to_vec();
+            let whole = self
+                .gathering
+                .as_mut()
+                .map(|gathering| gathering.whole(param.id, &piece, &value.clone().into_data()));
+            let whole_shape = shape.clone();
+            read = Box::new(move |layout| {
+                let Some(whole) = &whole else {
+                    return value.clone().into_data();
+                };
+                let data = TensorData::from_bytes(whole.clone(), whole_shape.clone(), dtype);
+                let whole = Tensor::<D, K>::from_data(data, (&device, dtype));
+                match layout {
+                    FileLayout::PyTorch if is_linear_weight => whole.transpose().into_data(),
+                    FileLayout::Burn | FileLayout::PyTorch => mapper.on_save(whole).into_data(),
+                }
+            });
+        } else {
+            let saved = param.transform_for_save().val();
+            (shape, saved_shape) = (value.dims().to_vec(), saved.dims().to_vec());
+            read = Box::new(move |layout| match layout {
+                FileLayout::PyTorch if is_linear_weight => value.clone().transpose().into_data(),
+                FileLayout::Burn | FileLayout::PyTorch => saved.clone().into_data(),
+            });
+        }
+        let mut pytorch_shape = saved_shape.clone();
         if is_linear_weight {
-            pytorch_shape = value.dims().to_vec();
+            pytorch_shape = shape;
             pytorch_shape.reverse();
         }
         (self.take)(SnapshotEntry {
             id: param.id.val(),
-            dtype: value.dtype(),
+            dtype,
             path: self.place.name(FileLayout::Burn),
             pytorch_name: self.place.name(FileLayout::PyTorch),
-            shape: saved.dims().to_vec(),
+            shape: saved_shape,
             pytorch_shape,
             is_linear_weight,
-            value: Box::new(move |layout| match layout {
-                FileLayout::PyTorch if is_linear_weight => value.clone().transpose().into_data(),
-                FileLayout::Burn | FileLayout::PyTorch => saved.clone().into_data(),
-            }),
+            value: read,
         });
     }
 }

@@ -186,5 +186,5 @@ pub(crate) use self::record_io::{check_known, check_types, other_state};
 pub use self::schedule::{IntoLearningRate, Manual, PerEpoch, PerProcess, Scheduled};
 pub(crate) use self::schedule::{ScheduleUnit, Scheduler};
 pub use self::sharded::Sharded;
-pub(crate) use self::sharded::Shards;
+pub(crate) use self::sharded::{RankRecord, Shards, WholeState};
 pub use self::training_plan::{RateScaling, TrainingPlan};

@@ -5,9 +5,9 @@ use burn::tensor::Bytes;
 use serde::{Deserialize, Serialize};
 
 use super::prepared::{PreparedOptimizer, StepOutcome};
-use super::record_io::{bytes_of, ids_in, load, scalars, to_bytes, unreadable, window};
+use super::record_io::{bytes_of, load, scalars, to_bytes, unreadable, window};
 use super::schedule::{Manual, ScheduleUnit, Scheduled, Scheduler};
-use super::sharded::FullState;
+use super::sharded::{FullState, RankRecord};
 use crate::core::error::{Error, Result};
 use crate::core::tensor::Scalar;
 
@@ -81,6 +81,11 @@ impl OptimizerSnapshot {
 }
 
 impl<S> PreparedOptimizer<S> {
+    /// Returns `true` if it was prepared as [`Sharded`](super::Sharded), on several ranks.
+    pub(crate) fn is_sharded(&self) -> bool {
+        self.shards.is_some()
+    }
+
     pub(crate) fn snapshot(&self) -> Result<OptimizerSnapshot>
     where
         S: ScheduleKind,
@@ -128,7 +133,7 @@ impl<S> PreparedOptimizer<S> {
         mut self,
         name: &str,
         state: OptimizerState,
-        record: Bytes,
+        record: RankRecord,
         factor: f64,
     ) -> Result<Self>
     where
@@ -137,8 +142,13 @@ impl<S> PreparedOptimizer<S> {
         self.schedule.restore(name, state.schedule)?;
         let last_rate = state.outcome.map(|(rate, _)| rate);
         self.schedule.resume_rates(state.first_rate, last_rate);
+        let RankRecord {
+            bytes: record,
+            ids,
+            partitions,
+        } = record;
         let kept = self.shards.is_some().then(|| window(&record)).transpose()?;
-        self.resumed = ids_in(&record)?;
+        self.resumed = ids;
         let blank = match &self.shards {
             Some(shards) => shards.blank(),
             None => self.optimizer,
@@ -148,7 +158,7 @@ impl<S> PreparedOptimizer<S> {
         if let (Some(shards), Some(record)) = (&mut self.shards, kept) {
             self.optimizer = shards.resume_from(record)?;
         }
-        self.pieces.reset();
+        self.pieces.reset(partitions);
         self.factor = factor;
         self.steps = state.steps;
         self.norm = state.outcome.and_then(|(_, norm)| norm).map(Scalar::from);

@@ -282,8 +282,8 @@ impl<S> PreparedOptimizer<S> {
     }
 
     /// Returns the number of bytes of state that this rank keeps, such as Adam's moments; 0 before the first step. A
-    /// [`Sharded`](super::Sharded) optimizer keeps only its part. State that it has resumed and not yet stepped is
-    /// whole, and counted whole.
+    /// [`Sharded`](super::Sharded) optimizer keeps only its part, except for state that it has resumed and not yet
+    /// stepped, which is whole.
     ///
     /// Burn does not tell, so the state is copied to be counted: ask now and then.
     ///

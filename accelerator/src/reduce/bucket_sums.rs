@@ -113,7 +113,7 @@ impl BucketSums {
             let own = self.own(at);
             // The first element of its own, and the number of all of them.
             let (first, elements) = match &parameter.piece {
-                Some(piece) => (piece.start, piece.of),
+                Some(piece) => (piece.range().start, piece.partition.elements()),
                 None => (own.start, range.len()),
             };
             let (start, count) = (blocks.len(), elements.div_ceil(BLOCK));

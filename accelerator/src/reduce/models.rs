@@ -119,6 +119,14 @@ impl Models {
         Some(model_state.parameters()[model_state.number(id)?].clone())
     }
 
+    /// Returns `true` if this rank holds only pieces of parameters of a model.
+    pub(crate) fn hold_pieces(&self) -> bool {
+        self.models().any(|model_state| {
+            let mut parameters = model_state.parameters().iter();
+            parameters.any(|parameter| parameter.piece.is_some())
+        })
+    }
+
     /// Warns at the end of the program of each model whose window still holds micro-steps.
     pub(crate) fn warn_open_windows(&self) {
         self.models()

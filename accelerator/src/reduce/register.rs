@@ -13,14 +13,14 @@ use crate::core::dyn_module::BoxedModule;
 use crate::core::error::{self, Error, Result};
 use crate::model::{self, Layout, ModelFile, TiedParameters, restore_values};
 use crate::precision::{Precision, Scaler, ScalerState};
-use crate::unit::{self, Units, WholeOn};
+use crate::unit::{self, Units};
 
 /// Gives every rank rank 0's values and ids, and makes the model known by them.
 #[track_caller]
 pub(crate) fn prepare(context: &ReduceContext, model: BoxedModule) -> Result<BoxedModule> {
     let units = context.settings.units;
     // Its units are sharded already if it was prepared before.
-    let model = unit::whole(context, model, WholeOn::All)?;
+    let model = unit::whole(context.group(), model)?;
     let (model, found) = unit::prepare(model, units);
     if found == 0 && units != Units::Plain && context.is_main_process() {
         error::warn(&format!(
@@ -208,9 +208,7 @@ pub(crate) fn resume(
     hook: Option<HookInstance>,
 ) -> Result<BoxedModule> {
     let given = Layout::of(&model);
-    let (model, former) = unit::unshard(context, model)?;
     let model = restore_values(context, model, open, saved)?;
-    let model = unit::reshard(&context.context, model, former);
     // Nothing has the ids any more under which the model was prepared.
     context.models.forget(&given);
     let prior = PriorState {

@@ -21,8 +21,8 @@ use burn::tensor::{Bool, Device, Int, Tensor};
 pub(crate) use self::recompute::backward_begins;
 pub use self::recompute::recompute;
 pub(crate) use self::seeded_run::runs_twice;
-use self::sharding::{Change, Sharding};
-pub(crate) use self::sharding::{WholeOn, partitions, reshard, shard, unshard, whole};
+use self::sharding::{Cutter, Sharding};
+pub(crate) use self::sharding::{shard, whole};
 use self::visited::{visit_unit, visited_unit};
 use crate::core::draws;
 use crate::core::dyn_module::{BoxedModule, DynModule};
@@ -53,7 +53,8 @@ pub enum Units {
     ///
     /// Every rank keeps whole copies of frozen parameters and of parameters outside units. The optimizer must update each
     /// element independently of the others, as SGD, Adam and AdamW do. Every rank must run the same units in the same
-    /// order. If gradients are accumulated, the last bits can differ from those of other modes. A unit panics if it runs after the accelerator that prepared the model was dropped.
+    /// order. If gradients are accumulated, the last bits can differ from those of other modes. A unit panics if it runs
+    /// after the accelerator that prepared the model was dropped.
     ///
     /// Save the model with [`save_model`](crate::Accelerator::save_model) or
     /// [`save_state`](crate::Accelerator::save_state): Burn's own records would contain only this rank's pieces.
@@ -163,8 +164,9 @@ impl<M: Module + 'static> Unit<M> {
     /// twice and draws the same random numbers both times; running statistics, such as those of a batch norm, are
     /// updated once.
     ///
-    /// In a prepared model, a unit seeds the generator of its device before it runs, in every mode, so a model with dropout draws the same numbers in all of them. The seed is
-    /// derived from the seed of the accelerator, or of the step of a prepared loader.
+    /// In a prepared model, a unit seeds the generator of its device before it runs, in every mode, so a model with dropout
+    /// draws the same numbers in all of them. The seed is derived from the seed of the accelerator, or of the step of a
+    /// prepared loader.
     ///
     /// # Panics
     ///
@@ -225,7 +227,8 @@ pub(crate) fn draw_outside(model: &dyn DynModule) {
     model.visit(&mut Drawer);
 }
 
-/// Sets the mode and the number of each unit of a model. Returns the model, and the number of its units.
+/// Sets the mode and the number of each unit of a model, whose parameters must be [whole]. Returns the model, and the number
+/// of its units.
 pub(crate) fn prepare(model: BoxedModule, units: Units) -> (BoxedModule, usize) {
     let _preparing = Scoped::set(&PREPARING, Some(UnitMode { units, number: 0 }));
     let model = model.map(&mut Unchanged);
@@ -250,22 +253,20 @@ impl<M: Module + 'static> Module for Unit<M> {
                 ..mode
             }));
         }
-        if let Some(prepared) = &mut self.prepared
-            && let Some(mut change) = Change::take()
-        {
-            let (block, sharding) = (BoxedModule::new(self.block), prepared.sharding.take());
-            let (block, sharding) = change.apply(prepared.mode.number, block, sharding);
-            change.put_back();
-            self.block = block.into_model();
-            prepared.sharding = sharding;
+        let Some(prepared) = &mut self.prepared else {
+            self.block = self.block.map(mapper);
             return self;
-        }
-        let prepared = self.prepared.as_ref();
-        let sharding = prepared.and_then(|prepared| prepared.sharding.clone());
-        self.block = match sharding {
-            Some(sharding) => sharding.pieces.show(|| self.block.map(mapper)),
-            None => self.block.map(mapper),
         };
+        if let Some(sharding) = prepared.sharding.take() {
+            let (block, sharding) = sharding.map(|| self.block.map(mapper));
+            (self.block, prepared.sharding) = (block, Some(sharding));
+        } else if let Some(mut cutter) = Cutter::take() {
+            let (block, sharding) = cutter.cut(prepared.mode.number, BoxedModule::new(self.block));
+            cutter.put_back();
+            (self.block, prepared.sharding) = (block.into_model(), Some(Arc::new(sharding)));
+        } else {
+            self.block = self.block.map(mapper);
+        }
         self
     }
 

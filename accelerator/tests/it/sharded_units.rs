@@ -4,17 +4,18 @@ use std::path::Path;
 
 use crate::common::{
     Column, ColumnBatcher, assert_contains, assert_error, columns, connected, devices,
-    folder_in_memory, known,
+    folder_in_memory, known, known_within,
 };
 use accelerator::collective::Launch;
 use accelerator::hook::PowerSgd;
+use accelerator::model::{FileLayout, LoadOptions, SaveOptions};
 use accelerator::nn::{Unit, Units, recompute};
 use accelerator::optim::{Manual, PreparedOptimizer, Sharded};
 use accelerator::train::{FsdpStrategy, TrainingArguments};
 use accelerator::{AcceleratorBuilder, Clip, prelude::*};
 use burn::module::Module;
 use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig, LinearLayout};
-use burn::optim::{AdamWConfig, LambConfig, ModuleOptimizer};
+use burn::optim::{AdamWConfig, LambConfig, ModuleOptimizer, SgdConfig};
 use burn::tensor::activation::gelu;
 use burn::tensor::{Device, Tensor};
 
@@ -42,6 +43,11 @@ struct Net {
 
 impl Net {
     fn new(device: &Device) -> Self {
+        Self::within(0.3, device)
+    }
+
+    /// Returns one with other values.
+    fn within(distance: f32, device: &Device) -> Self {
         let linear =
             |inputs, outputs| -> Linear { LinearConfig::new(inputs, outputs).init(device) };
         let block = || {
@@ -50,19 +56,24 @@ impl Net {
                     .with_layout(LinearLayout::Col)
                     .init(device),
                 norm: BatchNormConfig::new(120).init(device),
-                wide: linear(120, 120),
+                wide: LinearConfig::new(120, 120)
+                    .with_layout(LinearLayout::Col)
+                    .init(device),
                 frozen: linear(120, 8).no_grad(),
                 inner: Unit::new(linear(8, 8)),
             })
         };
-        let mut net = known(Self {
-            input: linear(1, 8),
-            blocks: (0..2).map(|_| block()).collect(),
-            tied: Unit::new([linear(8, 8), linear(8, 8)]),
-            unused: Unit::new(linear(3, 3)),
-            output: linear(8, 1),
-        });
-        let tied = known(linear(8, 8));
+        let mut net = known_within(
+            distance,
+            Self {
+                input: linear(1, 8),
+                blocks: (0..2).map(|_| block()).collect(),
+                tied: Unit::new([linear(8, 8), linear(8, 8)]),
+                unused: Unit::new(linear(3, 3)),
+                output: linear(8, 1),
+            },
+        );
+        let tied = known_within(distance, linear(8, 8));
         net.tied = Unit::new([tied.clone(), tied]);
         net
     }
@@ -105,6 +116,8 @@ enum Course {
     Ema,
     /// Continues from a checkpoint after the first epoch.
     Resumed,
+    /// Continues from a checkpoint that has the optimizer before the model.
+    ResumedInOtherOrder,
     /// Is prepared again, and saved and loaded, after the first epoch.
     Reloaded,
 }
@@ -147,17 +160,40 @@ fn train(accelerator: &Accelerator, folder: &Path, course: Course) -> Result<Tra
             ema.update(&model);
         }
         if course == Course::Resumed && epoch == 0 {
-            let kept = folder.join("kept");
+            let (kept, again) = (folder.join("kept"), folder.join("again"));
+            let held = optimizer.state_memory()?;
             accelerator.save_state(&kept, (&model, &optimizer, &ema))?;
-            let new = accelerator.prepare((Net::new(&accelerator.device()), adam()))?;
-            let average = Ema::new(&new.0, 0.9);
-            ((model, optimizer, ema), _) = accelerator.resume(&kept, (new.0, new.1, average))?;
+            // The second time, what was resumed is saved before it steps.
+            for (from, to) in [(&kept, Some(&again)), (&again, None)] {
+                let new = accelerator.prepare((Net::new(&accelerator.device()), adam()))?;
+                let average = Ema::new(&new.0, 0.9);
+                ((model, optimizer, ema), _) = accelerator.resume(from, (new.0, new.1, average))?;
+                assert_eq!(optimizer.state_memory()?, held);
+                if let Some(to) = to {
+                    accelerator.save_state(to, (&model, &optimizer, &ema))?;
+                }
+            }
+        }
+        if course == Course::ResumedInOtherOrder && epoch == 0 {
+            let kept = folder.join("kept");
+            accelerator.save_state(&kept, (&optimizer, &model))?;
+            let new = accelerator.prepare((adam(), Net::new(&accelerator.device())))?;
+            ((optimizer, model), _) = accelerator.resume(&kept, new)?;
         }
         if course == Course::Reloaded && epoch == 0 {
             model = accelerator.prepare(model)?;
             let file = folder.join("reloaded.safetensors");
             accelerator.save_model(&model, &file)?;
             model = accelerator.load_model(model, &file)?;
+            let options = SaveOptions::new().with_layout(FileLayout::PyTorch);
+            accelerator.save_model_with(&model, &file, &options)?;
+            model = accelerator.load_model(model, &file)?;
+            let other = accelerator.prepare(Net::within(0.5, &accelerator.device()))?;
+            let other = accelerator.load_model(other, &file)?;
+            let copy = folder.join("copy.safetensors");
+            accelerator.save_model_with(&other, &copy, &options)?;
+            accelerator.wait_for_everyone()?;
+            assert!(std::fs::read(&copy)? == std::fs::read(&file)?);
         }
     }
     let x = Tensor::<2>::ones([4, 1], &accelerator.device().inner());
@@ -216,6 +252,7 @@ fn a_training_has_the_same_bits_if_units_are_sharded() {
                 Course::ClippedByValue,
                 Course::Ema,
                 Course::Resumed,
+                Course::ResumedInOtherOrder,
                 Course::Reloaded,
             ] {
                 let outcome = |units| {
@@ -465,6 +502,60 @@ fn what_cannot_be_sharded_is_refused() {
         Error::is_misuse,
         &["communication hook"],
     );
+}
+
+/// The first block of a [`Net`].
+#[derive(Debug, Module)]
+struct Start {
+    blocks: Vec<Unit<Block>>,
+}
+
+#[test]
+fn pieces_that_a_file_lacks_keep_their_values() {
+    let folder = folder_in_memory();
+    let [start, whole] = ["start", "whole"].map(|name| folder.path().join(name));
+    let alone = Accelerator::new().unwrap();
+    let blocks = Net::new(&alone.device()).blocks.drain(..1).collect();
+    alone
+        .save_model(&known_within(0.5, Start { blocks }), &start)
+        .unwrap();
+    let loaded = |units: Units| {
+        let builder = Accelerator::builder().units(units);
+        let ranks = builder.launch(2, |accelerator| {
+            let model = accelerator.prepare(Net::new(&accelerator.device()))?;
+            let options = LoadOptions::new().allow_partial();
+            let (model, report) = accelerator.load_model_with(model, &start, &options)?;
+            accelerator.save_model(&model, &whole)?;
+            accelerator.wait_for_everyone()?;
+            Ok((report, std::fs::read(&whole)?))
+        });
+        ranks.unwrap().remove(1)
+    };
+    let ((report, file), expected) = (loaded(Units::Shard), loaded(Units::Recompute));
+    assert!(!report.loaded.is_empty() && !report.missing.is_empty());
+    assert_eq!(report, expected.0);
+    assert!(file == expected.1);
+}
+
+/// One of three ranks has no state to compare.
+#[test]
+fn an_optimizer_of_another_kind_is_refused_on_all_ranks() {
+    let folder = folder_in_memory();
+    let builder = Accelerator::builder().units(Units::Shard);
+    let resumed = builder.launch(3, |accelerator| {
+        let device = accelerator.device();
+        let layer = || -> Unit<Linear> { Unit::new(known(LinearConfig::new(8, 8).init(&device))) };
+        let (model, mut optimizer) = accelerator.prepare((layer(), adam()))?;
+        let x = Tensor::<2>::ones([2, 8], &device);
+        let loss = model.run(x, |layer, x| layer.forward(x)).mean();
+        let gradients = accelerator.backward(loss, &model, 2)?;
+        let model = optimizer.step(0.1, model, gradients);
+        accelerator.save_state(folder.path(), (&model, &optimizer))?;
+        let parts = accelerator.prepare((layer(), SgdConfig::new().init()))?;
+        let error = accelerator.resume(folder.path(), parts).err();
+        Ok(error.is_some_and(|error| error.is_checkpoint()))
+    });
+    assert_eq!(resumed.unwrap(), [true; 3]);
 }
 
 #[test]

@@ -18,15 +18,16 @@ use burn::tensor::Bytes;
 use self::elements::Elements;
 use self::param_shards::{ShardGradients, ShardReader};
 pub(super) use self::pieces::PieceState;
+pub(crate) use self::pieces::{RankRecord, WholeState};
 use self::records::{RecordEntry, Records};
 use super::fused::step::{self, StepOutput};
 use super::unsharded::FusedSupport;
 use crate::core::dyn_module::BoxedModule;
 use crate::core::error::{Error, Result};
-use crate::core::partition::{Partition, Partitioner};
+use crate::core::partition::{Partition, Partitioner, Piece};
 use crate::core::tensor::register;
 use crate::model::Trainable;
-use crate::optim::record_io::{bytes_of, check_types, load};
+use crate::optim::record_io::{bytes_of, check_types, load, window};
 use crate::reduce::{GradientSums, ShardMap};
 
 /// An optimizer whose state is sharded over the ranks: prepare `Sharded(optimizer)` instead of `optimizer`, with or
@@ -96,12 +97,12 @@ pub(crate) struct Shards {
 
 /// The state of all ranks at one moment.
 pub(super) struct FullState {
-    partitions: HashMap<ParamId, Partition>,
+    partitions: HashMap<ParamId, Arc<Partition>>,
     /// The state of other parameters.
     others: OtherState,
     loaded: Records,
     /// The part of each rank, once they came together on rank 0.
-    parts: Vec<Vec<u8>>,
+    parts: Vec<Bytes>,
 }
 
 /// The state of parameters that are not cut.
@@ -290,7 +291,7 @@ impl Shards {
             );
             partitions.push(partition.clone());
             if let Some(entry) = self.loaded.0.remove(&parameter.id)
-                && let Some(entry) = entry.cut(partition, self.group.rank())
+                && let Some(entry) = entry.cut(&Piece::new(partition.clone(), self.group.rank()))
             {
                 cut.0.insert(parameter.id, entry);
             }
@@ -347,7 +348,7 @@ impl Shards {
 
 impl FullState {
     /// The state of an optimizer of a model that holds pieces of these parameters.
-    pub(super) fn of_pieces(partitions: HashMap<ParamId, Partition>) -> Self {
+    pub(super) fn of_pieces(partitions: HashMap<ParamId, Arc<Partition>>) -> Self {
         Self {
             partitions,
             others: OtherState::Replicated,
@@ -357,13 +358,13 @@ impl FullState {
     }
 
     /// Returns this rank's part of the state. Rank 0 returns the state that is replicated on all ranks.
-    fn own(&self, group: &ProcessGroup, optimizer: &ModuleOptimizer) -> Result<Vec<u8>> {
+    fn own(&self, group: &ProcessGroup, optimizer: &ModuleOptimizer) -> Result<Bytes> {
         if self.others == OtherState::Unexpected || group.rank() == 0 {
-            return Ok(bytes_of(optimizer)?.to_vec());
+            return bytes_of(optimizer);
         }
         let mut records = Records::of(optimizer)?;
         records.0.retain(|id, _| self.partitions.contains_key(id));
-        Ok(records.into_bytes()?.to_vec())
+        records.into_bytes()
     }
 
     /// Brings the state of all ranks together on rank 0. If one rank cannot write its own, all fail.
@@ -393,8 +394,9 @@ impl FullState {
             }
         })?;
         if is_main {
-            parts[0].extend_from_slice(&own);
-            self.parts = parts;
+            let others = parts.into_iter().skip(1);
+            let others = others.map(|part| Bytes::from_bytes_vec(part).shared());
+            self.parts = core::iter::once(own).chain(others).collect();
         }
         Ok(())
     }
@@ -403,7 +405,7 @@ impl FullState {
     pub(super) fn bytes(&self) -> Result<Bytes> {
         let mut ranks = Vec::with_capacity(self.parts.len());
         for part in &self.parts {
-            ranks.push(Records::read(Bytes::from_bytes_vec(part.clone()))?);
+            ranks.push(Records::read(window(part)?)?);
         }
         let mut shards: BTreeMap<ParamId, Vec<Option<RecordEntry>>> = BTreeMap::new();
         let count = ranks.len();

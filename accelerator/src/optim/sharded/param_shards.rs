@@ -2,6 +2,7 @@ use core::fmt;
 use core::ops::Range;
 use std::collections::{HashMap, HashSet};
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 
 use burn::backend::DispatchTensor;
 use burn::module::{Devices, Module, ModuleMapper, ModuleVisitor, Param, ParamId};
@@ -131,7 +132,7 @@ impl fmt::Debug for ParamShards {
 /// ranks step.
 pub(super) struct ShardReader<'a> {
     rank: usize,
-    partitions: &'a HashMap<ParamId, Partition>,
+    partitions: &'a HashMap<ParamId, Arc<Partition>>,
     averaged: HashSet<ParamId>,
     path: ModulePath,
     shards: ParamShards,
@@ -141,7 +142,7 @@ pub(super) struct ShardReader<'a> {
 impl<'a> ShardReader<'a> {
     pub(super) fn new(
         rank: usize,
-        partitions: &'a HashMap<ParamId, Partition>,
+        partitions: &'a HashMap<ParamId, Arc<Partition>>,
         averaged: HashSet<ParamId>,
     ) -> Self {
         Self {

@@ -1,28 +1,31 @@
 //! The state of an optimizer whose model holds pieces of parameters, as one with sharded units does.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
 
-use burn::module::ParamId;
+use accelerator_collective::ProcessGroup;
+use burn::module::{ModuleVisitor, Param, ParamId};
 use burn::optim::{ModuleOptimizer, OptimizerRecord};
-use burn::tensor::Device;
+use burn::tensor::{Bytes, DType, Device, Tensor};
 
 use super::param_shards::is_element_wise;
-use super::records::Records;
+use super::records::{RecordField, Records};
 use super::{FullState, Shards};
 use crate::context::Context;
 use crate::core::dyn_module::DynModule;
 use crate::core::error::{Error, Result};
-use crate::core::partition::Partition;
+use crate::core::partition::{Partition, Piece, piece_of};
 use crate::model::Layout;
-use crate::optim::record_io::load;
-use crate::unit;
+use crate::optim::record_io::{ids_in, load};
 
 /// The pieces of parameters that an optimizer steps on this rank.
 pub(in crate::optim) struct PieceState {
     rank: usize,
     device: Device,
-    /// The partitions of the parameters of all models that were stepped.
-    partitions: HashMap<ParamId, Partition>,
+    /// The partitions of the parameters of which the optimizer has only this rank's part of the state.
+    partitions: HashMap<ParamId, Arc<Partition>>,
+    /// The parameters in pieces that were stepped, of all models.
+    stepped: HashSet<ParamId>,
 }
 
 impl PieceState {
@@ -31,28 +34,36 @@ impl PieceState {
             rank: context.rank(),
             device: context.device.clone(),
             partitions: HashMap::new(),
+            stepped: HashSet::new(),
         }
     }
 
     /// Before a step, finds the parameters of which the model holds pieces. When they are first stepped, it cuts the state
-    /// that was loaded for them to this rank's part.
+    /// that came with the optimizer for them to this rank's part.
     pub(in crate::optim) fn settle(
         &mut self,
         model: &dyn DynModule,
         optimizer: &mut ModuleOptimizer,
         shards: Option<&Shards>,
     ) -> Result<()> {
-        let mut found = unit::partitions(model);
-        if found.iter().any(|(id, partition)| {
-            let settled = self.partitions.get(id);
-            settled.is_some_and(|settled| settled != partition)
-        }) {
+        let mut search = NewPieces {
+            known: self,
+            found: HashMap::new(),
+            is_moved: false,
+        };
+        model.visit(&mut search);
+        let NewPieces {
+            mut found,
+            is_moved,
+            ..
+        } = search;
+        if is_moved {
             return Err(Error::misuse(
                 "the model was prepared again, and its sharded parameters are now divided differently from when the \
-                 optimizer last stepped: call `save_state` before you prepare the model again, and `resume` afterwards",
+                 optimizer was resumed or last stepped: freeze parameters before `resume`; to prepare the model again, call \
+                 `save_state` before, and `resume` afterwards",
             ));
         }
-        found.retain(|id, _| !self.partitions.contains_key(id));
         if found.is_empty() {
             return Ok(());
         }
@@ -63,14 +74,17 @@ impl PieceState {
             ));
         }
         self.check(model, &found, optimizer)?;
+        self.stepped.extend(found.keys());
+        found.retain(|id, _| !self.partitions.contains_key(id));
         self.cut(optimizer, &found)?;
         self.partitions.extend(found);
         Ok(())
     }
 
-    /// Forgets what was settled: the optimizer has loaded the state of whole parameters.
-    pub(in crate::optim) fn reset(&mut self) {
-        self.partitions.clear();
+    /// Forgets what was stepped: the optimizer has loaded the state of whole parameters, apart from these.
+    pub(in crate::optim) fn reset(&mut self, partitions: HashMap<ParamId, Arc<Partition>>) {
+        self.partitions = partitions;
+        self.stepped.clear();
     }
 
     pub(in crate::optim) fn full_state(&self) -> Option<FullState> {
@@ -81,7 +95,7 @@ impl PieceState {
     fn check(
         &self,
         model: &dyn DynModule,
-        partitions: &HashMap<ParamId, Partition>,
+        partitions: &HashMap<ParamId, Arc<Partition>>,
         optimizer: &ModuleOptimizer,
     ) -> Result<()> {
         let blank = optimizer.clone().load_record(OptimizerRecord::default());
@@ -105,7 +119,7 @@ impl PieceState {
     fn cut(
         &self,
         optimizer: &mut ModuleOptimizer,
-        partitions: &HashMap<ParamId, Partition>,
+        partitions: &HashMap<ParamId, Arc<Partition>>,
     ) -> Result<()> {
         let mut records = Records::of(optimizer)?;
         if !records.0.keys().any(|id| partitions.contains_key(id)) {
@@ -113,7 +127,7 @@ impl PieceState {
         }
         for (id, partition) in partitions {
             if let Some(entry) = records.0.remove(id)
-                && let Some(entry) = entry.cut(partition, self.rank)
+                && let Some(entry) = entry.cut(&Piece::new(partition.clone(), self.rank))
             {
                 records.0.insert(*id, entry);
             }
@@ -125,5 +139,122 @@ impl PieceState {
             records.into_bytes()?,
         )?;
         Ok(())
+    }
+}
+
+/// Searches a model for pieces that were not stepped.
+struct NewPieces<'a> {
+    known: &'a PieceState,
+    found: HashMap<ParamId, Arc<Partition>>,
+    /// Set if a parameter is divided differently from before.
+    is_moved: bool,
+}
+
+impl ModuleVisitor for NewPieces<'_> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let Some(Piece { partition, .. }) = piece_of(param.id) else {
+            return;
+        };
+        let known = self.known.partitions.get(&param.id);
+        self.is_moved |= known.is_some_and(|known| *known != partition);
+        if !self.known.stepped.contains(&param.id) {
+            self.found.insert(param.id, partition);
+        }
+    }
+}
+
+/// A record of an optimizer on one rank.
+pub(crate) struct RankRecord {
+    /// Burn's record. Its bytes are shared.
+    pub(crate) bytes: Bytes,
+    /// The parameters with state on any rank.
+    pub(in crate::optim) ids: HashSet<u64>,
+    /// The parameters of which the record has only this rank's part.
+    pub(in crate::optim) partitions: HashMap<ParamId, Arc<Partition>>,
+}
+
+impl RankRecord {
+    /// The record of whole parameters.
+    pub(crate) fn whole(bytes: Bytes) -> Result<Self> {
+        Ok(Self {
+            ids: ids_in(&bytes)?,
+            bytes,
+            partitions: HashMap::new(),
+        })
+    }
+}
+
+/// The state of whole parameters on rank 0 that each rank is to get its piece of.
+#[derive(Default)]
+pub(crate) struct WholeState(Vec<(ParamId, RecordField)>);
+
+impl WholeState {
+    /// Takes the state of parameters of which the ranks hold pieces out of a record. Returns the rest of the record.
+    pub(crate) fn take_from(
+        &mut self,
+        record: Bytes,
+        piece: &dyn Fn(ParamId) -> Option<Piece>,
+    ) -> Result<Bytes> {
+        let mut records = Records::read(record)?;
+        for (id, entry) in &mut records.0 {
+            if let Some(piece) = piece(*id) {
+                let fields = entry.take_cut(&piece.partition).into_iter();
+                self.0.extend(fields.map(|field| (*id, field)));
+            }
+        }
+        records.into_bytes()
+    }
+
+    /// Adds this rank's part of the state that rank 0 has taken out to the rest of the record. All ranks call it.
+    #[track_caller]
+    pub(crate) fn scatter(
+        self,
+        group: &ProcessGroup,
+        rest: Bytes,
+        piece: &dyn Fn(ParamId) -> Option<Piece>,
+    ) -> Result<RankRecord> {
+        let header = |(id, field): &(ParamId, RecordField)| {
+            (
+                id.val(),
+                field.name.clone(),
+                field.dtype,
+                field.shape.clone(),
+            )
+        };
+        let headers: Vec<_> = self.0.iter().map(header).collect();
+        let headers: Vec<(u64, String, DType, Vec<usize>)> =
+            group.broadcast_object((group.rank() == 0).then_some(&headers), 0)?;
+        let mut records = Records::read(rest)?;
+        let ids: HashSet<_> = records.0.keys().map(|id| id.val()).collect();
+        let headed = headers.iter().map(|(id, ..)| id);
+        let pieces = ids.iter().chain(headed).map(|id| ParamId::from(*id));
+        let pieces: HashMap<_, _> = pieces.filter_map(|id| Some((id, piece(id)?))).collect();
+        let mut whole = self.0.into_iter();
+        for (id, name, dtype, shape) in headers {
+            let id = ParamId::from(id);
+            let bytes = whole.next().map(|(_, field)| field.bytes);
+            let piece = pieces.get(&id).ok_or_else(|| {
+                Error::checkpoint("this rank has other sharded parameters than rank 0")
+            })?;
+            let own = piece.scatter(group, dtype.size(), bytes.as_deref())?;
+            let is_whole = piece.range().len() == piece.partition.elements();
+            records.0.entry(id).or_default().push(RecordField {
+                name,
+                dtype,
+                shape: if is_whole { shape } else { piece.shape() },
+                bytes: Bytes::from_bytes_vec(own),
+            });
+        }
+        // A rank without elements of a parameter keeps no state of it.
+        records.0.retain(|id, _| match pieces.get(id) {
+            Some(piece) => !piece.range().is_empty() || piece.partition.elements() == 0,
+            None => true,
+        });
+        let pieces = pieces.into_iter();
+        Ok(RankRecord {
+            bytes: records.into_bytes()?,
+            ids,
+            partitions: pieces.map(|(id, piece)| (id, piece.partition)).collect(),
+        })
     }
 }

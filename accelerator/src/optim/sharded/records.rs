@@ -8,7 +8,7 @@ use burn::tensor::{Bytes, DType};
 use burn_pack::{Reader, Scalar, Tensor, Writer};
 
 use crate::core::error::Result;
-use crate::core::partition::Partition;
+use crate::core::partition::{Partition, Piece, byte_range};
 use crate::optim::record_io::{bytes_of, reader, unwritable};
 
 /// A record of Burn's, taken apart by parameters.
@@ -24,11 +24,11 @@ pub(super) struct RecordEntry {
 }
 
 #[derive(Clone)]
-struct RecordField {
-    name: String,
-    dtype: DType,
-    shape: Vec<usize>,
-    bytes: Bytes,
+pub(super) struct RecordField {
+    pub(super) name: String,
+    pub(super) dtype: DType,
+    pub(super) shape: Vec<usize>,
+    pub(super) bytes: Bytes,
 }
 
 impl Records {
@@ -98,8 +98,8 @@ impl Records {
 
 impl RecordEntry {
     /// Returns a rank's part of the state of a whole parameter.
-    pub(super) fn cut(self, partition: &Partition, rank: usize) -> Option<Self> {
-        let range = partition.range(rank);
+    pub(super) fn cut(self, piece: &Piece) -> Option<Self> {
+        let (range, partition) = (piece.range(), &piece.partition);
         if range.is_empty() && partition.elements() > 0 {
             return None;
         }
@@ -107,14 +107,13 @@ impl RecordEntry {
             return Some(self);
         }
         let cut = |field: RecordField| {
-            if field.shape.iter().product::<usize>() != partition.elements() {
+            if !field.is_cut_like(partition) {
                 return field;
             }
-            let width = field.dtype.size();
-            let bytes = field.bytes[range.start * width..range.end * width].to_vec();
+            let place = byte_range(range.clone(), field.dtype.size());
             RecordField {
-                shape: partition.shape(rank),
-                bytes: Bytes::from_bytes_vec(bytes),
+                shape: piece.shape(),
+                bytes: Bytes::from_bytes_vec(field.bytes[place].to_vec()),
                 ..field
             }
         };
@@ -122,6 +121,20 @@ impl RecordEntry {
             tensors: self.tensors.into_iter().map(cut).collect(),
             ..self
         })
+    }
+
+    /// Takes out the tensors that are cut like the parameter.
+    pub(super) fn take_cut(&mut self, partition: &Partition) -> Vec<RecordField> {
+        let (cut, rest) = self
+            .tensors
+            .drain(..)
+            .partition(|field| field.is_cut_like(partition));
+        self.tensors = rest;
+        cut
+    }
+
+    pub(super) fn push(&mut self, field: RecordField) {
+        self.tensors.push(field);
     }
 
     /// Joins the ranks' parts of the state of a parameter. Returns `None` if a rank with elements of the parameter has no
@@ -168,6 +181,14 @@ impl RecordEntry {
             field.shape = partition.whole_shape().to_vec();
         }
         Some(whole)
+    }
+}
+
+impl RecordField {
+    /// Returns `true` if there is one element for each of the parameter.
+    fn is_cut_like(&self, partition: &Partition) -> bool {
+        let elements = self.shape.iter().product::<usize>();
+        elements == partition.elements() && self.bytes.len() == elements * self.dtype.size()
     }
 }
 

@@ -16,7 +16,7 @@ use burn::tensor::{DType, Tensor, TensorData};
 use crate::context::Context;
 use crate::core::dyn_module::BoxedModule;
 use crate::core::error::{Error, Result};
-use crate::core::partition::{Partition, Pieces};
+use crate::core::partition::{Partition, Pieces, replaced_piece};
 use crate::core::scoped::Scoped;
 use crate::core::tensor::{any_rank, from_data};
 use crate::unit::seeded_run::runs_twice;
@@ -88,6 +88,21 @@ impl Sharding {
         }
     }
 
+    /// Runs `map`, which changes the pieces of the unit's parameters, or their ids.
+    pub(in crate::unit) fn map<T>(self: &Arc<Self>, map: impl FnOnce() -> T) -> (T, Arc<Self>) {
+        let (mapped, pieces) = self.pieces.map(map);
+        if Arc::ptr_eq(&pieces, &self.pieces) {
+            return (mapped, self.clone());
+        }
+        let sharding = Self {
+            context: self.context.clone(),
+            number: self.number,
+            pieces,
+            buffers: self.buffers.clone(),
+        };
+        (mapped, Arc::new(sharding))
+    }
+
     /// Returns the block with whole parameters. All ranks call it. If gathering fails, the parameters are NaN, and the next
     /// call that all ranks make returns the error.
     pub(in crate::unit) fn gather(&self, block: BoxedModule, pass: Pass) -> BoxedModule {
@@ -131,7 +146,7 @@ impl Sharding {
             let found = reader.found.iter();
             let found: Vec<_> = found
                 .filter(|(_, piece)| wire_type_of(piece.dtype()) == Some(wire_type))
-                .map(|(id, piece)| (*id, piece, &self.pieces.partitions[id]))
+                .map(|(id, piece)| (*id, piece, &*self.pieces.partitions[id]))
                 .collect();
             if found.is_empty() {
                 continue;
@@ -142,10 +157,7 @@ impl Sharding {
             for ((_, piece, partition), start) in found.iter().zip(&flat.starts) {
                 let own = partition.range(self.pieces.rank);
                 if piece.bytes().len() != own.len() * width {
-                    return Err(Error::misuse(
-                        "a parameter of a sharded unit was replaced by a tensor that does not have the size of this rank's \
-                         piece: load values with `load_model` or `resume`",
-                    ));
+                    return Err(replaced_piece());
                 }
                 let bytes = (start + own.start) * width..(start + own.end) * width;
                 buffer.bytes_mut()[bytes].copy_from_slice(piece.bytes());
@@ -184,7 +196,7 @@ impl Sharding {
                 .zip(&gradients)
                 .filter_map(|(place, gradient)| {
                     let gradient = gradient.as_ref()?;
-                    let partition = self.pieces.partitions.get(&gradient.id)?;
+                    let partition = &**self.pieces.partitions.get(&gradient.id)?;
                     let is_of_type = wide(any_rank(&gradient.leaf).dtype()) == dtype;
                     is_of_type.then_some((place, gradient, partition))
                 })
