@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
 
 use accelerator::metric::Mean;
+use accelerator::nn::Unit;
 use accelerator::plan::sample_rng_seed;
 use accelerator::prelude::*;
 use burn::data::dataloader::batcher::Batcher;
@@ -94,6 +95,8 @@ pub struct TrainingResult {
     /// The number of restarts of the job.
     pub restarts: u64,
     pub world_size: usize,
+    /// The number of elements of parameters that rank 0 holds while it trains.
+    pub held: usize,
 }
 
 /// An optimizer step of a rank, with the samples that it used.
@@ -228,6 +231,11 @@ pub fn train(accelerator: &Accelerator, job: &TrainingJob) -> Result<ExitCode> {
             return accelerator.finish_preempted();
         }
     }
+    let held = model.num_params();
+    // Units may be sharded, and a file has whole parameters.
+    let file = job.result.with_file_name("result.safetensors");
+    accelerator.save_model(&model, &file)?;
+    let model = accelerator.load_model(Net::new(&device, job.dropout), &file)?;
     if accelerator.is_main_process() {
         let bits = |values: Vec<f64>| values.into_iter().map(f64::to_bits).collect();
         let (mut parameters, mut weights) = (Vec::new(), Vec::new());
@@ -244,6 +252,7 @@ pub fn train(accelerator: &Accelerator, job: &TrainingJob) -> Result<ExitCode> {
             history,
             restarts: accelerator.restarts(),
             world_size: accelerator.world_size(),
+            held,
         };
         let text = serde_json::to_string(&result).expect("plain data");
         std::fs::write(&job.result, text).expect("a writable folder");
@@ -286,24 +295,27 @@ fn loss(model: &Net, batch: &RowBatch) -> Tensor<1> {
 
 #[derive(Debug, Module)]
 pub(crate) struct Net {
-    hidden: Linear,
+    hidden: Unit<Linear>,
     norm: BatchNorm,
     dropout: Dropout,
-    output: Linear,
+    output: Unit<Linear>,
 }
+
+/// The number of hidden units, with which two ranks that shard the model cut the weights of the hidden layer.
+const HIDDEN: usize = 1024;
 
 impl Net {
     pub(crate) fn new(device: &Device, dropout: f64) -> Self {
         Self {
-            hidden: LinearConfig::new(8, 16).init(device),
-            norm: BatchNormConfig::new(16).init(device),
+            hidden: Unit::new(LinearConfig::new(8, HIDDEN).init(device)),
+            norm: BatchNormConfig::new(HIDDEN).init(device),
             dropout: DropoutConfig::new(dropout).init(),
-            output: LinearConfig::new(16, 3).init(device),
+            output: Unit::new(LinearConfig::new(HIDDEN, 3).init(device)),
         }
     }
 
     pub(crate) fn forward(&self, rows: Tensor<2>) -> Tensor<2> {
-        let hidden = self.hidden.forward(rows);
+        let hidden = self.hidden.run(rows, |layer, rows| layer.forward(rows));
         // The statistics of a rank's own batch depend on the world size, so only jobs with dropout normalise.
         let hidden = match self.dropout.prob > 0.0 {
             true => self
@@ -312,7 +324,8 @@ impl Net {
                 .squeeze_dim::<2>(2),
             false => hidden,
         };
-        self.output.forward(self.dropout.forward(relu(hidden)))
+        let hidden = self.dropout.forward(relu(hidden));
+        self.output.run(hidden, |layer, x| layer.forward(x))
     }
 }
 

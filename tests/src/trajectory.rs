@@ -1,9 +1,10 @@
 //! Runs a trajectory of the fixtures with this library, and compares the two.
 
+use accelerator::nn::Unit;
 use accelerator::prelude::*;
 use burn::data::dataloader::batcher::Batcher;
 use burn::data::dataset::InMemDataset;
-use burn::module::{Module, Param};
+use burn::module::{Module, ModuleVisitor, Param};
 use burn::nn::loss::CrossEntropyLossConfig;
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::momentum::MomentumConfig;
@@ -23,8 +24,8 @@ pub struct Trajectory {
 
 #[derive(Debug, Module)]
 struct Net {
-    hidden: Linear,
-    output: Linear,
+    hidden: Unit<Linear>,
+    output: Unit<Linear>,
 }
 
 #[derive(Clone, Debug)]
@@ -67,11 +68,16 @@ pub fn run(accelerator: &Accelerator, case: &Case, problem: &Problem) -> Result<
             model = optimizer.step(case.lr, model, gradients);
         }
     }
+    // Units may be sharded, and a file has whole parameters.
+    let folder = tempfile::tempdir()?;
+    let file = folder.path().join("last.safetensors");
+    accelerator.save_model(&model, &file)?;
+    let last = accelerator.load_model(Net::new(&problem.initial, &device), &file)?;
     accelerator.finish()?;
     Ok(Trajectory {
         losses,
         grad_norms,
-        last: model.weights(),
+        last: last.weights(),
     })
 }
 
@@ -112,7 +118,7 @@ impl Net {
             linear.weight = Param::from_tensor(Tensor::<2>::from_data(weight, device).transpose());
             let bias = TensorData::new(bias.to_vec(), [rows]);
             linear.bias = Some(Param::from_data(bias, device));
-            linear
+            Unit::new(linear)
         };
         Self {
             hidden: linear(16, 4, &weights.hidden_weight, &weights.hidden_bias),
@@ -121,31 +127,30 @@ impl Net {
     }
 
     fn forward(&self, x: Tensor<2>) -> Tensor<2> {
-        self.output.forward(tanh(self.hidden.forward(x)))
+        let run = |layer: &Unit<Linear>, x| layer.run(x, |layer, x| layer.forward(x));
+        run(&self.output, tanh(run(&self.hidden, x)))
     }
 
     fn weights(&self) -> Weights {
-        let rows = |linear: &Linear| {
-            linear
-                .weight
-                .val()
-                .transpose()
-                .into_data()
-                .try_to_vec()
-                .unwrap()
-        };
-        let bias = |linear: &Linear| {
-            linear
-                .bias
-                .as_ref()
-                .map(|bias| bias.val().into_data().try_to_vec().unwrap())
-                .unwrap()
-        };
+        /// The values of each parameter; matrices are transposed, as PyTorch has them.
+        struct Values(Vec<Vec<f32>>);
+        impl ModuleVisitor for Values {
+            fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+                let value = match D {
+                    1 => param.val(),
+                    _ => param.val().transpose(),
+                };
+                self.0.push(value.into_data().try_to_vec().unwrap());
+            }
+        }
+        let mut values = Values(Vec::new());
+        self.visit(&mut values);
+        let [hidden_weight, hidden_bias, output_weight, output_bias] = values.0.try_into().unwrap();
         Weights {
-            hidden_weight: rows(&self.hidden),
-            hidden_bias: bias(&self.hidden),
-            output_weight: rows(&self.output),
-            output_bias: bias(&self.output),
+            hidden_weight,
+            hidden_bias,
+            output_weight,
+            output_bias,
         }
     }
 }

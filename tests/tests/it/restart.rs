@@ -4,6 +4,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::process::Command;
 
+use accelerator::nn::Units;
+use accelerator::plan::sample_rng_seed;
 use accelerator::track::{RunHistory, RunStatus};
 use accelerator_tests::processes::{self, Ended, launcher};
 use accelerator_tests::resumable::{OptimizerKind, StepRecord, TrainingJob, TrainingResult};
@@ -26,12 +28,17 @@ fn job(folder: &Path, dropout: f64, optimizer: OptimizerKind) -> TrainingJob {
 }
 
 fn launch(options: &[&str], job: &TrainingJob, faults: &str) -> Ended {
+    launch_with(Units::Plain, options, job, faults)
+}
+
+fn launch_with(units: Units, options: &[&str], job: &TrainingJob, faults: &str) -> Ended {
     let mut command = Command::new(launcher());
     command
         .args(options)
         .arg(env!("CARGO_BIN_EXE_rank"))
         .args(["train-resumable", &serde_json::to_string(job).unwrap()])
         .env("ACCEL_FAULTS", faults)
+        .env("ACCEL_UNITS", units.to_string())
         .env("ACCEL_LIVENESS_TIMEOUT", "2");
     processes::run(command)
 }
@@ -118,6 +125,64 @@ fn a_job_killed_ten_times_ends_bit_equal_to_one_never_disturbed() {
     let launches: BTreeSet<_> = run.attempts.iter().map(|attempt| &attempt.launch).collect();
     assert_eq!(launches.len(), 1);
     assert_eq!(run.checkpoints.last(), whole.checkpoints.last());
+}
+
+/// Draws up to three faults, one per attempt. A job has 12 steps; a fault before the step with which an attempt begins
+/// does not strike.
+fn draw_faults(seed: u64) -> String {
+    let mut drawn = 0;
+    let mut draw = |below: u64| {
+        drawn += 1;
+        sample_rng_seed(seed, 0, drawn) % below
+    };
+    let faults = (0..=draw(3)).map(|restart| {
+        let (rank, step) = (draw(2), draw(5) + restart * 3);
+        let save = step / 2 + 1;
+        let (rank, place) = match draw(8) {
+            0 => (rank, format!("step={step} kill")),
+            1 => (rank, format!("step={step} panic")),
+            2 => (rank, format!("step={step} segv")),
+            3 => (rank, format!("step={step} exit 4")),
+            4 => (rank, format!("op={} drop-connection", 20 + draw(200))),
+            5 => (0, format!("save={save} written kill")),
+            6 => (0, format!("save={save} data kill")),
+            _ => (0, format!("save={save} renamed kill")),
+        };
+        format!("rank={rank} restart={restart} {place}")
+    });
+    faults.collect::<Vec<_>>().join("; ")
+}
+
+/// `SCHEDULES=50` runs more of them.
+#[test]
+fn jobs_with_sharded_units_end_bit_equal_whatever_kills_their_ranks() {
+    let schedules = std::env::var("SCHEDULES").map_or(3, |schedules| schedules.parse().unwrap());
+    let reference = tempfile::tempdir().unwrap();
+    let reference_job = job(reference.path(), 0.2, OptimizerKind::AdamW);
+    let launch = |options: &[&str], job: &TrainingJob, faults: &str| {
+        launch_with(Units::Shard, options, job, faults)
+    };
+    let undisturbed = result(&reference_job, &launch(&["-n", "2"], &reference_job, ""));
+    assert!(undisturbed.held < undisturbed.weights.len());
+    let mut restarts = 0;
+    for seed in 0..schedules {
+        let folder = tempfile::tempdir().unwrap();
+        let job = job(folder.path(), 0.2, OptimizerKind::AdamW);
+        let faults = draw_faults(seed);
+        let options = ["-n", "2", "--max-restarts", "20", "--restart-delay", "0"];
+        let ended = launch(&options, &job, &faults);
+        let disturbed = result(&job, &ended);
+        restarts += disturbed.restarts;
+        let stderr = &ended.stderr;
+        assert!(
+            disturbed.parameters == undisturbed.parameters,
+            "{faults}: {stderr}"
+        );
+        assert_eq!(disturbed.history, undisturbed.history, "{faults}: {stderr}");
+        assert_exact(folder.path(), &job);
+        assert_only_checkpoints(&job.checkpoints);
+    }
+    assert!(restarts > 0);
 }
 
 /// All attempts but the last end before the first checkpoint.

@@ -4,6 +4,7 @@ use std::io::Write;
 use std::path::Path;
 
 use accelerator::data::Loader;
+use accelerator::nn::Units;
 use accelerator::prelude::*;
 use accelerator_tests::fixtures::{Case, Sharding, Table, Training};
 use accelerator_tests::processes::run_ranks;
@@ -115,11 +116,12 @@ impl Batcher<i64, Tensor<1, Int>> for Numbers {
     }
 }
 
-fn on_threads(device: BackendKind) {
+fn on_threads(device: BackendKind, units: Units) {
     let training = Training::load();
     for case in &training.cases {
         let ranks = Accelerator::builder()
             .device(device)
+            .units(units)
             .accumulation_steps(case.accumulate)
             .launch(case.world_size, |accelerator| {
                 run(&accelerator, case, training.problem(case))
@@ -128,7 +130,7 @@ fn on_threads(device: BackendKind) {
         check(case, &ranks);
     }
     say(format_args!(
-        "checked {} trajectories on threads, {device}",
+        "checked {} trajectories on threads, {device}, units: {units}",
         training.cases.len()
     ));
 }
@@ -168,12 +170,17 @@ fn sharding_vectors_through_loaders_ndarray() {
 
 #[test]
 fn training_vectors_on_threads_flex() {
-    on_threads(BackendKind::Flex);
+    on_threads(BackendKind::Flex, Units::Plain);
 }
 
 #[test]
 fn training_vectors_on_threads_ndarray() {
-    on_threads(BackendKind::NdArray);
+    on_threads(BackendKind::NdArray, Units::Plain);
+}
+
+#[test]
+fn training_vectors_with_sharded_units() {
+    on_threads(BackendKind::Flex, Units::Shard);
 }
 
 #[test]
