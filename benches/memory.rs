@@ -9,12 +9,15 @@
 //!     --length 512 --parts 16
 //! ```
 //!
-//! Each mode runs in its own process, with the allocator configured as `accel-launch` does it.
+//! Each mode runs in its own process, with the allocator configured as `accel-launch` does it. The peaks of saving and
+//! resuming are those of allocated memory in the first round, on rank 0 and on the others.
 //! `benches/compare/memory.py` measures the same with PyTorch's `checkpoint`.
 
+use std::array;
 use std::error::Error;
 use std::fmt;
 use std::net::TcpListener;
+use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::time::Instant;
 
@@ -60,6 +63,9 @@ struct Args {
     /// Train in this process, in this mode
     #[arg(long, hide = true)]
     units: Option<String>,
+    /// The folder for checkpoints
+    #[arg(long, hide = true, default_value = "")]
+    folder: PathBuf,
     #[command(flatten)]
     #[serde(skip)]
     output: Output,
@@ -76,6 +82,10 @@ struct Trained {
     forward: f64,
     /// The median duration of a step, without the first, in seconds.
     step: f64,
+    /// The peak of allocated memory while a checkpoint is saved, on rank 0 and on the others, in MiB.
+    saving: [f64; 2],
+    /// The peak of allocated memory while a new model and its optimizer are resumed, on rank 0 and on the others, in MiB.
+    resuming: [f64; 2],
     loss: f64,
 }
 
@@ -88,6 +98,8 @@ struct Line {
     resident: Interval,
     forward: Interval,
     step: Interval,
+    saving: [f64; 2],
+    resuming: [f64; 2],
     loss: f64,
 }
 
@@ -99,7 +111,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         return Ok(());
     }
     args.output.header(format_args!(
-        "{} layers of width {}, batches of {} x {}\n{:>10}  {:>24}  {:>24}  {:>24}  {:>24}  {:>9}",
+        "{} layers of width {}, batches of {} x {}\n{:>10}  {:>24}  {:>24}  {:>24}  {:>24}  {:>12}  {:>14}  {:>9}",
         args.layers,
         args.width,
         args.batch,
@@ -109,6 +121,8 @@ fn main() -> Result<(), Box<dyn Error>> {
         "resident, MiB",
         "forward, s",
         "step, s",
+        "saving, MiB",
+        "resuming, MiB",
         "loss"
     ));
     let mut ways = vec![Units::Plain, Units::Keep, Units::Recompute];
@@ -128,6 +142,12 @@ fn main() -> Result<(), Box<dyn Error>> {
             resident: of(|result| result.resident),
             forward: of(|result| result.forward),
             step: of(|result| result.step),
+            saving: results
+                .first()
+                .map_or([f64::NAN; 2], |result| result.saving),
+            resuming: results
+                .first()
+                .map_or([f64::NAN; 2], |result| result.resuming),
             loss: results.first().map_or(f64::NAN, |result| result.loss),
         })?;
     }
@@ -136,11 +156,14 @@ fn main() -> Result<(), Box<dyn Error>> {
 
 /// Runs this program again as that many processes, which train in that mode. Returns the largest result of each kind.
 fn job(units: &str, ranks: usize) -> Result<Trained, Box<dyn Error>> {
+    let folder = tempfile::tempdir()?;
     let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
     let start = |rank| {
         Command::new(std::env::current_exe()?)
             .args(std::env::args_os().skip(1))
             .args(["--units", units])
+            .arg("--folder")
+            .arg(folder.path())
             .envs(ALLOCATOR)
             .envs(
                 (ranks > 1)
@@ -165,6 +188,8 @@ fn job(units: &str, ranks: usize) -> Result<Trained, Box<dyn Error>> {
             resident: largest.resident.max(trained.resident),
             forward: largest.forward.max(trained.forward),
             step: largest.step.max(trained.step),
+            saving: array::from_fn(|of| largest.saving[of].max(trained.saving[of])),
+            resuming: array::from_fn(|of| largest.resuming[of].max(trained.resuming[of])),
             loss: trained.loss,
         };
     }
@@ -205,9 +230,39 @@ fn train(args: &Args, units: Units) -> Result<Trained, Box<dyn Error>> {
         model = optimizer.step(1e-4, model, gradients);
         steps.push(start.elapsed().as_secs_f64());
     }
+    let allocated = f64::from(ALLOCATED.peak_usage_as_mb());
+    let resident = (peak_memory().unwrap_or(0) - before) as f64 / 1024.0;
+    let peak =
+        |work: &mut dyn FnMut() -> accelerator::Result<()>| -> accelerator::Result<[f64; 2]> {
+            accelerator.wait_for_everyone()?;
+            ALLOCATED.reset_peak_usage();
+            work()?;
+            let peak = f64::from(ALLOCATED.peak_usage_as_mb());
+            Ok(match accelerator.is_main_process() {
+                true => [peak, 0.0],
+                false => [0.0, peak],
+            })
+        };
+    let saving = peak(&mut || {
+        let saved = accelerator.save_state(&args.folder, (&model, &optimizer));
+        saved.map(drop)
+    })?;
+    drop((model, optimizer));
+    let model = accelerator.init(|device| config(args).init(device));
+    let parts = (model, AdamWConfig::new().init_fused());
+    let mut parts = Some(accelerator.prepare(parts)?);
+    let resuming = peak(&mut || {
+        let new = parts
+            .take()
+            .ok_or_else(|| std::io::Error::other("resumed twice"))?;
+        parts = Some(accelerator.resume(&args.folder, new)?.0);
+        Ok(())
+    })?;
     Ok(Trained {
-        allocated: f64::from(ALLOCATED.peak_usage_as_mb()),
-        resident: (peak_memory().unwrap_or(0) - before) as f64 / 1024.0,
+        allocated,
+        resident,
+        saving,
+        resuming,
         forward: Interval::of(forwards.split_off(1)).median,
         step: Interval::of(steps.split_off(1)).median,
         loss,
@@ -220,10 +275,12 @@ impl fmt::Display for Line {
             [self.allocated, self.resident].map(|size| format!("{size:.0}"));
         write!(
             f,
-            "{:>10}  {allocated:>24}  {resident:>24}  {:>24}  {:>24}  {:>9.6}",
+            "{:>10}  {allocated:>24}  {resident:>24}  {:>24}  {:>24}  {:>12}  {:>14}  {:>9.6}",
             self.units,
             format!("{:.3}", self.forward),
             format!("{:.3}", self.step),
+            format!("{:.0} / {:.0}", self.saving[0], self.saving[1]),
+            format!("{:.0} / {:.0}", self.resuming[0], self.resuming[1]),
             self.loss
         )
     }
