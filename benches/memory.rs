@@ -64,8 +64,8 @@ struct Args {
     #[arg(long, hide = true)]
     units: Option<String>,
     /// The folder for checkpoints
-    #[arg(long, hide = true, default_value = "")]
-    folder: PathBuf,
+    #[arg(long, hide = true, requires = "units")]
+    folder: Option<PathBuf>,
     #[command(flatten)]
     #[serde(skip)]
     output: Output,
@@ -204,6 +204,7 @@ fn config(args: &Args) -> TransformerConfig {
 }
 
 fn train(args: &Args, units: Units) -> Result<Trained, Box<dyn Error>> {
+    let folder = args.folder.as_ref().ok_or("--units needs --folder")?;
     // All ranks train with the same batch.
     let builder = Accelerator::builder().units(units).allow_same_batches();
     let accelerator = builder.build()?;
@@ -244,7 +245,7 @@ fn train(args: &Args, units: Units) -> Result<Trained, Box<dyn Error>> {
             })
         };
     let saving = peak(&mut || {
-        let saved = accelerator.save_state(&args.folder, (&model, &optimizer));
+        let saved = accelerator.save_state(folder, (&model, &optimizer));
         saved.map(drop)
     })?;
     drop((model, optimizer));
@@ -255,7 +256,7 @@ fn train(args: &Args, units: Units) -> Result<Trained, Box<dyn Error>> {
         let new = parts
             .take()
             .ok_or_else(|| std::io::Error::other("resumed twice"))?;
-        parts = Some(accelerator.resume(&args.folder, new)?.0);
+        parts = Some(accelerator.resume(folder, new)?.0);
         Ok(())
     })?;
     Ok(Trained {

@@ -61,7 +61,9 @@ pub fn run(accelerator: &Accelerator, case: &Case, problem: &Problem) -> Result<
                 .forward(model.forward(batch.x.clone()), batch.y.clone());
             let mut gradients = accelerator.backward(loss, &model, &batch)?;
             losses.extend(gradients.loss());
-            grad_norms.extend(gradients.norm());
+            // Ranks that hold pieces of the gradients do not know their norm when they are first asked for it.
+            let norm = gradients.norm();
+            grad_norms.extend(norm.or_else(|| gradients.norm_of_order(2.0)));
             if let Some(max) = case.clip {
                 gradients = gradients.clip_norm(max);
             }

@@ -173,9 +173,9 @@ impl AveragedGradients {
     /// On a device they are added up in its own order and type, so that ranks may differ in the last bits: a
     /// [clip](Self::clip), for which all ranks use that of rank 0, makes them the same.
     ///
-    /// It is not a collective. With a [`Sharded`](crate::optim::Sharded) optimizer, whose ranks have a part of the
-    /// gradient each, it is sent with every window after it, or a clip, was first asked for: a first call after the
-    /// first window returns `None`.
+    /// It is not a collective. With a [`Sharded`](crate::optim::Sharded) optimizer or sharded
+    /// [units](crate::nn::Units::Shard), whose ranks have a part of the gradient each, it is sent with every window after
+    /// it, or a clip, was first asked for: a first call after the first window returns `None`.
     pub fn norm(&mut self) -> Option<f64> {
         self.reduced_mut()?.norm()
     }
@@ -183,8 +183,8 @@ impl AveragedGradients {
     /// Returns the norm of another order, `(Σ |x|ᵖ)^(1/p)`, over all parameters in their current state, after any
     /// clipping. With an infinite order, it is the largest magnitude. `None` while the window is open.
     ///
-    /// With a [`Sharded`](crate::optim::Sharded) optimizer, whose ranks have a part of the gradient each, it is a
-    /// collective. If it fails it is `None`, and the next call that communicates fails too.
+    /// With a [`Sharded`](crate::optim::Sharded) optimizer or sharded [units](crate::nn::Units::Shard), whose ranks have a
+    /// part of the gradient each, it is a collective. If it fails it is `None`, and the next call that communicates fails too.
     #[track_caller]
     pub fn norm_of_order(&mut self, order: f64) -> Option<f64> {
         let reduced = self.reduced_mut()?;
