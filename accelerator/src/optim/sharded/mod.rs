@@ -376,18 +376,21 @@ impl FullState {
     ) -> Result<()> {
         // A rank without its state still takes part, or the others would wait for it.
         let own = self.own(group, optimizer);
-        let mine = [u8::from(own.is_ok())];
-        let mut lost = group.all_gather(&mine)?.into_iter().zip(0_usize..);
-        let lost = lost.find(|(is_there, _)| *is_there == 0);
+        let mine = own.as_ref().map(|own| own.len() as u64).ok();
+        let lengths = group.all_gather_object(&mine)?;
         let own = own?;
-        if let Some((_, rank)) = lost {
+        if let Some(rank) = lengths.iter().position(Option::is_none) {
             return Err(Error::checkpoint(format!(
                 "rank {rank} could not write its part of the state of a sharded optimizer; its own \
                      error says why"
             )));
         }
-        let mut parts = vec![Vec::new(); group.world_size()];
         let is_main = group.rank() == 0;
+        let reserved = |(rank, length): (usize, &Option<u64>)| match length {
+            Some(length) if is_main && rank > 0 => Vec::with_capacity(*length as usize),
+            _ => Vec::new(),
+        };
+        let mut parts: Vec<_> = lengths.iter().enumerate().map(reserved).collect();
         group.all_gather_varied_with(&own, |rank, shard: &[u8]| {
             if is_main {
                 parts[rank].extend_from_slice(shard);
