@@ -95,6 +95,7 @@
 //! - `.grads_accumulation(n)` is refused, since it adds up gradients whatever their batches hold:
 //!   [`accumulation_steps`](crate::AcceleratorBuilder::accumulation_steps) averages over the samples of the window.
 //!   `.gradient_checkpointing()` is not passed on by burn-train, and does nothing.
+//! - The [`Unit`](crate::nn::Unit)s of a model can be kept or recomputed, but not sharded.
 //! - The learner has the optimizer, so it is neither [`Sharded`](crate::optim::Sharded), nor can gradients be clipped
 //!   by one norm over all parameters; precision is that of the model.
 //! - Training continues from the end of an epoch, as in burn-train, and with the same batch size at another number of

@@ -18,6 +18,7 @@ use crate::core::agreement;
 use crate::core::error::{Error, Result};
 use crate::core::tensors::Tensors;
 use crate::data::PreparedLoader;
+use crate::unit::{self, Units};
 
 type Input<M> = <M as TrainStep>::Input;
 type ValidInput<M> = <M as InferenceStep>::Input;
@@ -91,7 +92,14 @@ where
         let epochs = starting_epoch..=components.num_epochs;
         let told = format!("the epochs {} to {}", epochs.start(), epochs.end());
         agreement::check(accelerator.group(), "the training of a learner", &told)?;
-        learner.fork(&accelerator.device());
+        let units = accelerator.shared.reduction.settings.units;
+        if units == Units::Shard && accelerator.world_size() > 1 {
+            return Err(Error::misuse(
+                "a learner holds whole parameters, so the units of its model cannot be sharded: set `units` to `recompute`, \
+                 which recomputes activations, or write the loop with `prepare` and `backward`",
+            ));
+        }
+        unit::prepare_in_place(units, || learner.fork(&accelerator.device()));
         let model = accelerator.prepare(learner.model())?;
         learner.load_model(model.into_record());
 

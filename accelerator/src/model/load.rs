@@ -38,10 +38,6 @@ pub(crate) fn load_on_all(
         return Ok((model, report));
     }
     let loading = group.for_purpose("load a model");
-    let compare = |model: &BoxedModule| -> Result<()> {
-        let layout = Layout::of(model);
-        layout.check_against(&loading.all_gather_object(&layout)?)
-    };
     let (loaded, report) = if group.rank() == 0 {
         let file = open(group.activity());
         let matched = file.as_ref().map_err(Clone::clone);
@@ -51,12 +47,12 @@ pub(crate) fn load_on_all(
         let sent: Vec<bool> = matched.sources.iter().map(Option::is_some).collect();
         let report = matched.report.clone();
         loading.broadcast_object(Some(&(report.clone(), sent)), 0)?;
-        compare(&model)?;
+        compare(&loading, &model)?;
         (matched.load(model, file, ids, &loading), report)
     } else {
         agreement::receive(group, ACTION)?;
         let (report, sent): (LoadReport, Vec<bool>) = loading.broadcast_object(None, 0)?;
-        compare(&model)?;
+        compare(&loading, &model)?;
         (receive_pieces(model, sent, &loading), report)
     };
     let told = agreement::exchange(group, loaded.as_ref().err(), ACTION);
@@ -65,6 +61,12 @@ pub(crate) fn load_on_all(
     let layout = Layout::of(&model);
     let model = layout::from_rank_zero(group, model, &layout)?;
     Ok((TiedParameters::of(&model).retie(model), report))
+}
+
+#[track_caller]
+fn compare(group: &ProcessGroup, model: &BoxedModule) -> Result<()> {
+    let layout = Layout::of(model);
+    layout.check_against(&group.all_gather_object(&layout)?)
 }
 
 /// Gives a model this rank's pieces of the parameters that rank 0 loads.

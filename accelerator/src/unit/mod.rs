@@ -235,14 +235,23 @@ pub(crate) fn prepare(model: BoxedModule, units: Units) -> (BoxedModule, usize) 
     (model, PREPARING.get().map_or(0, |next| next.number))
 }
 
+/// Runs `fork`, which forks a model that cannot be taken out of its owner, and sets the mode and the number of each of its
+/// units, which must not be sharded.
+#[cfg(feature = "burn-train")]
+pub(crate) fn prepare_in_place(units: Units, fork: impl FnOnce()) {
+    let _preparing = Scoped::set(&PREPARING, Some(UnitMode { units, number: 0 }));
+    fork();
+}
+
 thread_local! {
     /// The next unit of the model that is being prepared. A mapper sees only parameters, so units read their place
     /// here.
     static PREPARING: Cell<Option<UnitMode>> = const { Cell::new(None) };
 }
 
-impl<M: Module + 'static> Module for Unit<M> {
-    fn map<T: ModuleMapper>(mut self, mapper: &mut T) -> Self {
+impl<M> Unit<M> {
+    /// Takes the next mode of the model that is being prepared, if one is.
+    fn take_mode(&mut self) {
         if let Some(mode) = PREPARING.get() {
             self.prepared = Some(Prepared {
                 mode,
@@ -253,6 +262,12 @@ impl<M: Module + 'static> Module for Unit<M> {
                 ..mode
             }));
         }
+    }
+}
+
+impl<M: Module + 'static> Module for Unit<M> {
+    fn map<T: ModuleMapper>(mut self, mapper: &mut T) -> Self {
+        self.take_mode();
         let Some(prepared) = &mut self.prepared else {
             self.block = self.block.map(mapper);
             return self;
@@ -285,6 +300,7 @@ impl<M: Module + 'static> Module for Unit<M> {
     }
 
     fn fork(mut self, device: &Device) -> Self {
+        self.take_mode();
         self.block = self.block.fork(device);
         self
     }

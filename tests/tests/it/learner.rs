@@ -69,6 +69,25 @@ fn a_learner_on_two_processes_ends_with_the_bits_of_a_loop() {
 }
 
 #[test]
+fn units_of_a_learners_model_are_recomputed_and_cannot_be_sharded() {
+    let [plain, recomputed, sharded] = ["plain", "recompute", "shard"].map(|units| {
+        let folder = tempfile::tempdir().unwrap();
+        let text = serde_json::to_string(&job(folder.path())).unwrap();
+        let program = Path::new(env!("CARGO_BIN_EXE_rank"));
+        let ended = run_ranks(program, &["learner", &text], 2, |_, command| {
+            command.env("ACCEL_UNITS", units);
+        });
+        ended.iter().map(outcome).collect::<Vec<_>>()
+    });
+    assert_eq!(recomputed[0].error, None);
+    assert!(recomputed[0].parameters == plain[0].parameters);
+    for outcome in sharded {
+        let error = outcome.error.unwrap();
+        assert!(error.contains("set `units` to `recompute`"), "{error}");
+    }
+}
+
+#[test]
 fn metrics_of_a_validation_see_the_samples_of_all_ranks() {
     let finals = [1, 2].map(|ranks| {
         let folder = tempfile::tempdir().unwrap();
