@@ -402,8 +402,8 @@ impl Accelerator {
     /// Loads the values of a safetensors file, or of a set of files with an index, into the model. Rank 0 reads, and
     /// the others get its values and parameter ids. A prepared model stays prepared.
     ///
-    /// `path` is the file, the index, or a folder with `model.safetensors` or
-    /// `model.safetensors.index.json`. The file must fit the model: see
+    /// `path` is the file, the index, a folder with `model.safetensors` or `model.safetensors.index.json`, such as a
+    /// checkpoint, or a folder of checkpoints, of which the newest good one is read. The file must fit the model: see
     /// [`load_model_with`](Self::load_model_with) for files of other programs and other models.
     ///
     /// In a checkpoint, the manifest lists the files of the model, and each is checked against its hash; a file that

@@ -6,13 +6,13 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use accelerator_collective::Activity;
-use accelerator_manifest::{Checkpoint, FileName, Metadata, Role};
+use accelerator_manifest::{Checkpoint, FileName, Folder, Metadata, Role};
 use accelerator_track::RunMark;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::position::Origin;
-use crate::core::error::{Error, Result};
+use crate::core::error::{self, Error, Result};
 use crate::data::{EpochPosition, LoaderState};
 use crate::model::{FileNames, Layout, ModelFile};
 use crate::optim::OptimizerState;
@@ -373,14 +373,35 @@ impl LiveState {
 }
 
 /// Opens the model at a path that the program names. If a checkpoint's manifest lists it, its files are those in the
-/// manifest; anything else is read from the disk as it is.
+/// manifest; anything else is read from the disk as it is. In a folder of checkpoints, it is the model of the newest good
+/// one.
 pub(crate) fn open_model(path: &Path, activity: Activity) -> Result<ModelFile> {
-    let Some((checkpoint, name)) = find_listed(path)? else {
+    let found = match find_listed(path)? {
+        Some(found) => Some(found),
+        None => newest_model(path)?,
+    };
+    let Some((checkpoint, name)) = found else {
         return ModelFile::open(path, activity);
     };
     let reading = activity.clone();
     let checkpoint = checkpoint.with_progress(move || reading.keep_alive());
     listed_model(&checkpoint, &name, activity)
+}
+
+/// Returns the newest good checkpoint in a folder of checkpoints, and the name of its first model.
+fn newest_model(path: &Path) -> Result<Option<(Checkpoint, FileName)>> {
+    let index = FileNames::new(MODEL).index();
+    if !path.is_dir() || [MODEL, &index].iter().any(|name| path.join(name).exists()) {
+        return Ok(None);
+    }
+    let search = Folder::open(path)?.latest_good()?;
+    for defect in &search.rejected {
+        error::warn(&format!("a checkpoint was passed over: {defect}"));
+    }
+    let Some(checkpoint) = search.found else {
+        return Ok(None);
+    };
+    Ok(Some((checkpoint, model_file(None, MODEL)?)))
 }
 
 /// The checkpoint whose manifest lists the model at that path, and its name there. A folder that has a checkpoint's

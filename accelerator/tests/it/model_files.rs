@@ -132,6 +132,30 @@ fn a_small_model_is_one_file_that_burn_reads() {
 }
 
 #[test]
+fn a_folder_of_checkpoints_is_read_as_its_newest_good_one() {
+    let folder = folder();
+    let accelerator = alone();
+    let device = accelerator.device();
+    let nets = [Net::new(&device), Net::trained(&device)];
+    let nets = nets.map(|net| accelerator.prepare(net).unwrap());
+    for net in &nets {
+        accelerator.save_state(folder.path(), net).unwrap();
+    }
+    let loaded = || {
+        flat(
+            &accelerator
+                .load_model(Net::new(&device), folder.path())
+                .unwrap(),
+        )
+    };
+    assert_ne!(flat(&nets[0].valid()), flat(&nets[1].valid()));
+    assert_eq!(loaded(), flat(&nets[1].valid()));
+    let newest = folder.path().join("checkpoint-000002/model.safetensors");
+    std::fs::write(newest, "damaged").unwrap();
+    assert_eq!(loaded(), flat(&nets[0].valid()));
+}
+
+#[test]
 fn a_manifest_of_another_program_beside_a_model_is_not_a_checkpoints() {
     let folder = folder();
     let path = folder.path().join("model.safetensors");
