@@ -106,7 +106,9 @@ fn run_again(original: &RunHistory, mut command: Command) -> Result<RunHistory> 
     let beside = original.folder.canonicalize();
     let beside = beside.ok().and_then(|x| x.parent().map(Path::to_owned));
     let its_own = command.get_current_dir().map(|x| x.join("runs"));
-    let places: Vec<PathBuf> = beside.into_iter().chain(its_own).collect();
+    let its_own = its_own.map(|x| x.canonicalize().unwrap_or(x));
+    let mut places: Vec<PathBuf> = beside.into_iter().chain(its_own).collect();
+    places.dedup();
     let runs = || {
         let folders = places
             .iter()
@@ -131,9 +133,17 @@ fn run_again(original: &RunHistory, mut command: Command) -> Result<RunHistory> 
     let new = runs().into_iter().filter(|x| !before.contains(x));
     let found = new.filter(is_its).find_map(|x| RunHistory::read(x).ok());
     found.ok_or_else(|| {
+        let now = RunHistory::read(&original.folder);
+        if now.is_ok_and(|now| now.attempts.len() > original.attempts.len()) {
+            return Error::usage(format!(
+                "the program resumed from its checkpoints and continued the run in {}, so nothing was reproduced: move \
+                 the checkpoints away before you reproduce a run",
+                original.folder.display()
+            ));
+        }
         let places: Vec<_> = places.iter().map(|x| x.display().to_string()).collect();
         Error::usage(format!(
-            "the program ended, and left no run with the tag {TAG}={id} in {}: does it track itself, and where?",
+            "the program ended, and left no run with the tag {TAG}={id} in {}: it must record a run there, as it did before",
             places.join(" or ")
         ))
     })

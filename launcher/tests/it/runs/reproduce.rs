@@ -18,17 +18,20 @@ const PROGRAM: [&str; 3] = [
     "--ignored",
 ];
 
-/// Runs as the program of the other tests, which trains with the rate in the file `rate`.
+/// Runs as the program of the other tests, which trains with the rate in the file `rate`. It continues the run of the file
+/// `mark`, if there is one.
 #[test]
 #[ignore = "the program of other tests"]
 fn a_program_that_trains() {
     let rate: f64 = fs::read_to_string("rate").unwrap().parse().unwrap();
-    let run = Run::builder("a")
+    let mut builder = Run::builder("a")
         .hyperparameters(&json!({ "rate": rate }))
         .unwrap()
-        .capture(Capture::new())
-        .start()
-        .unwrap();
+        .capture(Capture::new());
+    if let Ok(mark) = fs::read("mark") {
+        builder = builder.resume(&serde_json::from_slice(&mark).unwrap());
+    }
+    let run = builder.start().unwrap();
     let mut weight = 1.0_f64;
     for step in 1..=20 {
         // The rate matters from step 11 on.
@@ -42,6 +45,9 @@ fn a_program_that_trains() {
         let time = std::time::UNIX_EPOCH.elapsed().unwrap();
         run.log("time", [("now", time.as_secs_f64())], step, None);
     }
+    let mark = run.mark().unwrap();
+    fs::write("mark-of-checkpoint", serde_json::to_vec(&mark).unwrap()).unwrap();
+    run.checkpoint_saved(&mark);
     run.log_weights(&format!("{:016x}", weight.to_bits()), 20);
     fs::write("weights.bin", weight.to_le_bytes()).unwrap();
     let weights = Artifact::create("weights").add_file("weights.bin").unwrap();
@@ -115,6 +121,15 @@ fn the_first_step_that_differs_is_named() {
     ]) {
         assert!(line.starts_with(beginning), "{ended:?}");
     }
+}
+
+#[test]
+fn a_program_that_continues_the_run_is_told() {
+    let folder = Folder::new();
+    trained(&folder);
+    let [checkpoint, mark] = ["mark-of-checkpoint", "mark"].map(|name| folder.path().join(name));
+    fs::rename(checkpoint, mark).unwrap();
+    folder.refuses("runs reproduce a", "move the checkpoints away");
 }
 
 #[test]
