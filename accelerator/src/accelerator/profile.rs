@@ -147,9 +147,7 @@ impl Accelerator {
     ) -> Result<Profiler> {
         let context = &self.shared.context;
         let mine = schedule.check().and_then(|()| context.timeline.is_free());
-        let told = agreement::exchange(&context.group, mine.as_ref().err(), "begin to profile");
-        mine?;
-        told?;
+        agreement::together(&context.group, mine, "begin to profile")?;
         agreement::check(
             &context.group,
             "the schedule of the profiler",

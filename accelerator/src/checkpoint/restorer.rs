@@ -151,7 +151,11 @@ impl<'a> Restorer<'a> {
                 let state = self.read(&HookState::file(folder, first)?)?;
                 (state, SavedBy::OneForAll)
             };
-        self.together(fresh.restore(&state, saved_by))?;
+        agreement::together(
+            self.context.group(),
+            fresh.restore(&state, saved_by),
+            "resume",
+        )?;
         Ok(hook)
     }
 
@@ -185,7 +189,7 @@ impl<'a> Restorer<'a> {
         };
         // Each rank reads a record of its own.
         let resumed = optimizer.resume_from(&name, saved.clone(), record, self.factor);
-        let optimizer = self.together(resumed)?;
+        let optimizer = agreement::together(self.context.group(), resumed, "resume")?;
         if let Some((saved, kept)) = other {
             error::warn(&format!(
                 "{name} keeps other state than was saved: {kept} of a parameter, in place of {saved}; so its kind, or \
@@ -330,7 +334,8 @@ impl<'a> Restorer<'a> {
         let file = self.names.per_rank()?;
         let values: Vec<Option<Vec<u8>>> = decode(&name, &self.read(&file)?)?;
         let mine = values.into_iter().nth(self.context.rank()).flatten();
-        self.together(mine.map(|bytes| decode(&name, &bytes)).transpose())
+        let mine = mine.map(|bytes| decode(&name, &bytes)).transpose();
+        agreement::together(self.context.group(), mine, "resume")
     }
 
     /// The next part, and what errors call it.
@@ -348,18 +353,6 @@ impl<'a> Restorer<'a> {
             PartKind::PerRank => "value for each rank",
         };
         Ok((format!("the {kind} at place {}", self.at), part))
-    }
-
-    /// Returns what every rank did by itself; fails on all ranks if it failed on one.
-    #[track_caller]
-    fn together<T>(&self, mine: Result<T>) -> Result<T> {
-        if self.context.world_size() == 1 {
-            return mine;
-        }
-        let group = self.context.group();
-        let told = agreement::exchange(group, mine.as_ref().err(), "resume");
-        let mine = mine?;
-        told.map(|()| mine)
     }
 
     #[track_caller]

@@ -170,6 +170,18 @@ pub(crate) fn take_turn(
     }
 }
 
+/// Returns what this rank did by itself. If it failed on one rank, it fails on all of them, each with its own error if it has
+/// one.
+#[track_caller]
+pub(crate) fn together<T>(group: &ProcessGroup, mine: Result<T>, action: &str) -> Result<T> {
+    if group.world_size() == 1 {
+        return mine;
+    }
+    let told = exchange(group, mine.as_ref().err(), action);
+    let mine = mine?;
+    told.map(|()| mine)
+}
+
 /// Tells all ranks of what failed on some of them, and hears of it. The error is that of the lowest
 /// rank that failed, which did so while it had to do `action`.
 #[track_caller]

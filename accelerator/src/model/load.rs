@@ -55,9 +55,7 @@ pub(crate) fn load_on_all(
         compare(&loading, &model)?;
         (receive_pieces(model, sent, &loading), report)
     };
-    let told = agreement::exchange(group, loaded.as_ref().err(), ACTION);
-    let model = loaded?;
-    told?;
+    let model = agreement::together(group, loaded, ACTION)?;
     let layout = Layout::of(&model);
     let model = layout::from_rank_zero(group, model, &layout)?;
     Ok((TiedParameters::of(&model).retie(model), report))

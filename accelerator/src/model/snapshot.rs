@@ -81,9 +81,8 @@ impl ModelSnapshot {
         let model: &dyn DynModule = &model.valid();
         model.visit(&mut visitor);
         let failure = visitor.gathering.and_then(|gathering| gathering.failure);
-        let told = agreement::exchange(group, failure.as_ref(), "gather a sharded model");
-        failure.map_or(Ok(()), Err).and(told)?;
-        Ok(is_main.then_some(Self { entries }))
+        let gathered = failure.map_or(Ok(is_main.then_some(Self { entries })), Err);
+        agreement::together(group, gathered, "gather a sharded model")
     }
 
     #[cfg(test)]

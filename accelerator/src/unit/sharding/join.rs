@@ -22,9 +22,7 @@ pub(crate) fn whole(group: &ProcessGroup, model: BoxedModule) -> Result<BoxedMod
         failure: None,
     };
     let model = model.map(&mut joiner);
-    let told = agreement::exchange(group, joiner.failure.as_ref(), ACTION);
-    joiner.failure.map_or(Ok(()), Err).and(told)?;
-    Ok(model)
+    agreement::together(group, joiner.failure.map_or(Ok(model), Err), ACTION)
 }
 
 struct Joiner {

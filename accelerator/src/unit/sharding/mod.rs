@@ -34,10 +34,8 @@ pub(crate) fn shard(context: &Arc<Context>, model: BoxedModule) -> Result<BoxedM
     drop(turn);
     // Every unit puts it back.
     let cutter = cutter.ok_or_else(|| Error::model("the units of a model could not be changed"))?;
-    let outcome = cutter.finish();
     // Waits for rank 0 to finish, so that no other rank draws in between.
-    let told = agreement::exchange(&group, outcome.as_ref().err(), "shard a model");
-    outcome.and(told)?;
+    agreement::together(&group, cutter.finish(), "shard a model")?;
     context.forward_collectives.note();
     Ok(model)
 }
