@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 
 use serde::Serialize;
+use serde_json::Value;
 
 use crate::error::{Error, Kind, Result};
 use crate::journal::{self, Followed, Follower, RankJournals, RunLock};
@@ -76,6 +77,12 @@ pub struct RunHistory {
     is_written_now: bool,
     #[serde(skip)]
     by_series: HashMap<u32, usize>,
+    /// The hyperparameters of an attempt that has not logged yet.
+    #[serde(skip)]
+    begun_with: BTreeMap<String, Value>,
+    /// The milliseconds from the start of each attempt to its last entry, together.
+    #[serde(skip)]
+    duration_ms: u64,
 }
 
 impl RunHistory {
@@ -113,9 +120,18 @@ impl RunHistory {
         points.map(|point| point.step).max()
     }
 
-    /// Returns the time from its creation to its last entry, in milliseconds.
-    pub(crate) fn duration_ms(&self) -> u64 {
-        self.last_ms.saturating_sub(self.created_ms)
+    /// Returns the last attempt that logged a step, by which the run has its ranks and provenance; if none did, the last
+    /// one.
+    #[must_use]
+    pub fn last_attempt(&self) -> Option<&RunAttempt> {
+        let logged = self.attempts.iter().rfind(|attempt| attempt.has_logged);
+        logged.or(self.attempts.last())
+    }
+
+    /// Returns the time that its attempts took, from the start of each to its last entry, in milliseconds.
+    #[must_use]
+    pub fn duration_ms(&self) -> u64 {
+        self.duration_ms
     }
 
     pub(crate) fn new(folder: &Path, head: &Entry) -> Result<Self> {
@@ -158,11 +174,16 @@ impl RunHistory {
             entries: 1,
             is_written_now: false,
             by_series: HashMap::new(),
+            begun_with: BTreeMap::new(),
+            duration_ms: 0,
         })
     }
 
     fn take(&mut self, entry: Entry) {
         let Entry { n, ms, record } = entry;
+        if !matches!(record, Record::Attempt { .. }) {
+            self.duration_ms += ms.saturating_sub(self.last_ms);
+        }
         self.last_ms = self.last_ms.max(ms);
         self.entries = n + 1;
         let mut medium = |key, step, content| {
@@ -173,6 +194,13 @@ impl RunHistory {
                 content,
             });
         };
+        if record.step().is_some()
+            && let Some(attempt) = self.attempts.last_mut()
+        {
+            attempt.has_logged = true;
+            let begun_with = std::mem::take(&mut self.begun_with);
+            set_hyperparameters(&mut self.hyperparameters, begun_with);
+        }
         match record {
             Record::Head { .. } | Record::Unknown | Record::System { .. } => {}
             Record::Attempt {
@@ -182,6 +210,7 @@ impl RunHistory {
                 provenance,
             } => {
                 self.end = None;
+                self.begun_with.clear();
                 self.attempts.push(RunAttempt {
                     attempt,
                     world,
@@ -189,6 +218,7 @@ impl RunHistory {
                     launch,
                     resumed: None,
                     provenance,
+                    has_logged: false,
                     end: None,
                 });
             }
@@ -198,16 +228,15 @@ impl RunHistory {
                 }
             }
             Record::Param { set } => {
-                for (key, value) in set {
-                    let known = self.hyperparameters.entry(key);
-                    let parameter = known.or_insert_with(|| Hyperparameter {
-                        value: value.clone(),
-                        earlier: Vec::new(),
-                    });
-                    if parameter.value != value {
-                        let earlier = std::mem::replace(&mut parameter.value, value);
-                        parameter.earlier.push(earlier);
-                    }
+                let (earlier, last) = match self.attempts.split_last() {
+                    Some((last, earlier)) => (earlier, last),
+                    None => return,
+                };
+                // A program that resumes after its end trains nothing by its hyperparameters.
+                if !last.has_logged && earlier.iter().any(|attempt| attempt.has_logged) {
+                    self.begun_with.extend(set);
+                } else {
+                    set_hyperparameters(&mut self.hyperparameters, set);
                 }
             }
             Record::Tag { set } => self.tags.extend(set),
@@ -318,6 +347,19 @@ impl RunHistory {
                 ms: entry.ms,
                 value: value.0,
             });
+        }
+    }
+}
+
+fn set_hyperparameters(known: &mut BTreeMap<String, Hyperparameter>, set: BTreeMap<String, Value>) {
+    for (key, value) in set {
+        let parameter = known.entry(key).or_insert_with(|| Hyperparameter {
+            value: value.clone(),
+            earlier: Vec::new(),
+        });
+        if parameter.value != value {
+            let earlier = std::mem::replace(&mut parameter.value, value);
+            parameter.earlier.push(earlier);
         }
     }
 }

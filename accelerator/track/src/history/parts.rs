@@ -62,6 +62,8 @@ pub struct RunAttempt {
     pub resumed: Option<Option<u64>>,
     /// The program's origin and machine, as recorded.
     pub provenance: Value,
+    /// Set if it logged a step that counts. An attempt to resume a program that had finished logs none.
+    pub has_logged: bool,
     /// The end of this attempt, if it was recorded.
     pub end: Option<RunEnd>,
 }

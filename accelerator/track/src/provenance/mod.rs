@@ -111,7 +111,7 @@ impl Provenance {
     /// ```
     #[must_use]
     pub fn of(run: &RunHistory) -> Self {
-        let last = run.attempts.last();
+        let last = run.last_attempt();
         last.and_then(|attempt| Self::deserialize(&attempt.provenance).ok())
             .unwrap_or_default()
     }

@@ -118,7 +118,7 @@ impl PageRun {
             duration_ms: run.duration_ms(),
             last_step: run.last_step(),
             attempts: run.attempts.len(),
-            world: run.attempts.last().map_or(1, |attempt| attempt.world),
+            world: run.last_attempt().map_or(1, |attempt| attempt.world),
             hyperparameters: run
                 .hyperparameters
                 .iter()

@@ -10,6 +10,7 @@ use super::*;
 use crate::history::{RunHistory, RunStatus};
 use crate::journal::RunLock;
 use crate::record::{EndStatus, Entry};
+use crate::runs::RunSummary;
 use crate::sink::{CsvFile, Origin, RunInfo, Sink, SinkPosition};
 use crate::system::SystemSampler;
 use crate::tensorboard::TensorBoard;
@@ -103,6 +104,45 @@ fn a_run_is_compared_with_what_its_last_attempt_began_with() {
     assert_eq!(begun_with(&folder), 0.1);
     drop(of(0.3).resume(&mark).start().unwrap());
     assert_eq!(begun_with(&folder), 0.3);
+}
+
+/// A finished program that is started with other flags resumes its last checkpoint and trains nothing by them.
+#[test]
+fn an_attempt_that_logs_nothing_leaves_the_run_as_it_was() {
+    let runs = tempfile::tempdir().unwrap();
+    let of = |lr: f64, ranks: usize| {
+        let builder = builder(&runs).world(ranks).provenance(lr.into());
+        builder
+            .hyperparameters(&serde_json::json!({ "lr": lr }))
+            .unwrap()
+    };
+    let run = of(0.1, 2).start().unwrap();
+    run.log("train", [("loss", 1.0)], 1, None);
+    let (folder, mark) = (run.folder().to_owned(), run.mark().unwrap());
+    run.finish().unwrap();
+    let shown = || {
+        let history = RunHistory::read(&folder).unwrap();
+        let summary = RunSummary::of(&history);
+        assert_eq!(summary.attempts, history.attempts.len());
+        let lr = &summary.hyperparameters["lr"];
+        let last = history.last_attempt().unwrap();
+        assert_eq!(summary.world, last.world);
+        (lr.value.clone(), lr.earlier.len(), last.attempt)
+    };
+    std::thread::sleep(std::time::Duration::from_millis(30));
+    of(0.3, 4).resume(&mark).start().unwrap().finish().unwrap();
+    assert_eq!(shown(), (0.1.into(), 0, 0));
+    let history = RunHistory::read(&folder).unwrap();
+    let between = history.attempts[1].started_ms - history.attempts[0].end.as_ref().unwrap().ms;
+    assert!(
+        between >= 30 && history.duration_ms() <= history.last_ms - history.created_ms - between
+    );
+
+    let run = of(0.3, 4).resume(&mark).start().unwrap();
+    assert_eq!(shown(), (0.1.into(), 0, 0));
+    run.log("train", [("loss", 0.5)], 2, None);
+    run.finish().unwrap();
+    assert_eq!(shown(), (0.3.into(), 1, 2));
 }
 
 #[test]

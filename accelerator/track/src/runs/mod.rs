@@ -251,7 +251,9 @@ pub struct RunSummary {
     pub last_ms: u64,
     /// The number of starts of the program for it.
     pub attempts: usize,
-    /// The number of ranks on which the last attempt ran.
+    /// The time that its attempts took, in milliseconds.
+    pub duration_ms: u64,
+    /// The number of ranks on which the last attempt ran that logged something.
     pub world: usize,
     /// The greatest step that was logged.
     pub last_step: Option<u64>,
@@ -334,7 +336,8 @@ impl RunSummary {
             created_ms: history.created_ms,
             last_ms: history.last_ms,
             attempts: history.attempts.len(),
-            world: history.attempts.last().map_or(0, |x| x.world),
+            duration_ms: history.duration_ms(),
+            world: history.last_attempt().map_or(0, |x| x.world),
             last_step: history.last_step(),
             hyperparameters: history.hyperparameters.clone(),
             tags: history.tags.clone(),
@@ -353,12 +356,6 @@ impl RunSummary {
     #[must_use]
     pub fn series(&self, key: &str) -> Option<&SeriesSummary> {
         self.series.iter().find(|series| series.key == key)
-    }
-
-    /// Returns the time from its creation to its last entry, in milliseconds.
-    #[must_use]
-    pub fn duration_ms(&self) -> u64 {
-        self.last_ms.saturating_sub(self.created_ms)
     }
 }
 

@@ -72,7 +72,7 @@ pub(crate) fn run(
         let view = shown(&core, &files, None, &|_| None);
         console.finish(&view);
         console.note(&format!(
-            "This search ended at {}, so nothing was run: choose another folder for another search, or remove {}.",
+            "This search ended at {}, so nothing was run: for another search, choose another folder (`--folder`), or remove {}.",
             humantime::format_rfc3339_seconds(ended.unwrap_or(SystemTime::UNIX_EPOCH)),
             folder.display()
         ));

@@ -195,7 +195,7 @@ impl SearchSpec {
         Err(Error::new(
             Kind::Conflict,
             format!(
-                "{} holds another search: its `{first}` is {}, and now {}{others}; choose another folder, or remove that one",
+                "{} holds another search: its `{first}` is {}, and now {}{others}; choose another folder (`--folder`), or remove that one",
                 folder.display(),
                 shown(before.get(*first)),
                 shown(now.get(*first)),

@@ -203,7 +203,7 @@ fn cells(run: &RunSummary, metrics: &[&str]) -> Vec<String> {
         label(&run.folder),
         run.status.to_string(),
         duration(age(run.created_ms / 1000)),
-        duration(run.duration_ms() / 1000),
+        duration(run.duration_ms / 1000),
         run.attempts.to_string(),
         run.world.to_string(),
         or_none(run.last_step.map(|x| x.to_string())),
@@ -219,7 +219,7 @@ fn compare_by(key: &str, a: &RunSummary, b: &RunSummary) -> Ordering {
         "age" => (b.created_ms, b.id).cmp(&(a.created_ms, a.id)),
         "name" => a.folder.cmp(&b.folder),
         "status" => a.status.cmp(&b.status),
-        "duration" => a.duration_ms().cmp(&b.duration_ms()),
+        "duration" => a.duration_ms.cmp(&b.duration_ms),
         "step" => a.last_step.cmp(&b.last_step),
         metric => {
             let number = |run: &RunSummary| {

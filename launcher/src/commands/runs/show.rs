@@ -103,7 +103,7 @@ impl<'a> RunDetails<'a> {
         row("status", run.status.to_string());
         row("created", time(run.created_ms));
         row("age", duration(age(run.created_ms / 1000)));
-        row("duration", duration(run.duration_ms() / 1000));
+        row("duration", duration(run.duration_ms / 1000));
         row("ranks", run.world.to_string());
         if let Some(step) = run.last_step {
             row("step", step.to_string());
@@ -137,7 +137,7 @@ impl<'a> RunDetails<'a> {
         section(&mut text, "attempts", self.attempts());
         section(&mut text, "artifacts", self.artifacts());
         section(&mut text, "system", self.measured());
-        let last = history.attempts.last();
+        let last = history.last_attempt();
         let mut provenance = last.map_or(Value::Null, |x| x.provenance.clone());
         if let Some(Value::Object(environment)) = provenance.get_mut("environment")
             && !arguments.all
