@@ -1,10 +1,11 @@
 //! Measures the peak memory and the step time of a transformer whose activations are kept, or recomputed in backward, and,
-//! with several ranks, whose layers are sharded over them.
+//! with several ranks, whose layers are sharded over them, or, with `--offload`, kept in files.
 //!
 //! ```text
 //! cargo bench -p accelerator-benches --bench memory
 //! cargo bench -p accelerator-benches --bench memory -- --length 512
 //! cargo bench -p accelerator-benches --bench memory -- --ranks 2
+//! cargo bench -p accelerator-benches --bench memory -- --offload FOLDER --width 1024 --layers 10 --no-checkpoints
 //! cargo bench -p accelerator-benches --bench memory -- --tokens 50257 --width 384 --heads 12 --layers 6 --batch 6 \
 //!     --length 512 --parts 16
 //! ```
@@ -16,8 +17,11 @@
 use std::array;
 use std::error::Error;
 use std::fmt;
+use std::fs::File;
+use std::hash::{DefaultHasher, Hasher};
+use std::io::Read;
 use std::net::TcpListener;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Instant;
 
@@ -60,6 +64,12 @@ struct Args {
     /// The number of processes, each with a batch of its own
     #[arg(long, default_value_t = 1)]
     ranks: usize,
+    /// Keep the parameters, gradients and optimizer state of sharded units in files in this folder
+    #[arg(long)]
+    offload: Option<PathBuf>,
+    /// Do not measure saving and resuming
+    #[arg(long)]
+    no_checkpoints: bool,
     /// Train in this process, in this mode
     #[arg(long, hide = true)]
     units: Option<String>,
@@ -87,6 +97,8 @@ struct Trained {
     /// The peak of allocated memory while a new model and its optimizer are resumed, on rank 0 and on the others, in MiB.
     resuming: [f64; 2],
     loss: f64,
+    /// A hash of the weights after the last step.
+    weights: u64,
 }
 
 /// The results of one mode, over all rounds.
@@ -101,6 +113,7 @@ struct Line {
     saving: [f64; 2],
     resuming: [f64; 2],
     loss: f64,
+    weights: u64,
 }
 
 fn main() -> Result<(), Box<dyn Error>> {
@@ -111,7 +124,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         return Ok(());
     }
     args.output.header(format_args!(
-        "{} layers of width {}, batches of {} x {}\n{:>10}  {:>24}  {:>24}  {:>24}  {:>24}  {:>12}  {:>14}  {:>9}",
+        "{} layers of width {}, batches of {} x {}\n{:>10}  {:>24}  {:>24}  {:>24}  {:>24}  {:>12}  {:>14}  {:>9}  {:>16}",
         args.layers,
         args.width,
         args.batch,
@@ -123,14 +136,16 @@ fn main() -> Result<(), Box<dyn Error>> {
         "step, s",
         "saving, MiB",
         "resuming, MiB",
-        "loss"
+        "loss",
+        "hash of weights"
     ));
     let mut ways = vec![Units::Plain, Units::Keep, Units::Recompute];
-    ways.extend((args.ranks > 1).then_some(Units::Shard));
+    let are_sharded = args.ranks > 1 || args.offload.is_some();
+    ways.extend(are_sharded.then_some(Units::Shard));
     let mut results: Vec<_> = ways.iter().map(|_| Vec::new()).collect();
     for _ in 0..args.rounds {
         for (units, results) in ways.iter().zip(&mut results) {
-            results.push(job(&units.to_string(), args.ranks)?);
+            results.push(job(&args, *units)?);
         }
     }
     for (units, results) in ways.into_iter().zip(results) {
@@ -149,22 +164,26 @@ fn main() -> Result<(), Box<dyn Error>> {
                 .first()
                 .map_or([f64::NAN; 2], |result| result.resuming),
             loss: results.first().map_or(f64::NAN, |result| result.loss),
+            weights: results.first().map_or(0, |result| result.weights),
         })?;
     }
     Ok(())
 }
 
 /// Runs this program again as that many processes, which train in that mode. Returns the largest result of each kind.
-fn job(units: &str, ranks: usize) -> Result<Trained, Box<dyn Error>> {
+fn job(args: &Args, units: Units) -> Result<Trained, Box<dyn Error>> {
+    let ranks = args.ranks;
+    let offload = args.offload.as_ref().filter(|_| units == Units::Shard);
     let folder = tempfile::tempdir()?;
     let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
     let start = |rank| {
         Command::new(std::env::current_exe()?)
             .args(std::env::args_os().skip(1))
-            .args(["--units", units])
+            .args(["--units", &units.to_string()])
             .arg("--folder")
             .arg(folder.path())
             .envs(ALLOCATOR)
+            .envs(offload.map(|folder| ("ACCEL_OFFLOAD_FOLDER", folder)))
             .envs(
                 (ranks > 1)
                     .then(|| rank_variables(rank, ranks, port))
@@ -191,6 +210,7 @@ fn job(units: &str, ranks: usize) -> Result<Trained, Box<dyn Error>> {
             saving: array::from_fn(|of| largest.saving[of].max(trained.saving[of])),
             resuming: array::from_fn(|of| largest.resuming[of].max(trained.resuming[of])),
             loss: trained.loss,
+            weights: trained.weights,
         };
     }
     Ok(largest)
@@ -233,6 +253,21 @@ fn train(args: &Args, units: Units) -> Result<Trained, Box<dyn Error>> {
     }
     let allocated = f64::from(ALLOCATED.peak_usage_as_mb());
     let resident = (peak_memory().unwrap_or(0) - before) as f64 / 1024.0;
+    let file = folder.join("weights.safetensors");
+    accelerator.save_model(&model, &file)?;
+    accelerator.wait_for_everyone()?;
+    let trained = Trained {
+        allocated,
+        resident,
+        forward: Interval::of(forwards.split_off(1)).median,
+        step: Interval::of(steps.split_off(1)).median,
+        loss,
+        weights: hash(&file)?,
+        ..Trained::default()
+    };
+    if args.no_checkpoints {
+        return Ok(trained);
+    }
     let peak =
         |work: &mut dyn FnMut() -> accelerator::Result<()>| -> accelerator::Result<[f64; 2]> {
             accelerator.wait_for_everyone()?;
@@ -260,14 +295,21 @@ fn train(args: &Args, units: Units) -> Result<Trained, Box<dyn Error>> {
         Ok(())
     })?;
     Ok(Trained {
-        allocated,
-        resident,
         saving,
         resuming,
-        forward: Interval::of(forwards.split_off(1)).median,
-        step: Interval::of(steps.split_off(1)).median,
-        loss,
+        ..trained
     })
+}
+
+fn hash(file: &Path) -> std::io::Result<u64> {
+    let (mut file, mut hasher) = (File::open(file)?, DefaultHasher::new());
+    let mut chunk = vec![0; 1 << 20];
+    loop {
+        match file.read(&mut chunk)? {
+            0 => return Ok(hasher.finish()),
+            length => hasher.write(&chunk[..length]),
+        }
+    }
 }
 
 impl fmt::Display for Line {
@@ -276,13 +318,14 @@ impl fmt::Display for Line {
             [self.allocated, self.resident].map(|size| format!("{size:.0}"));
         write!(
             f,
-            "{:>10}  {allocated:>24}  {resident:>24}  {:>24}  {:>24}  {:>12}  {:>14}  {:>9.6}",
+            "{:>10}  {allocated:>24}  {resident:>24}  {:>24}  {:>24}  {:>12}  {:>14}  {:>9.6}  {:016x}",
             self.units,
             format!("{:.3}", self.forward),
             format!("{:.3}", self.step),
             format!("{:.0} / {:.0}", self.saving[0], self.saving[1]),
             format!("{:.0} / {:.0}", self.resuming[0], self.resuming[1]),
-            self.loss
+            self.loss,
+            self.weights
         )
     }
 }

@@ -11,6 +11,7 @@ use burn::tensor::Device;
 use crate::core::agreement;
 use crate::core::device::{BackendKind, Operations};
 use crate::core::error::{Error, Result};
+use crate::core::offload::Offload;
 use crate::timeline::Timeline;
 
 /// A rank: its group, its device, its place in the training. The layers below the facade take it in the place of an
@@ -25,6 +26,8 @@ pub(crate) struct Context {
     pub(crate) group: ProcessGroup,
     /// The number of loaders prepared so far, and so the number of the next one.
     pub(crate) loaders: AtomicU64,
+    /// The offload folder for the tensors of sharded units, if offloading is on.
+    pub(crate) offload: Option<Offload>,
     pub(crate) operations: Operations,
     pub(crate) seed: u64,
     pub(crate) timeline: Timeline,

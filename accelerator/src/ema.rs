@@ -9,6 +9,7 @@ use burn::tensor::{Bool, Int, Tensor};
 
 use crate::core::dyn_module::{BoxedModule, DynModule};
 use crate::core::module::ModulePath;
+use crate::core::partition::piece_of;
 use crate::model::settle_statistics;
 
 /// An exponential moving average of a model's weights. It is smoother than the newest weights, and often better to
@@ -156,7 +157,14 @@ impl ModuleMapper for Mixer {
         let weight = Tensor::<D>::from_dispatch(weight.clone());
         let (id, average, mapper) = param.consume();
         let mixed = if *trained {
-            average.mul_scalar(self.decay) + weight.mul_scalar(1.0 - self.decay)
+            let mixed = average.mul_scalar(self.decay) + weight.mul_scalar(1.0 - self.decay);
+            match piece_of(id).and_then(|piece| piece.offload) {
+                Some(offload) => {
+                    let device = mixed.device();
+                    Tensor::from_data(offload.moved(mixed.into_data()), &device)
+                }
+                None => mixed,
+            }
         } else {
             weight
         };

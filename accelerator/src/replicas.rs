@@ -153,7 +153,7 @@ impl ReplicaDigest {
         let (mut parameters, mut paths) = (Vec::new(), Vec::new());
         visit_floats(model, |float| {
             // Each rank has a different piece, so there is nothing to compare.
-            if piece_of(float.id).is_some() {
+            if piece_of(float.id).is_some_and(|piece| piece.partition.is_divided()) {
                 return;
             }
             let is_compared = match compared {

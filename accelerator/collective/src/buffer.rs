@@ -9,6 +9,8 @@ use std::{
     },
 };
 
+use accelerator_host::file_memory::FileMemory;
+
 use crate::{
     element::{DType, Element},
     error::{Error, Kind, Result},
@@ -51,6 +53,16 @@ impl Buffer {
             len,
             // A product that does not fit is more than any memory; the allocation says so.
             memory: Memory::zeroed(len.saturating_mul(dtype.size())),
+            meter: None,
+        }
+    }
+
+    /// Wraps the zeroed memory of a file in a buffer of as many elements as it holds.
+    pub(crate) fn of_file(dtype: DType, memory: FileMemory) -> Self {
+        Self {
+            dtype,
+            len: memory.bytes().len() / dtype.size(),
+            memory: Memory::File(memory),
             meter: None,
         }
     }
@@ -172,6 +184,7 @@ impl fmt::Debug for Buffer {
 
 #[derive(Debug)]
 enum Memory {
+    File(FileMemory),
     Heap(Storage),
     Shared(Region),
 }
@@ -185,6 +198,7 @@ impl Memory {
 
     fn bytes(&self) -> &[u8] {
         match self {
+            Self::File(memory) => memory.bytes(),
             Self::Heap(storage) => storage.bytes(),
             Self::Shared(region) => region.bytes(),
         }
@@ -192,6 +206,7 @@ impl Memory {
 
     fn bytes_mut(&mut self) -> &mut [u8] {
         match self {
+            Self::File(memory) => memory.bytes_mut(),
             Self::Heap(storage) => storage.bytes_mut(),
             Self::Shared(region) => region.bytes_mut(),
         }

@@ -7,9 +7,10 @@
 //! documentation ([`markdown`]) use it. A new variable is one entry of `table.rs`. The crate also has the exit code
 //! that programs and launcher share, and the signal state that a process inherits with its variables.
 //!
-//! The utilities are the shape of errors ([`error`]), the frame of command-line programs ([`cli`]), files that are
-//! replaced whole ([`fs`]), locks of files ([`lock`]), facts of the machine ([`machine`]), programs that run within
-//! limits ([`process`]), locks without poisoning ([`sync`]), and text for terminals, shells and tables ([`text`]).
+//! The utilities are the shape of errors ([`error`]), the frame of command-line programs ([`cli`]), memory backed by
+//! files ([`file_memory`]), files that are replaced whole ([`fs`]), locks of files ([`lock`]), facts of the machine
+//! ([`machine`]), programs that run within limits ([`process`]), locks without poisoning ([`sync`]), and text for
+//! terminals, shells and tables ([`text`]).
 //!
 //! ```
 //! use accelerator_host::{OVERLAP, VARIABLES, find};
@@ -32,6 +33,7 @@ pub use variable::{
 
 pub mod cli;
 pub mod error;
+pub mod file_memory;
 pub mod fs;
 pub mod lock;
 pub mod machine;

@@ -52,6 +52,8 @@ variables! {
         "how often the launcher restarts the job at most";
     NETWORK_INTERFACE, Ranks, Text("the name of an interface, or several with commas, of which the first that the host has counts"), default "where the way to the store begins", code "":
         "the network interface at whose address a rank listens for the others";
+    OFFLOAD_FOLDER, Ranks, Text("a folder on a local disk"), default "none: everything stays in memory", code "offload_folder":
+        "the folder for memory-mapped files with the parameters, gradients and optimizer state of sharded units";
     OPERATIONS, Ranks, OneOf(&["keep", "recompute"]), default "keep", code "operations":
         "how single operations handle values that they need in backward; recompute: those of cheap ones are recomputed";
     OVERLAP, Ranks, OneOf(&["auto", "on", "off"]), default "auto", code "overlap":

@@ -12,7 +12,7 @@ use crate::hash::ContentHash;
 use crate::manifest::{CheckpointKind, FileEntry, Manifest};
 use crate::name::{FileName, MANIFEST};
 use crate::staged::{StagedName, State, try_lock};
-use crate::vfs::{Progress, Vfs};
+use crate::vfs::{BLOCK, Progress, Vfs};
 
 /// A checkpoint in a [`Folder`](crate::Folder): at first a path only.
 ///
@@ -123,6 +123,24 @@ impl Checkpoint {
     /// The errors of [`manifest`](Self::manifest); [`Error::is_not_found`] for a file that the manifest
     /// does not have, [`Error::is_corrupt`] for one that differs from its entry.
     pub fn read(&self, name: &FileName) -> Result<Vec<u8>> {
+        self.read_into(name, |bytes| {
+            let mut content = Vec::new();
+            content.try_reserve_exact(bytes)?;
+            content.resize(bytes, 0);
+            Ok(content)
+        })
+    }
+
+    /// Reads a file into the memory that `allocate` returns for its size in bytes, and verifies it against the manifest.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`read`](Self::read), and those of `allocate`.
+    pub fn read_into<M: AsMut<[u8]>>(
+        &self,
+        name: &FileName,
+        allocate: impl FnOnce(usize) -> io::Result<M>,
+    ) -> Result<M> {
         let Some(entry) = self.manifest()?.files.get(name) else {
             let message = format!(
                 "the checkpoint {} has no file {name}; expected it in its manifest",
@@ -131,19 +149,19 @@ impl Checkpoint {
             return Err(Error::new(Kind::NotFound, message));
         };
         let mut reader = self.reader(name, entry)?;
-        let too_large = || {
-            let message = format!(
-                "{} is too large for the memory",
-                name.at(&self.path).display()
-            );
-            Error::new(Kind::Io, message)
-        };
         // `reader` has compared the length with that of the file.
-        let bytes = usize::try_from(reader.expected.bytes).map_err(|_| too_large())?;
-        let mut content = Vec::new();
-        content.try_reserve_exact(bytes).map_err(|_| too_large())?;
-        reader
-            .read_to_end(&mut content)
+        let bytes = usize::try_from(reader.expected.bytes).map_err(io::Error::other);
+        let mut content = bytes.and_then(allocate).map_err(|error| {
+            let path = name.at(&self.path);
+            let message = format!("there is no memory for the content of {}", path.display());
+            Error::new(Kind::Io, message).with_source(error)
+        })?;
+        // The reader compares the hash only at the end of the file.
+        let mut end = [0];
+        let mut blocks = content.as_mut().chunks_mut(BLOCK);
+        blocks
+            .try_for_each(|block| reader.read_exact(block))
+            .and_then(|()| reader.read(&mut end))
             .map_err(|error| reader.error(error))?;
         Ok(content)
     }

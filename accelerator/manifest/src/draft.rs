@@ -14,7 +14,7 @@ use crate::error::{Error, Kind, Result};
 use crate::manifest::{FileEntry, Manifest, Metadata, Role};
 use crate::name::{FileName, MANIFEST};
 use crate::staged;
-use crate::vfs::Vfs;
+use crate::vfs::{BLOCK, Vfs};
 
 /// A checkpoint that is being written, under a hidden name.
 ///
@@ -435,9 +435,6 @@ impl Write for Summing<'_> {
         Ok(())
     }
 }
-
-/// The bytes that are written or summed up at a time.
-const BLOCK: usize = 1 << 20;
 
 /// The bytes that are flushed at a time.
 const FLUSHED: usize = 1 << 30;

@@ -8,6 +8,9 @@ use std::{fmt, io};
 
 use accelerator_host::fs::sync_folder;
 
+/// The number of bytes that are read, written or summed up at a time, after which progress is shown.
+pub(crate) const BLOCK: usize = 1 << 20;
+
 /// A change that is about to be made.
 #[derive(Debug)]
 #[cfg_attr(not(test), expect(dead_code, reason = "only hooks look at the paths"))]

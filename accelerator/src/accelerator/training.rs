@@ -8,8 +8,9 @@ use burn::tensor::{Device, Tensor};
 use super::Accelerator;
 use super::prepare::{Prepare, check_kinds};
 use crate::core::draws::{self, drawing};
-use crate::core::dyn_module::DynModule;
+use crate::core::dyn_module::{BoxedModule, DynModule};
 use crate::core::error::Result;
+use crate::core::offload::Offload;
 use crate::data::batch::Weight;
 use crate::model::{self, sync_buffers};
 use crate::reduce::{self, AveragedGradients, MicroStep, OverlapReport, ReduceScope};
@@ -125,9 +126,12 @@ impl Accelerator {
         let model = build(&device);
         let units = self.shared.reduction.settings.units;
         // With sharded units, `prepare` distributes rank 0's parameters: the other ranks never hold the whole model.
-        match units == Units::Shard && !self.is_main_process() {
-            true => unit::draw_outside(&model),
-            false => model::draw_all(&model),
+        if units == Units::Shard && !self.is_main_process() {
+            unit::draw_outside(&model);
+        } else if let Some(offload) = &self.shared.context.offload {
+            return offload.drawn(BoxedModule::new(model)).into_model();
+        } else {
+            model::draw_all(&model);
         }
         model
     }
@@ -302,6 +306,17 @@ impl Accelerator {
     /// may have to be undone.
     pub fn bucket_memory(&self) -> usize {
         self.shared.context.group.buffer_bytes()
+    }
+
+    /// Returns the size in bytes of this rank's tensors in files of the
+    /// [offload folder](crate::AcceleratorBuilder::offload_folder): parameters, optimizer state and, between `backward` and
+    /// `step`, gradients. The gradients' buckets are not counted. Returns 0 if no folder is set.
+    pub fn offloaded_memory(&self) -> usize {
+        self.shared
+            .context
+            .offload
+            .as_ref()
+            .map_or(0, Offload::bytes)
     }
 
     /// Returns `true` if the last [`backward`](Self::backward) ended its accumulation window, so that its gradients

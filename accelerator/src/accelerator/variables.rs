@@ -6,20 +6,20 @@ use core::str::FromStr;
 use std::path::{Path, PathBuf};
 
 use accelerator_host::{
-    self as env, ACCUMULATION_STEPS, OVERSUBSCRIBE_GPUS, SET_BY_LAUNCHER, TRACE, Variable, variable,
+    self as env, ACCUMULATION_STEPS, OVERSUBSCRIBE_GPUS, SET_BY_LAUNCHER, Variable, variable,
 };
 
 use crate::core::device::Oversubscription;
 use crate::core::error::{Error, Result};
 
-/// The file of the trace, by the rule of [`agreed`].
-pub(super) fn trace(asked: Option<&Path>) -> Result<Option<PathBuf>> {
-    match (asked, variable(TRACE.name).map(PathBuf::from)) {
+/// Returns the path of a file or folder that the program or a variable sets, by the rule of [`agreed`]. `what` names it in
+/// the error.
+pub(super) fn path(what: &str, asked: Option<&Path>, of: Variable) -> Result<Option<PathBuf>> {
+    match (asked, variable(of.name).map(PathBuf::from)) {
         (Some(asked), Some(named)) if asked != named => Err(Error::config(format!(
-            "the program asks for a trace in `{}`, and {} for one in `{}`; unset the variable, \
-             or leave the choice to it",
+            "the program sets {what} to `{}`, but {} sets it to `{}`; unset the variable, or do not set it in the program",
             asked.display(),
-            TRACE.name,
+            of.name,
             named.display()
         ))),
         (asked, named) => Ok(asked.map(Path::to_owned).or(named)),

@@ -19,6 +19,7 @@ use crate::context::WindowSize;
 use crate::core::agreement;
 use crate::core::dyn_module::BoxedModule;
 use crate::core::error::{self, Error, Result};
+use crate::core::offload::Offload;
 use crate::data::{DRAWN_HINT, LoaderResume, LoaderState, PreparedLoader};
 use crate::model::restore_values;
 use crate::optim::{
@@ -210,6 +211,7 @@ impl<'a> Restorer<'a> {
         file: &FileName,
         inspect: &dyn Fn(&Bytes) -> Option<T>,
     ) -> Result<(RankRecord, Option<T>)> {
+        let _offloading = Offload::enter(self.context.offload.as_ref());
         // A model that comes later may get other ids.
         let piece = |id: ParamId| {
             let is_restored = self.restored.contains(&id.val());
@@ -218,7 +220,7 @@ impl<'a> Restorer<'a> {
         };
         let (mut whole, mut inspected) = (WholeState::default(), None);
         let rest = bytes_from_main(self.context, "read the checkpoint", || {
-            let record = Bytes::from_bytes_vec(self.source()?.read(file)?).shared();
+            let record = self.source()?.record(file)?;
             check_known(name, &record, &self.ids)?;
             inspected = inspect(&record);
             Ok(whole.take_from(record, &piece)?.to_vec())

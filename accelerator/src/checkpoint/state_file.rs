@@ -13,10 +13,12 @@ use serde::{Deserialize, Serialize};
 
 use super::position::Origin;
 use crate::core::error::{self, Error, Result};
+use crate::core::offload::Scratch;
 use crate::data::{EpochPosition, LoaderState};
-use crate::model::{FileNames, Layout, ModelFile};
+use crate::model::{FileBytes, FileNames, Layout, ModelFile};
 use crate::optim::OptimizerState;
 use crate::precision::ScalerState;
+use burn::tensor::Bytes;
 
 /// The content of `state.cbor`: all that is small, exactly. The manifest repeats for people what
 /// they may want to know of it.
@@ -349,6 +351,17 @@ impl Source {
         }
     }
 
+    /// Reads the record of an optimizer.
+    pub(super) fn record(&self, file: &FileName) -> Result<Bytes> {
+        let bytes = match self {
+            Self::Folder(checkpoint) => {
+                checkpoint.read_into(file, |length| Ok(Scratch::zeroed(length)))?
+            }
+            Self::Memory(live) => Scratch::of(live.file(file)?.to_vec()),
+        };
+        Ok(bytes.into_bytes().shared())
+    }
+
     /// Opens a model, whose files may lie in a folder of their own.
     pub(super) fn model(&self, folder: Option<&str>, activity: Activity) -> Result<ModelFile> {
         let name = model_file(folder, MODEL)?;
@@ -356,7 +369,10 @@ impl Source {
             Self::Folder(checkpoint) => listed_model(checkpoint, &name, activity),
             Self::Memory(live) => {
                 let path = self.path().join(name.as_str());
-                let read = |name: &str| Ok(live.files.get(&model_file(folder, name)?).cloned());
+                let read = |name: &str| {
+                    let file = live.files.get(&model_file(folder, name)?).cloned();
+                    Ok(file.map(FileBytes::Memory))
+                };
                 ModelFile::in_memory(&path, activity, &read)
             }
         }
@@ -479,8 +495,9 @@ fn listed_model(checkpoint: &Checkpoint, name: &FileName, activity: Activity) ->
     ModelFile::in_memory(&checkpoint.path_of(name), activity, &|file| {
         let name = model_file(name.folder(), file)?;
         let is_listed = is_model(checkpoint, &name)?;
-        let read = is_listed.then(|| checkpoint.read(&name).map(Arc::new));
-        Ok(read.transpose()?)
+        let read = || checkpoint.read_into(&name, |length| Ok(Scratch::zeroed(length)));
+        let bytes = is_listed.then(read).transpose()?;
+        Ok(bytes.map(|bytes| FileBytes::Mapped(bytes.into_bytes())))
     })
 }
 

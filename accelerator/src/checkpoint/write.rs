@@ -75,10 +75,16 @@ pub(super) fn write(
     let step = taken.step();
     let state = taken.state(job.factor, job.run.clone());
     let options = SaveOptions::new().with_max_shard_size(settings.max_shard_size);
-    write_files(taken, &state, &options, &mut |name, role, content| {
-        draft.write(name, role, |file| content(file))?;
-        Ok(())
-    })?;
+    write_files(
+        taken,
+        &state,
+        &options,
+        &job.activity,
+        &mut |name, role, content| {
+            draft.write(name, role, |file| content(file))?;
+            Ok(())
+        },
+    )?;
     {
         // Neither the program's hook nor the one flush of what it wrote shows that it is alive.
         let _busy = job.activity.busy();
@@ -114,6 +120,7 @@ pub(super) fn keep(taken: &TakenSnapshot, job: &JobInfo, since: Instant) -> Resu
         taken,
         &state,
         &SaveOptions::new(),
+        &job.activity,
         &mut |name, _, content| {
             let mut bytes = Vec::new();
             content(&mut bytes)
@@ -138,6 +145,7 @@ fn write_files(
     taken: &TakenSnapshot,
     state: &StateFile,
     options: &SaveOptions,
+    activity: &Activity,
     sink: &mut FileSink<'_>,
 ) -> Result<()> {
     let ids = state.ids();
@@ -161,7 +169,10 @@ fn write_files(
             }
             SnapshotPart::Object(bytes) => put(sink, &names.object()?, Role::Object, bytes)?,
             SnapshotPart::Optimizer(optimizer) => {
-                let bytes = optimizer.bytes()?;
+                let bytes = {
+                    let _busy = activity.busy();
+                    optimizer.bytes()?
+                };
                 check_known(&format!("the optimizer at place {}", at + 1), &bytes, &ids)?;
                 put(sink, &names.optimizer()?, Role::Optimizer, &bytes)?;
             }

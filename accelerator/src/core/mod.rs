@@ -6,6 +6,7 @@ pub(crate) mod draws;
 pub(crate) mod dyn_module;
 pub(crate) mod error;
 pub(crate) mod module;
+pub(crate) mod offload;
 pub(crate) mod partition;
 pub(crate) mod preemption;
 pub(crate) mod scoped;

@@ -12,6 +12,7 @@ use burn::tensor::{DType, Device, Tensor, TensorData};
 
 use super::dyn_module::DynModule;
 use super::error::{Error, Result};
+use super::offload::Offload;
 
 /// The number of elements in a block. The norm sums the squares of each block separately. Parameters are cut only between
 /// blocks, so the norm is bit-identical however they are cut.
@@ -55,6 +56,11 @@ impl Partition {
 
     pub(crate) fn elements(&self) -> usize {
         self.bounds.last().copied().unwrap_or(0)
+    }
+
+    /// Returns `true` if there are several ranks. The piece of a single one is the whole parameter.
+    pub(crate) fn is_divided(&self) -> bool {
+        self.bounds.len() > 2
     }
 
     /// Returns the beginning of each rank's part, and the end of the last one.
@@ -181,11 +187,23 @@ fn heaviest(loads: &[usize]) -> usize {
 pub(crate) struct Piece {
     pub(crate) partition: Arc<Partition>,
     rank: usize,
+    /// The offload folder for its values, if offloading is on.
+    pub(crate) offload: Option<Offload>,
 }
 
 impl Piece {
     pub(crate) fn new(partition: Arc<Partition>, rank: usize) -> Self {
-        Self { partition, rank }
+        Self {
+            partition,
+            rank,
+            offload: None,
+        }
+    }
+
+    /// Sets the offload folder for the piece's values.
+    pub(crate) fn offloaded(mut self, offload: Option<&Offload>) -> Self {
+        self.offload = offload.cloned();
+        self
     }
 
     /// Returns its elements within the parameter.
@@ -310,6 +328,10 @@ impl Piece {
         device: &Device,
     ) -> Tensor<D> {
         let data = TensorData::from_bytes_vec(bytes, self.shape(), dtype);
+        let data = match &self.offload {
+            Some(offload) => offload.moved(data),
+            None => data,
+        };
         Tensor::from_data(data, (device, dtype))
     }
 }
@@ -334,9 +356,25 @@ pub(crate) fn replaced_piece() -> Error {
 pub(crate) struct Pieces {
     pub(crate) rank: usize,
     pub(crate) partitions: HashMap<ParamId, Arc<Partition>>,
+    /// The offload folder for the values and gradients of this rank's pieces, if offloading is on.
+    pub(crate) offload: Option<Offload>,
 }
 
 impl Pieces {
+    /// Returns `true` if there are several ranks. The pieces of a single one are whole parameters.
+    pub(crate) fn are_divided(&self) -> bool {
+        let mut partitions = self.partitions.values();
+        partitions.any(|partition| partition.is_divided())
+    }
+
+    /// Moves values or gradients of this rank's pieces to a file if offloading is on.
+    pub(crate) fn in_file(&self, data: TensorData) -> TensorData {
+        match &self.offload {
+            Some(offload) => offload.moved(data),
+            None => data,
+        }
+    }
+
     /// Runs `visit`, in which [`piece_of`] finds the pieces of this unit.
     pub(crate) fn show<T>(self: &Arc<Self>, visit: impl FnOnce() -> T) -> T {
         self.shown(visit).0
@@ -356,6 +394,7 @@ impl Pieces {
         let pieces = Self {
             rank: self.rank,
             partitions: partitions.collect(),
+            offload: self.offload.clone(),
         };
         (mapped, Arc::new(pieces))
     }
@@ -383,7 +422,7 @@ pub(crate) fn piece_of(id: ParamId) -> Option<Piece> {
     SHOWN.with_borrow(|shown| {
         let pieces = &shown.as_ref()?.pieces;
         let partition = pieces.partitions.get(&id)?.clone();
-        Some(Piece::new(partition, pieces.rank))
+        Some(Piece::new(partition, pieces.rank).offloaded(pieces.offload.as_ref()))
     })
 }
 
@@ -404,7 +443,7 @@ pub(crate) fn is_sharded(model: &dyn DynModule) -> bool {
     struct Search(bool);
     impl ModuleVisitor for Search {
         fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-            self.0 |= piece_of(param.id).is_some();
+            self.0 |= piece_of(param.id).is_some_and(|piece| piece.partition.is_divided());
         }
     }
     let mut search = Search(false);

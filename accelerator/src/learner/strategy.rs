@@ -18,7 +18,7 @@ use crate::core::agreement;
 use crate::core::error::{Error, Result};
 use crate::core::tensors::Tensors;
 use crate::data::PreparedLoader;
-use crate::unit::{self, Units};
+use crate::unit;
 
 type Input<M> = <M as TrainStep>::Input;
 type ValidInput<M> = <M as InferenceStep>::Input;
@@ -93,7 +93,7 @@ where
         let told = format!("the epochs {} to {}", epochs.start(), epochs.end());
         agreement::check(accelerator.group(), "the training of a learner", &told)?;
         let units = accelerator.shared.reduction.settings.units;
-        if units == Units::Shard && accelerator.world_size() > 1 {
+        if units.are_sharded(&accelerator.shared.context) {
             return Err(Error::misuse(
                 "a learner holds whole parameters, so the units of its model cannot be sharded: set `units` to `recompute`, \
                  which recomputes activations, or write the loop with `prepare` and `backward`",

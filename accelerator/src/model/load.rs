@@ -16,6 +16,7 @@ use crate::context::Context;
 use crate::core::agreement;
 use crate::core::dyn_module::{BoxedModule, DynModule};
 use crate::core::error::{Error, Result};
+use crate::core::offload::{Offload, in_file};
 use crate::core::partition::{give_id, is_sharded, piece_of};
 
 /// Loads what rank 0 opens, and gives the others its values, ids and report. `ids` count on rank 0
@@ -29,6 +30,7 @@ pub(crate) fn load_on_all(
     ids: Option<&[u64]>,
 ) -> Result<(BoxedModule, LoadReport)> {
     const ACTION: &str = "load the model";
+    let _offloading = Offload::enter(context.offload.as_ref());
     let group = context.group();
     if group.world_size() == 1 {
         let file = open(group.activity())?;
@@ -365,7 +367,7 @@ impl<I: Iterator<Item = u64>> ModuleMapper for FileWriter<'_, I> {
             };
         }
         let new = match data {
-            Some(data) => Tensor::<D>::from_data(data, (&device, dtype))
+            Some(data) => Tensor::<D>::from_data(in_file(data), (&device, dtype))
                 .set_require_grad(old.is_require_grad()),
             None => old,
         };

@@ -24,7 +24,7 @@ pub(crate) use self::layout::{
 };
 pub use self::load::{LoadReport, Misshapen, Mistyped};
 pub(crate) use self::load::{load_on_all, restore_values};
-pub(crate) use self::read::ModelFile;
+pub(crate) use self::read::{FileBytes, ModelFile};
 pub(crate) use self::save::save;
 pub(crate) use self::snapshot::ModelSnapshot;
 pub use self::tied::retie_parameters;

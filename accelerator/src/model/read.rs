@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use accelerator_collective::Activity;
-use burn::tensor::TensorData;
+use burn::tensor::{Bytes, TensorData};
 use safetensors::Dtype;
 use safetensors::tensor::Metadata;
 use serde::Deserialize;
@@ -38,17 +38,19 @@ pub(super) struct StoredTensor {
     bytes: usize,
 }
 
+/// A model file: open on disk, held in memory, or read into memory that a file may back.
 #[derive(Debug)]
-enum FileBytes {
+pub(crate) enum FileBytes {
     Disk(File),
     Memory(Arc<Vec<u8>>),
+    Mapped(Bytes),
 }
 
 /// Opens the file at that path; `None` if there is none.
 type Files<'a> = dyn Fn(&Path) -> Result<Option<FileBytes>> + 'a;
 
 /// Reads the file of that name, `None` if there is none.
-type ReadFile<'a> = dyn Fn(&str) -> Result<Option<Arc<Vec<u8>>>> + 'a;
+type ReadFile<'a> = dyn Fn(&str) -> Result<Option<FileBytes>> + 'a;
 
 trait ReadSeek: Read + Seek {}
 
@@ -59,6 +61,7 @@ impl FileBytes {
         match self {
             Self::Disk(file) => Box::new(file),
             Self::Memory(bytes) => Box::new(Cursor::new(&bytes[..])),
+            Self::Mapped(bytes) => Box::new(Cursor::new(&bytes[..])),
         }
     }
 }
@@ -84,7 +87,7 @@ impl ModelFile {
     pub(crate) fn in_memory(path: &Path, activity: Activity, read: &ReadFile<'_>) -> Result<Self> {
         Self::assemble(path, activity, &|path| {
             let name = path.file_name().unwrap_or_default().to_string_lossy();
-            Ok(read(&name)?.map(FileBytes::Memory))
+            read(&name)
         })
     }
 

@@ -15,6 +15,7 @@ use super::format::{FileLayout, FileNames, FilePath, SaveOptions, file_dtype};
 use crate::core::agreement;
 use crate::core::dyn_module::DynModule;
 use crate::core::error::{Error, Kind, Result};
+use crate::core::offload::{Offload, Scratch};
 use crate::core::partition::{KeptBy, Piece, is_sharded, piece_of};
 
 /// The values of a model at one moment, in the order in which Burn visits it.
@@ -248,7 +249,8 @@ impl Gathering {
             self.failure.get_or_insert(error);
             Vec::new()
         });
-        let bytes = Bytes::from_bytes_vec(bytes).shared();
+        let _offloading = Offload::enter(piece.offload.as_ref());
+        let bytes = Scratch::of(bytes).into_bytes().shared();
         self.known.insert(id, bytes.clone());
         bytes
     }
@@ -263,7 +265,8 @@ impl EntryVisitor<'_> {
         let (dtype, device) = (value.dtype(), value.device());
         let is_linear_weight = D == 2 && self.place.is_linear_weight();
         let (shape, saved_shape, read): (Vec<usize>, Vec<usize>, ReadValue);
-        if let Some(piece) = piece_of(param.id) {
+        let piece = piece_of(param.id).filter(|piece| piece.partition.is_divided());
+        if let Some(piece) = piece {
             let (_, _, mapper) = param.clone().consume();
             shape = piece.partition.whole_shape().to_vec();
             let sample = Tensor::<D, K>::empty(shape.clone(), (&device, dtype));

@@ -9,6 +9,7 @@ use super::record_io::{bytes_of, load, scalars, to_bytes, unreadable, window};
 use super::schedule::{Manual, ScheduleUnit, Scheduled, Scheduler};
 use super::sharded::{FullState, RankRecord};
 use crate::core::error::{Error, Result};
+use crate::core::offload::Offload;
 use crate::core::tensor::Scalar;
 
 /// An optimizer at one moment, cheap to take: its tensors become bytes when they are asked for.
@@ -16,6 +17,8 @@ pub(crate) struct OptimizerSnapshot {
     /// Set for a sharded optimizer, of which `optimizer` holds this rank's part.
     full_state: Option<FullState>,
     optimizer: ModuleOptimizer,
+    /// The offload folder for its bytes, if offloading is on.
+    offload: Option<Offload>,
     pub(crate) state: OptimizerState,
 }
 
@@ -60,6 +63,7 @@ impl OptimizerState {
 
 impl OptimizerSnapshot {
     pub(crate) fn bytes(&self) -> Result<Bytes> {
+        let _offloading = Offload::enter(self.offload.as_ref());
         match &self.full_state {
             Some(full_state) => full_state.bytes(),
             None => bytes_of(&self.optimizer),
@@ -69,6 +73,7 @@ impl OptimizerSnapshot {
     /// Brings the state of a sharded optimizer together on rank 0. All ranks call it.
     #[track_caller]
     pub(crate) fn gather(&mut self, group: &ProcessGroup) -> Result<()> {
+        let _offloading = Offload::enter(self.offload.as_ref());
         match &mut self.full_state {
             Some(full_state) => full_state.gather(group, &self.optimizer),
             None => Ok(()),
@@ -96,6 +101,7 @@ impl<S> PreparedOptimizer<S> {
                 None => self.pieces.full_state(),
             },
             optimizer: self.optimizer.clone(),
+            offload: self.pieces.offload.clone(),
             state: OptimizerState {
                 factor: self.factor,
                 first_rate: self.schedule.first_rate(),
@@ -153,6 +159,7 @@ impl<S> PreparedOptimizer<S> {
             Some(shards) => shards.blank(),
             None => self.optimizer,
         };
+        let _offloading = Offload::enter(self.pieces.offload.as_ref());
         self.optimizer = load(name, blank, record)?;
         self.unchecked = None;
         if let (Some(shards), Some(record)) = (&mut self.shards, kept) {

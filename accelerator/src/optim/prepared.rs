@@ -15,6 +15,7 @@ use super::unsharded::FusedSupport;
 use crate::context::Context;
 use crate::core::dyn_module::{BoxedModule, DynModule};
 use crate::core::error::{self, Result};
+use crate::core::offload::Offload;
 use crate::core::tensor::Scalar;
 use crate::model::Layout;
 use crate::reduce::{AveragedGradients, StepGradients};
@@ -149,6 +150,7 @@ impl<S> PreparedOptimizer<S> {
             self.outcome = StepOutcome::Accumulated;
             return model;
         }
+        let _offloading = Offload::enter(self.pieces.offload.as_ref());
         // Its model may have been prepared after it.
         if let Some(device) = self.unchecked.take() {
             let parameters = Layout::of(&model).trainable();
@@ -292,6 +294,7 @@ impl<S> PreparedOptimizer<S> {
     /// [`Error::is_checkpoint`](crate::Error::is_checkpoint) where Burn cannot write the state.
     pub fn state_memory(&self) -> Result<usize> {
         let waiting = self.shards.as_ref().map_or(0, Shards::waiting);
+        let _offloading = Offload::enter(self.pieces.offload.as_ref());
         Ok(size_of(&self.optimizer)? + waiting)
     }
 

@@ -11,6 +11,7 @@ use burn_pack::Reader;
 
 use super::sharded::param_shards;
 use crate::core::error::{Error, Result};
+use crate::core::offload::record_in_file;
 use crate::model::{KEEP_THE_ID, Trainable};
 
 const NOTHING: &str = "nothing";
@@ -240,10 +241,9 @@ pub(super) fn reader(record: Bytes) -> Result<Reader> {
 
 /// Encodes the record in shared bytes, so that names can be read from them without a copy.
 pub(super) fn bytes_of(optimizer: &ModuleOptimizer) -> Result<Bytes> {
-    optimizer
-        .into_bytes()
-        .map(Bytes::shared)
-        .map_err(unwritable)
+    let in_file = record_in_file(|path| optimizer.save(path));
+    let bytes = in_file.map_or_else(|| optimizer.into_bytes(), Ok);
+    bytes.map(Bytes::shared).map_err(unwritable)
 }
 
 pub(super) fn unwritable(error: impl core::fmt::Display) -> Error {

@@ -6,6 +6,7 @@ use accelerator_collective::{DType, ProcessGroup};
 
 use super::overlap::ReadyOrder;
 use crate::core::error::Result;
+use crate::core::offload::Offload;
 use crate::model::{Float, Trainable};
 
 /// The size in bytes that is worth an all-reduce of its own: the first bucket holds no more, so that communication
@@ -27,6 +28,8 @@ struct BucketShape {
     dtype: DType,
     /// Set for gradients of pieces of parameters. Backward has summed these over the ranks.
     is_of_pieces: bool,
+    /// The offload folder for these gradients, if offloading is on.
+    offload: Option<Offload>,
     length: usize,
     /// The parameters whose gradients lie there, one after the other.
     members: Vec<usize>,
@@ -60,7 +63,8 @@ impl BucketLayout {
             let parameter = &parameters[index];
             let dtype = dtype_of(parameter.float);
             let length: usize = parameter.shape.iter().product();
-            let is_of_pieces = parameter.piece.is_some();
+            let piece = parameter.piece.as_ref();
+            let is_of_pieces = piece.is_some_and(|piece| piece.partition.is_divided());
             let open = match is_of_pieces {
                 true => &mut pieces,
                 false => &mut open,
@@ -79,6 +83,10 @@ impl BucketLayout {
                     buckets.push(BucketShape {
                         dtype,
                         is_of_pieces,
+                        offload: parameter
+                            .piece
+                            .as_ref()
+                            .and_then(|piece| piece.offload.clone()),
                         length: 0,
                         members: Vec::new(),
                     });
@@ -159,6 +167,11 @@ impl BucketLayout {
     /// Returns `true` for a bucket with gradients of pieces of parameters, which are sums over the ranks already.
     pub(super) fn is_of_pieces(&self, bucket: usize) -> bool {
         self.buckets[bucket].is_of_pieces
+    }
+
+    /// Returns the offload folder of a bucket, or `None` if the bucket is in memory.
+    pub(super) fn offload(&self, bucket: usize) -> Option<&Offload> {
+        self.buckets[bucket].offload.as_ref()
     }
 
     /// Returns `true` if this rank holds only pieces of some parameters.

@@ -252,7 +252,10 @@ impl BucketSet {
         let control_length = control_vector::length(parameters, buckets, group.world_size());
         let bucket = |bucket| {
             let (dtype, length) = layout.shape(bucket);
-            Bucket::new(BucketStorage::new(group, placement, dtype, length))
+            Bucket::new(match layout.offload(bucket) {
+                Some(offload) => BucketStorage::Host(offload.buffer(group, dtype, length)),
+                None => BucketStorage::new(group, placement, dtype, length),
+            })
         };
         Self {
             placement: placement.clone(),

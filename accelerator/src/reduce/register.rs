@@ -35,9 +35,9 @@ pub(crate) fn prepare(context: &ReduceContext, model: BoxedModule) -> Result<Box
     } else {
         model.fork(&device)
     };
-    let model = match units {
-        Units::Shard if context.world_size() > 1 => shard(context, model, &on_autodiff)?,
-        _ => model,
+    let model = match units.are_sharded(&context.context) {
+        true => shard(context, model, &on_autodiff)?,
+        false => model,
     };
     // Reading the layout initialises lazy parameters, in one order on every rank.
     let layout = Layout::of(&model);
@@ -109,7 +109,7 @@ fn shard(
     on_autodiff: &Result<()>,
 ) -> Result<BoxedModule> {
     compare(context, on_autodiff, &Layout::undrawn(&model), None)?;
-    if context.settings.hook.is_some() {
+    if context.settings.hook.is_some() && context.world_size() > 1 {
         return Err(Error::misuse(
             "a communication hook needs whole gradients, but gradients of sharded units are reduced in pieces: remove the \
              communication hook, or set `units` to `recompute`",

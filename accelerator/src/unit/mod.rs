@@ -24,6 +24,7 @@ pub(crate) use self::seeded_run::runs_twice;
 use self::sharding::{Cutter, Sharding};
 pub(crate) use self::sharding::{shard, whole};
 use self::visited::{visit_unit, visited_unit};
+use crate::context::Context;
 use crate::core::draws;
 use crate::core::dyn_module::{BoxedModule, DynModule};
 use crate::core::error::{Error, Result, named};
@@ -49,7 +50,8 @@ pub enum Units {
     /// Shards the parameters of each unit over the ranks (ZeRO stage 3, like PyTorch's FSDP). Each rank stores one piece of
     /// each parameter, of its gradient and of its optimizer state. The ranks gather the parameters of a unit before it runs
     /// and free them afterwards. Activations are recomputed as with [`Recompute`](Self::Recompute). With a single rank,
-    /// this is the same as `Recompute`.
+    /// this is the same as `Recompute`, unless an
+    /// [offload folder](crate::AcceleratorBuilder::offload_folder) is set.
     ///
     /// Every rank keeps whole copies of frozen parameters and of parameters outside units. The optimizer must update each
     /// element independently of the others, as SGD, Adam and AdamW do. Every rank must run the same units in the same
@@ -63,6 +65,12 @@ pub enum Units {
 
 impl Units {
     const ALL: [Self; 4] = [Self::Plain, Self::Keep, Self::Recompute, Self::Shard];
+
+    /// Returns `true` if ranks hold pieces of the units' parameters, and gather a unit's parameters before it runs. With a
+    /// single rank, this is so only if offloading is on.
+    pub(crate) fn are_sharded(self, context: &Context) -> bool {
+        self == Self::Shard && (context.world_size() > 1 || context.offload.is_some())
+    }
 }
 
 impl fmt::Display for Units {

@@ -5,6 +5,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
+use accelerator_host::file_memory::FileMemory;
 use accelerator_host::variable;
 
 use super::engine::BufferOp;
@@ -85,6 +86,10 @@ pub trait GroupExt: Sized {
     /// The token is as secret as the job's key: if the ranks have met without a job token, anyone who has recorded
     /// their connections can derive it, too.
     fn token(&self, purpose: &str) -> Option<Token>;
+
+    /// Wraps the zeroed memory of a file in a buffer of as many elements as it holds, for long-lived sums that are never sent.
+    /// [`buffer_bytes`](Self::buffer_bytes) does not count it.
+    fn buffer_of_file(dtype: DType, memory: FileMemory) -> Buffer;
 
     /// The total size in bytes of this rank's live buffers: those that [`buffer`](ProcessGroup::buffer) has
     /// allocated and that are not dropped yet.
@@ -415,6 +420,10 @@ impl GroupExt for ProcessGroup {
             None => key.token(purpose),
             Some(group) => key.token(&format!("{purpose} of group {} of {group}", group.id.0)),
         })
+    }
+
+    fn buffer_of_file(dtype: DType, memory: FileMemory) -> Buffer {
+        Buffer::of_file(dtype, memory)
     }
 
     fn buffer_bytes(&self) -> usize {

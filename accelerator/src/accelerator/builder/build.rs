@@ -3,8 +3,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 
 use accelerator_collective::{Launch, ProcessGroup, Topology, TransportKind};
-use accelerator_host::DEVICE;
 use accelerator_host::sync::Mutex;
+use accelerator_host::{DEVICE, OFFLOAD_FOLDER};
 use burn::tensor::Device;
 
 use super::AcceleratorBuilder;
@@ -16,6 +16,7 @@ use crate::core::agreement::{self, Term};
 use crate::core::device::{self, BackendKind};
 use crate::core::draws::{self, drawing};
 use crate::core::error::{self, Error, Result};
+use crate::core::offload::Offload;
 use crate::data::UncountedPadding;
 use crate::optim::OptimizerCount;
 use crate::reduce::hook::HookFactory;
@@ -163,6 +164,7 @@ impl AcceleratorBuilder {
             forward_collectives: ForwardCollectives::default(),
             group,
             loaders: AtomicU64::new(0),
+            offload: settings.offload.map(Offload::new),
             operations: settings.operations,
             seed: settings.seed,
             timeline,
@@ -204,6 +206,13 @@ impl AcceleratorBuilder {
             return Err(Error::device(format!(
                 "the precision {precision} was asked for, and the device `{kind}` does not compute in \
                      it; choose another precision, or another device"
+            )));
+        }
+        if settings.offload.is_some() && kind != BackendKind::Flex {
+            return Err(Error::config(format!(
+                "tensors cannot be offloaded from the device `{kind}`: only `flex` keeps them in memory-mapped files; choose \
+                 `flex`, or unset `offload_folder` and {}",
+                OFFLOAD_FOLDER.name
             )));
         }
         Ok((kind, device))

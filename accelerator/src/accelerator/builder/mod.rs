@@ -6,7 +6,8 @@ use std::path::{Path, PathBuf};
 
 use accelerator_collective::{GroupOptions, Launch, TransportKind};
 use accelerator_host::{
-    COMPRESSION, OPERATIONS, OVERLAP, PRECISION, REDUCTION, TRACE_SCHEDULE, UNITS,
+    COMPRESSION, OFFLOAD_FOLDER, OPERATIONS, OVERLAP, PRECISION, REDUCTION, TRACE, TRACE_SCHEDULE,
+    UNITS,
 };
 use burn::tensor::FloatDType;
 
@@ -15,6 +16,7 @@ use crate::context::WindowSize;
 use crate::core::device::{BackendKind, Operations, Oversubscription};
 use crate::core::draws::is_drawing;
 use crate::core::error::{Error, Result, counted};
+use crate::core::offload;
 use crate::precision::{LossScale, Precision};
 use crate::reduce::hook::{CommunicationHook, HookFactory};
 use crate::reduce::{
@@ -71,6 +73,7 @@ pub struct AcceleratorBuilder {
     hook: Option<HookFactory>,
     launch: Option<Launch>,
     loss_scale: LossScale,
+    offload_folder: Option<PathBuf>,
     operations: Option<Operations>,
     on_non_finite_loss: OnNonFiniteLoss,
     options: GroupOptions,
@@ -109,6 +112,7 @@ impl AcceleratorBuilder {
             hook: None,
             launch: None,
             loss_scale: LossScale::new(),
+            offload_folder: None,
             operations: None,
             on_non_finite_loss: OnNonFiniteLoss::Warn,
             options: GroupOptions::new(),
@@ -300,6 +304,42 @@ impl AcceleratorBuilder {
     /// activations in backward instead of keeping them. Default: `ACCEL_UNITS`, else [`Units::Plain`].
     pub fn units(mut self, units: Units) -> Self {
         self.units = Some(units);
+        self
+    }
+
+    /// Keeps parameters, gradients and optimizer state of sharded units in memory-mapped files in this folder. The model can
+    /// then be several times larger than memory: the kernel writes the excess to disk and reads it back when it is needed.
+    /// Results are bit-identical to those without offloading. A single rank is enough.
+    ///
+    /// Needs [`Units::Shard`], the backend `flex`, and a fused optimizer, such as one from
+    /// [`AdamWConfig::init_fused`](crate::optim::InitFused::init_fused). The folder, which is created if it does not
+    /// exist, must be on a local disk, not on tmpfs. The files have no names, so a killed program leaves none behind,
+    /// unless it is killed while it saves or resumes: then a temporary folder may remain.
+    /// Default: `ACCEL_OFFLOAD_FOLDER`, else none.
+    ///
+    /// ```
+    /// use accelerator::nn::{Unit, Units};
+    /// use accelerator::prelude::*;
+    /// use burn::nn::{Linear, LinearConfig};
+    /// use burn::optim::AdamWConfig;
+    /// use burn::tensor::Tensor;
+    ///
+    /// # // Tests may run in a temporary folder on tmpfs.
+    /// # let folder = tempfile::tempdir_in(".")?;
+    /// # let folder = folder.path();
+    /// let accelerator = Accelerator::builder().units(Units::Shard).offload_folder(folder).build()?;
+    /// let model: Unit<Linear> = accelerator.init(|device| Unit::new(LinearConfig::new(256, 256).init(device)));
+    /// let (mut model, mut optimizer) = accelerator.prepare((model, AdamWConfig::new().init_fused()))?;
+    /// let x = Tensor::<2>::ones([4, 256], &accelerator.device());
+    /// let loss = model.run(x, |linear, x| linear.forward(x)).powi_scalar(2).mean();
+    /// let gradients = accelerator.backward(loss, &model, 4)?;
+    /// model = optimizer.step(1e-3, model, gradients);
+    /// // The weight and two moments. The bias and its moments are small and stay in memory.
+    /// assert_eq!(accelerator.offloaded_memory(), 3 * 256 * 256 * 4);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn offload_folder(mut self, folder: impl Into<PathBuf>) -> Self {
+        self.offload_folder = Some(folder.into());
         self
     }
 
@@ -516,6 +556,8 @@ impl AcceleratorBuilder {
 #[derive(Clone, Debug)]
 struct Settings {
     accumulation_steps: NonZeroUsize,
+    /// The folder for memory-mapped files.
+    offload: Option<PathBuf>,
     operations: Operations,
     recording: Recording,
     reduce: ReduceSettings,
@@ -559,7 +601,7 @@ impl AcceleratorBuilder {
                 self.bucket_size
             )));
         }
-        let trace = variables::trace(self.trace.as_deref())?;
+        let trace = variables::path("the trace file", self.trace.as_deref(), TRACE)?;
         let trace_schedule = agreed("the schedule", self.trace_schedule, TRACE_SCHEDULE)?;
         let recording = match (&trace, &trace_schedule) {
             (Some(_), None) => Recording::Events,
@@ -596,8 +638,22 @@ impl AcceleratorBuilder {
                  for `auto`, or leave the other out"
             )));
         }
+        let units = agreed("units", self.units, UNITS)?.unwrap_or_default();
+        let offload = self.offload_folder.as_deref();
+        let offload = variables::path("the offload folder", offload, OFFLOAD_FOLDER)?;
+        if let Some(folder) = &offload {
+            if units != Units::Shard {
+                return Err(Error::config(format!(
+                    "offloading needs sharded units, but `units` is `{units}`; set `units` to `shard`, or unset `offload_folder` \
+                     and {}",
+                    OFFLOAD_FOLDER.name
+                )));
+            }
+            offload::check_folder(folder)?;
+        }
         Ok(Settings {
             accumulation_steps: NonZeroUsize::MIN,
+            offload,
             operations: agreed("operations", self.operations, OPERATIONS)?.unwrap_or_default(),
             recording,
             reduce: ReduceSettings {
@@ -611,7 +667,7 @@ impl AcceleratorBuilder {
                 precision: agreed("precision", self.precision, PRECISION)?.unwrap_or_default(),
                 reduction,
                 same_batches: self.same_batches,
-                units: agreed("units", self.units, UNITS)?.unwrap_or_default(),
+                units,
             },
             seed: self.seed,
             trace: TraceSettings {

@@ -10,6 +10,7 @@ use serde::Deserialize;
 use super::step::{
     self, KernelInput, Real, TakenElements, TensorTemplate, saved, settings, vectorised,
 };
+use crate::core::offload::in_file;
 
 /// Defines Burn's `Adam` or `AdamW` as one pass over memory.
 macro_rules! fused_adam {
@@ -415,8 +416,16 @@ fn first<E: Real, R: MomentRule<E>>(
 
 impl<const D: usize> RecordState for FusedAdamState<D> {
     fn state_flatten(&self, prefix: &str, out: &mut StateSink) {
-        self.momentum
-            .state_flatten(&join_path(prefix, MOMENTUM), out);
+        let (prefix, momentum) = (join_path(prefix, MOMENTUM), &self.momentum);
+        out.push_scalar(&prefix, "time", momentum.time.into());
+        let mut tensor = |leaf, tensor: &Tensor<D>| {
+            out.push_tensor(&prefix, leaf, in_file(tensor.clone().into_data()));
+        };
+        tensor("moment_1", &momentum.moment_1);
+        tensor("moment_2", &momentum.moment_2);
+        if let Some(max) = &momentum.max_moment_2 {
+            tensor("max_moment_2", max);
+        }
     }
 
     fn state_unflatten(prefix: &str, src: &mut StateSource, device: &Device) -> Option<Self> {

@@ -1,3 +1,4 @@
+use crate::core::offload::in_file;
 use burn::backend::DispatchTensor;
 use burn::optim::decay::WeightDecayConfig;
 use burn::optim::momentum::MomentumConfig;
@@ -315,7 +316,7 @@ impl<const D: usize> RecordState for FusedSgdState<D> {
         }
         if let Some(velocity) = &self.velocity {
             let path = join_path(prefix, "momentum");
-            out.push_tensor(&path, "velocity", velocity.clone().into_data());
+            out.push_tensor(&path, "velocity", in_file(velocity.clone().into_data()));
         }
     }
 

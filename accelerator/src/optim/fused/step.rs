@@ -14,6 +14,7 @@ use burn::tensor::{DType, Device, Element, Shape, Tensor, TensorData};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+use crate::core::offload::{self, in_file};
 use crate::core::tensor::{any_rank, from_data};
 use crate::reduce::{ElementValues, GradientSums, SumLocation, Summand, with_values};
 
@@ -319,7 +320,7 @@ impl<E: Real> TakenElements<E> {
     }
 
     pub(super) fn into_tensor(self) -> DispatchTensor {
-        from_data(self.data, &self.device)
+        from_data(in_file(self.data), &self.device)
     }
 }
 
@@ -333,7 +334,7 @@ impl TensorTemplate {
     }
 
     pub(super) fn cast<E: Real>(&self, elements: Vec<E>) -> DispatchTensor {
-        from_data(TensorData::new(elements, self.0.clone()), &self.1)
+        from_data(in_file(TensorData::new(elements, self.0.clone())), &self.1)
     }
 
     pub(super) fn elements(&self) -> usize {
@@ -348,7 +349,9 @@ pub(super) fn saved<const D: usize>(
     leaf: &str,
     device: &Device,
 ) -> Option<Tensor<D>> {
-    let data = src.take_tensor(prefix, leaf)?;
+    // Burn loads state on the default device, which may be a GPU.
+    let device = &offload::device().unwrap_or_else(|| device.clone());
+    let data = in_file(src.take_tensor(prefix, leaf)?);
     let dtype = data.dtype();
     Some(match dtype.is_float() && device.supports_dtype(dtype) {
         true => Tensor::from_data(data, (device, dtype)),

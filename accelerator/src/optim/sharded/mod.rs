@@ -24,6 +24,7 @@ use super::fused::step::{self, StepOutput};
 use super::unsharded::FusedSupport;
 use crate::core::dyn_module::BoxedModule;
 use crate::core::error::{Error, Result};
+use crate::core::offload::Scratch;
 use crate::core::partition::{Partition, Partitioner, Piece};
 use crate::core::tensor::register;
 use crate::model::Trainable;
@@ -387,18 +388,21 @@ impl FullState {
         }
         let is_main = group.rank() == 0;
         let reserved = |(rank, length): (usize, &Option<u64>)| match length {
-            Some(length) if is_main && rank > 0 => Vec::with_capacity(*length as usize),
-            _ => Vec::new(),
+            Some(length) if is_main && rank > 0 => (Scratch::zeroed(*length as usize), 0),
+            _ => (Scratch::zeroed(0), 0),
         };
         let mut parts: Vec<_> = lengths.iter().enumerate().map(reserved).collect();
         group.all_gather_varied_with(&own, |rank, shard: &[u8]| {
-            if is_main {
-                parts[rank].extend_from_slice(shard);
+            // Rank 0 already has its own part.
+            if is_main && rank > 0 {
+                let (part, reached) = &mut parts[rank];
+                part.as_mut()[*reached..*reached + shard.len()].copy_from_slice(shard);
+                *reached += shard.len();
             }
         })?;
         if is_main {
             let others = parts.into_iter().skip(1);
-            let others = others.map(|part| Bytes::from_bytes_vec(part).shared());
+            let others = others.map(|(part, _)| part.into_bytes().shared());
             self.parts = core::iter::once(own).chain(others).collect();
         }
         Ok(())

@@ -4,6 +4,7 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use accelerator_collective::ProcessGroup;
+use accelerator_host::OFFLOAD_FOLDER;
 use burn::module::{ModuleVisitor, Param, ParamId};
 use burn::optim::{ModuleOptimizer, OptimizerRecord};
 use burn::tensor::{Bytes, DType, Device, Tensor};
@@ -14,14 +15,18 @@ use super::{FullState, Shards};
 use crate::context::Context;
 use crate::core::dyn_module::DynModule;
 use crate::core::error::{Error, Result};
+use crate::core::offload::{Offload, Scratch};
 use crate::core::partition::{Partition, Piece, piece_of};
 use crate::model::Layout;
 use crate::optim::record_io::{ids_in, load};
+use crate::optim::unsharded::is_fused;
 
 /// The pieces of parameters that an optimizer steps on this rank.
 pub(in crate::optim) struct PieceState {
     rank: usize,
     device: Device,
+    /// The offload folder for the state, if offloading is on.
+    pub(in crate::optim) offload: Option<Offload>,
     /// The partitions of the parameters of which the optimizer has only this rank's part of the state.
     partitions: HashMap<ParamId, Arc<Partition>>,
     /// The parameters in pieces that were stepped, of all models.
@@ -33,6 +38,7 @@ impl PieceState {
         Self {
             rank: context.rank(),
             device: context.device.clone(),
+            offload: context.offload.clone(),
             partitions: HashMap::new(),
             stepped: HashSet::new(),
         }
@@ -88,10 +94,13 @@ impl PieceState {
     }
 
     pub(in crate::optim) fn full_state(&self) -> Option<FullState> {
-        (!self.partitions.is_empty()).then(|| FullState::of_pieces(self.partitions.clone()))
+        // A single rank already holds the whole state.
+        let mut partitions = self.partitions.values();
+        let is_divided = partitions.any(|partition| partition.is_divided());
+        is_divided.then(|| FullState::of_pieces(self.partitions.clone()))
     }
 
-    /// Rejects an optimizer that is not element-wise.
+    /// Rejects an optimizer that is not element-wise or, with offloading, one that does not update values in place.
     fn check(
         &self,
         model: &dyn DynModule,
@@ -99,11 +108,20 @@ impl PieceState {
         optimizer: &ModuleOptimizer,
     ) -> Result<()> {
         let blank = optimizer.clone().load_record(OptimizerRecord::default());
-        let mut parameters = Layout::of(model).trainable().into_iter();
-        let whole = parameters.find(|parameter| {
-            partitions.contains_key(&parameter.id)
-                && !is_element_wise(&blank, parameter, &self.device)
-        });
+        let parameters = Layout::of(model).trainable().into_iter();
+        let mut pieces = parameters.filter(|parameter| partitions.contains_key(&parameter.id));
+        let refused = pieces
+            .clone()
+            .find(|parameter| self.offload.is_some() && !is_fused(&blank, parameter, &self.device));
+        if let Some(parameter) = refused {
+            return Err(Error::misuse(format!(
+                "`offload_folder` or {} is set, but the optimizer cannot update `{}` in its file: use a fused optimizer, such as one \
+                 from `AdamWConfig::init_fused`, without gradient clipping in its configuration (call `clip_norm` or \
+                 `clip_value`), and parameters in f32 or f64",
+                OFFLOAD_FOLDER.name, parameter.path
+            )));
+        }
+        let whole = pieces.find(|parameter| !is_element_wise(&blank, parameter, &self.device));
         let Some(parameter) = whole else {
             return Ok(());
         };
@@ -121,6 +139,9 @@ impl PieceState {
         optimizer: &mut ModuleOptimizer,
         partitions: &HashMap<ParamId, Arc<Partition>>,
     ) -> Result<()> {
+        if !partitions.values().any(|partition| partition.is_divided()) {
+            return Ok(());
+        }
         let mut records = Records::of(optimizer)?;
         if !records.0.keys().any(|id| partitions.contains_key(id)) {
             return Ok(());
@@ -242,7 +263,7 @@ impl WholeState {
                 name,
                 dtype,
                 shape: if is_whole { shape } else { piece.shape() },
-                bytes: Bytes::from_bytes_vec(own),
+                bytes: Scratch::of(own).into_bytes(),
             });
         }
         // A rank without elements of a parameter keeps no state of it.

@@ -8,6 +8,7 @@ use burn::tensor::{Bytes, DType};
 use burn_pack::{Reader, Scalar, Tensor, Writer};
 
 use crate::core::error::Result;
+use crate::core::offload::Scratch;
 use crate::core::partition::{Partition, Piece, byte_range};
 use crate::optim::record_io::{bytes_of, reader, unwritable};
 
@@ -83,7 +84,9 @@ impl Records {
         for (id, path) in paths {
             writer = writer.with_metadata(&id, &path);
         }
-        writer.into_bytes().map(Bytes::shared).map_err(unwritable)
+        let mut bytes = Scratch::zeroed(writer.size().map_err(unwritable)?);
+        writer.write_into(bytes.as_mut()).map_err(unwritable)?;
+        Ok(bytes.into_bytes().shared())
     }
 
     pub(super) fn size(&self) -> usize {
@@ -113,7 +116,7 @@ impl RecordEntry {
             let place = byte_range(range.clone(), field.dtype.size());
             RecordField {
                 shape: piece.shape(),
-                bytes: Bytes::from_bytes_vec(field.bytes[place].to_vec()),
+                bytes: Scratch::of(field.bytes[place].to_vec()).into_bytes(),
                 ..field
             }
         };
@@ -177,7 +180,7 @@ impl RecordEntry {
                 }
                 bytes.extend_from_slice(&other.bytes);
             }
-            field.bytes = Bytes::from_bytes_vec(bytes);
+            field.bytes = Scratch::of(bytes).into_bytes();
             field.shape = partition.whole_shape().to_vec();
         }
         Some(whole)

@@ -143,6 +143,8 @@ arguments! {
         gradient_checkpointing: bool = false,
         /// Set to full_shard to shard the parameters of units over the ranks; `ACCEL_UNITS=shard` does the same.
         fsdp: FsdpStrategy = FsdpStrategy::NoShard,
+        /// Keep sharded units in memory-mapped files in this folder; `ACCEL_OFFLOAD_FOLDER` does the same.
+        offload_folder: Option<PathBuf> = None,
         /// Recompute the values of cheap operations in backward: Burn's own checkpointing.
         recompute_operations: bool = false,
         /// In which type gradients travel: none (as computed), bf16 or f16.
@@ -286,6 +288,9 @@ impl TrainingArguments {
             builder = builder.units(Units::Shard);
         } else if self.gradient_checkpointing {
             builder = builder.units(Units::Recompute);
+        }
+        if let Some(folder) = &self.offload_folder {
+            builder = builder.offload_folder(folder);
         }
         if self.recompute_operations {
             builder = builder.operations(Operations::Recompute);

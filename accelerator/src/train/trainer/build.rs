@@ -342,6 +342,10 @@ fn check_accelerator(arguments: &TrainingArguments, accelerator: &Accelerator) -
             arguments.fsdp == FsdpStrategy::FullShard && settings.units != Units::Shard,
         ),
         (
+            "offload_folder",
+            arguments.offload_folder.is_some() && accelerator.shared.context.offload.is_none(),
+        ),
+        (
             "recompute_operations",
             arguments.recompute_operations
                 && accelerator.shared.context.operations != Operations::Recompute,

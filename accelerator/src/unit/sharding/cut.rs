@@ -13,6 +13,7 @@ use super::exchange::{Buffers, Sharding};
 use crate::context::Context;
 use crate::core::dyn_module::{BoxedModule, DynModule};
 use crate::core::error::{Error, Result};
+use crate::core::offload::Offload;
 use crate::core::partition::{Partition, Partitioner, Piece, Pieces};
 use crate::unit::visited::visited_unit;
 
@@ -20,6 +21,7 @@ use crate::unit::visited::visited_unit;
 /// values, one parameter after the other.
 pub(in crate::unit) struct Cutter {
     context: Weak<Context>,
+    offload: Option<Offload>,
     group: ProcessGroup,
     /// The parameters that stay whole, by their ids on this rank.
     tied: HashSet<ParamId>,
@@ -37,6 +39,7 @@ impl Cutter {
         model.visit(&mut search);
         Self {
             context: Arc::downgrade(context),
+            offload: context.offload.clone(),
             tied: search.tied,
             partitioner: Partitioner::new(group.world_size()),
             group,
@@ -88,6 +91,7 @@ impl Cutter {
         let pieces = Pieces {
             partitions: mapper.partitions,
             rank: self.group.rank(),
+            offload: self.offload.clone(),
         };
         let (context, buffers) = (self.context.clone(), self.buffers.clone());
         (block, Sharding::new(context, number, pieces, buffers))
@@ -115,6 +119,7 @@ impl Cutter {
             None => self.partitioner.settle(id, &header.shape, width, || true),
         };
         let piece = Piece::new(partition.clone(), self.group.rank());
+        let piece = piece.offloaded(self.offload.as_ref());
         let whole = data.map(|data| &data.bytes()[..]);
         let bytes = piece.scatter(&self.group, width, whole)?;
         Ok((header, Some((piece, bytes))))

@@ -106,6 +106,9 @@ impl Sharding {
     /// Returns the block with whole parameters. All ranks call it. If gathering fails, the parameters are NaN, and the next
     /// call that all ranks make returns the error.
     pub(in crate::unit) fn gather(&self, block: BoxedModule, pass: Pass) -> BoxedModule {
+        if !self.pieces.are_divided() {
+            return block;
+        }
         let context = self.context();
         let values = match self.gathered(&context, &block, pass) {
             Ok(values) => values,
@@ -181,6 +184,10 @@ impl Sharding {
         &self,
         gradients: Vec<Option<BlockGradient>>,
     ) -> Vec<Option<DispatchTensor>> {
+        if !self.pieces.are_divided() {
+            let own = |gradient: Option<BlockGradient>| self.own(gradient?);
+            return merged(gradients).into_iter().map(own).collect();
+        }
         let context = self.context();
         let gradients = merged(gradients);
         let weight = WEIGHT.get().unwrap_or_else(|| {
@@ -220,6 +227,19 @@ impl Sharding {
             }
         }
         sums
+    }
+
+    /// Returns the gradient of a piece that is the whole parameter, which needs no other rank.
+    fn own(&self, gradient: BlockGradient) -> Option<DispatchTensor> {
+        let BlockGradient { id, leaf, gradient } = gradient;
+        if !self.pieces.partitions.contains_key(&id) {
+            return gradient;
+        }
+        let gradient = any_rank(&gradient?);
+        let device = gradient.device();
+        let dtype = wide(any_rank(&leaf).dtype());
+        let data = gradient.into_data().convert_dtype(dtype);
+        Some(from_data(self.pieces.in_file(data), &device))
     }
 
     fn summed(
@@ -268,7 +288,7 @@ impl Sharding {
             let bytes = buffer.bytes()[bytes].to_vec();
             let data = TensorData::from_bytes_vec(bytes, partition.shape(rank), dtype);
             let device = any_rank(&gradient.leaf).device().inner();
-            sums[*place] = Some(from_data(data, &device));
+            sums[*place] = Some(from_data(self.pieces.in_file(data), &device));
         }
         self.keep(buffer);
         Ok(())

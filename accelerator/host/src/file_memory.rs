@@ -1,0 +1,133 @@
+//! Memory backed by files, which the kernel can write to disk when it runs short of RAM.
+
+#![expect(
+    unsafe_code,
+    reason = "a file mapping is valid memory only while nobody truncates the file"
+)]
+
+use std::fs::File;
+use std::io::{self, ErrorKind};
+use std::path::Path;
+
+use memmap2::MmapMut;
+
+/// Memory backed by an unnamed file. The operating system frees the file's blocks when the memory is dropped or the
+/// process ends, however it ends.
+#[derive(Debug)]
+pub struct FileMemory(MmapMut);
+
+impl FileMemory {
+    /// Creates `len` zeroed bytes in a file in a folder. The disk space is reserved if the file system supports it, so that
+    /// a full disk is an error here and not a SIGBUS on a later write.
+    ///
+    /// # Errors
+    ///
+    /// If no file can be created in the folder, if the disk has too little space, or if `len` is 0.
+    pub fn new(folder: &Path, len: usize) -> io::Result<Self> {
+        if len == 0 {
+            return Err(ErrorKind::InvalidInput.into());
+        }
+        let file = tempfile::tempfile_in(folder)?;
+        reserve(&file, len as u64)?;
+        // SAFETY: the file has no name, and no descriptor of it leaves this function, so nobody else can write to it or
+        // truncate it.
+        Ok(Self(unsafe { MmapMut::map_mut(&file) }?))
+    }
+
+    /// Takes over a file of this process: maps its content and unlinks it. Nobody may have the file open.
+    ///
+    /// # Errors
+    ///
+    /// If the file cannot be opened, unlinked or mapped, or if it is empty.
+    pub fn take(path: &Path) -> io::Result<Self> {
+        let file = File::options().read(true).write(true).open(path)?;
+        std::fs::remove_file(path)?;
+        if file.metadata()?.len() == 0 {
+            return Err(ErrorKind::InvalidInput.into());
+        }
+        // SAFETY: the file has no name any more, and by the contract above nobody else has it open.
+        Ok(Self(unsafe { MmapMut::map_mut(&file) }?))
+    }
+
+    /// Returns the bytes.
+    #[must_use]
+    pub fn bytes(&self) -> &[u8] {
+        &self.0
+    }
+
+    /// Returns the bytes mutably.
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        &mut self.0
+    }
+}
+
+/// Returns `true` if a folder is on a file system in memory, such as tmpfs.
+///
+/// # Errors
+///
+/// If the folder does not exist or cannot be queried.
+pub fn is_in_memory(folder: &Path) -> io::Result<bool> {
+    #[cfg(target_os = "linux")]
+    {
+        // The magic numbers of tmpfs and ramfs.
+        let in_memory = [0x0102_1994, 0x8584_58f6_u32];
+        Ok(in_memory.contains(&(rustix::fs::statfs(folder)?.f_type as u32)))
+    }
+    #[cfg(not(target_os = "linux"))]
+    std::fs::metadata(folder).map(|_| false)
+}
+
+/// Extends a file to `len` bytes, and allocates its blocks if the file system supports it.
+fn reserve(file: &File, len: u64) -> io::Result<()> {
+    #[cfg(target_os = "linux")]
+    {
+        use rustix::fs::{FallocateFlags, fallocate};
+        use rustix::io::{Errno, retry_on_intr};
+
+        match retry_on_intr(|| fallocate(file, FallocateFlags::empty(), 0, len)) {
+            Err(Errno::OPNOTSUPP) => {}
+            reserved => return Ok(reserved?),
+        }
+    }
+    file.set_len(len)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn file_memory_leaves_no_file_in_the_folder() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut memory = FileMemory::new(folder.path(), 5000).unwrap();
+        assert!(memory.bytes().iter().all(|byte| *byte == 0));
+        memory.bytes_mut()[4999] = 7;
+        assert_eq!((memory.bytes().len(), memory.bytes()[4999]), (5000, 7));
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+        let path = folder.path().join("file");
+        std::fs::write(&path, [1, 2, 3]).unwrap();
+        assert_eq!(FileMemory::take(&path).unwrap().bytes(), [1, 2, 3]);
+        assert!(!path.exists());
+        std::fs::write(&path, []).unwrap();
+        assert!(FileMemory::take(&path).is_err());
+        assert!(FileMemory::new(folder.path(), 0).is_err());
+        assert!(FileMemory::new(&folder.path().join("missing"), 1).is_err());
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn a_file_larger_than_the_disk_is_an_error_at_creation() {
+        let folder = tempfile::tempdir().unwrap();
+        assert!(FileMemory::new(folder.path(), 1 << 50).is_err());
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn folders_in_memory_are_detected() {
+        assert!(!is_in_memory(Path::new("/proc")).unwrap());
+        assert!(is_in_memory(Path::new("/missing")).is_err());
+        if Path::new("/dev/shm").is_dir() {
+            assert!(is_in_memory(Path::new("/dev/shm")).unwrap());
+        }
+    }
+}
