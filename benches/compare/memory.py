@@ -1,17 +1,22 @@
 #!/usr/bin/env python3
-"""Measures the peak memory and the step time of a transformer in PyTorch, plain and with its layers recomputed.
+"""Measures the peak memory and the step time of a transformer in PyTorch, plain and with its layers recomputed, and, with
+several ranks, sharded as well.
 
     tests/trainer/install
-    target/trainer-venv/bin/python benches/compare/memory.py [--length 512] …
+    target/trainer-venv/bin/python benches/compare/memory.py [--length 512] [--ranks 2] …
 
 Takes the options of `benches/memory.rs` and trains the same model: token and position embeddings, pre-norm encoder
 layers with a causal mask, GELU and no dropout, and a linear layer. Prints one JSON object for each mode, which runs in
-its own process. Layers are recomputed by `torch.utils.checkpoint` with `use_reentrant=False`.
+its own process, or in one per rank, over gloo: by `DistributedDataParallel`, or by FSDP2 (`fully_shard`) with its layers
+recomputed. Layers are recomputed by `torch.utils.checkpoint` with `use_reentrant=False`. Prints the largest memory and time
+of a rank.
 """
 
 import argparse
 import json
+import os
 import resource
+import socket
 import subprocess
 import sys
 import time
@@ -20,6 +25,8 @@ from statistics import median
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 
@@ -35,7 +42,7 @@ class Transformer(nn.Module):
             for _ in range(o.layers)
         )
         self.head = nn.Linear(o.width, o.tokens)
-        self.again = o.units == "recompute"
+        self.again = o.units in ("recompute", "shard")
         self.parts = o.parts
 
     def part(self, x, following):
@@ -60,10 +67,22 @@ def resident():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
+def distributed(model, o):
+    if o.ranks == 1:
+        return model
+    torch.distributed.init_process_group("gloo")
+    if o.units != "shard":
+        return nn.parallel.DistributedDataParallel(model)
+    mesh = init_device_mesh("cpu", (o.ranks,))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
 def train(o):
     torch.manual_seed(0)
     before = resident()
-    model = Transformer(o)
+    model = distributed(Transformer(o), o)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
     rows = o.batch * o.length
     stream = torch.tensor([at * 7919 % 104729 % o.tokens for at in range(rows + 1)])
@@ -77,23 +96,44 @@ def train(o):
         optimizer.zero_grad()
         steps.append(time.perf_counter() - start)
     print(json.dumps({"resident": resident() - before, "step": median(steps[1:]), "loss": loss.item()}))
+    if o.ranks > 1:
+        torch.distributed.destroy_process_group()
+
+
+def job(units, ranks):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    if ranks > 1:
+        place["OMP_NUM_THREADS"] = "1"
+    runs = [
+        subprocess.Popen(
+            [sys.executable, *sys.argv, "--units", units],
+            env={**os.environ, **place, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+        )
+        for rank in range(ranks)
+    ]
+    found = [json.loads(run.communicate()[0]) for run in runs]
+    return {name: max(result[name] for result in found) for name in found[0]}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in [("tokens", 64), ("width", 256), ("heads", 4), ("layers", 12), ("batch", 8), ("length", 64),
-                          ("parts", 1), ("steps", 4), ("rounds", 5)]:
+                          ("parts", 1), ("steps", 4), ("rounds", 5), ("ranks", 1)]:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--units", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.units:
         train(options)
         return
-    results = {"plain": [], "recompute": []}
+    ways = ["plain", "recompute"] + ["shard"] * (options.ranks > 1)
+    results = {units: [] for units in ways}
     for _ in range(options.rounds):
         for units, found in results.items():
-            run = subprocess.run([sys.executable, *sys.argv, "--units", units], check=True, capture_output=True)
-            found.append(json.loads(run.stdout))
+            found.append(job(units, options.ranks))
     for units, found in results.items():
         medians = {name: median(result[name] for result in found) for name in found[0]}
         print(json.dumps({"units": units, **medians}))
