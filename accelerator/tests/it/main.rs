@@ -20,6 +20,7 @@ mod local_rounds;
 mod missteps;
 mod model_files;
 mod models;
+mod offloading;
 mod operator;
 mod overlap;
 mod places;

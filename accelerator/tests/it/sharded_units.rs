@@ -1,6 +1,5 @@
 //! Models whose units are sharded train to the bits of those whose units are recomputed.
 
-use std::panic::AssertUnwindSafe;
 use std::path::Path;
 
 use crate::common::{
@@ -32,7 +31,7 @@ struct Block {
 }
 
 #[derive(Debug, Module)]
-struct Net {
+pub(crate) struct Net {
     input: Linear,
     blocks: Vec<Unit<Block>>,
     /// One layer, twice.
@@ -43,7 +42,7 @@ struct Net {
 }
 
 impl Net {
-    fn new(device: &Device) -> Self {
+    pub(crate) fn new(device: &Device) -> Self {
         Self::within(0.3, device)
     }
 
@@ -79,7 +78,7 @@ impl Net {
         net
     }
 
-    fn forward(&self, x: Tensor<2>) -> Tensor<2> {
+    pub(crate) fn forward(&self, x: Tensor<2>) -> Tensor<2> {
         let mut x = gelu(self.input.forward(x));
         for block in &self.blocks {
             x = block.run(x, |block, x| {
@@ -104,12 +103,12 @@ impl Net {
     }
 }
 
-fn adam() -> ModuleOptimizer {
+pub(crate) fn adam() -> ModuleOptimizer {
     AdamWConfig::new().with_weight_decay(0.01).init_fused()
 }
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-enum Course {
+pub(crate) enum Course {
     Plain,
     Clipped,
     ClippedByOtherNorms,
@@ -121,6 +120,19 @@ enum Course {
     ResumedInOtherOrder,
     /// Is prepared again, and saved and loaded, after the first epoch.
     Reloaded,
+}
+
+impl Course {
+    pub(crate) const ALL: [Self; 8] = [
+        Self::Plain,
+        Self::Clipped,
+        Self::ClippedByOtherNorms,
+        Self::ClippedByValue,
+        Self::Ema,
+        Self::Resumed,
+        Self::ResumedInOtherOrder,
+        Self::Reloaded,
+    ];
 }
 
 /// Trains for two epochs of batches that are not a multiple of the ranks; returns the losses and norms, and the model
@@ -213,14 +225,14 @@ fn train(accelerator: &Accelerator, folder: &Path, course: Course) -> Result<Tra
 }
 
 #[derive(Clone, PartialEq)]
-struct Trained {
+pub(crate) struct Trained {
     figures: Vec<f64>,
     evaluated: Vec<f32>,
     file: Vec<u8>,
 }
 
 /// Returns what each rank has.
-fn of_ranks(builder: AcceleratorBuilder, ranks: usize, course: Course) -> Vec<Trained> {
+pub(crate) fn of_ranks(builder: AcceleratorBuilder, ranks: usize, course: Course) -> Vec<Trained> {
     let folder = folder_in_memory();
     let outcomes = builder.launch(ranks, |accelerator| {
         train(&accelerator, folder.path(), course)
@@ -229,7 +241,7 @@ fn of_ranks(builder: AcceleratorBuilder, ranks: usize, course: Course) -> Vec<Tr
 }
 
 #[track_caller]
-fn assert_same(found: &[Trained], expected: &[Trained], case: &str) {
+pub(crate) fn assert_same(found: &[Trained], expected: &[Trained], case: &str) {
     assert_eq!(found.len(), expected.len(), "{case}");
     for (found, expected) in found.iter().zip(expected) {
         assert_eq!(found.figures, expected.figures, "{case}");
@@ -246,16 +258,7 @@ fn assert_same(found: &[Trained], expected: &[Trained], case: &str) {
 fn a_training_has_the_same_bits_if_units_are_sharded() {
     for kind in devices() {
         for ranks in [1, 2, 3] {
-            for course in [
-                Course::Plain,
-                Course::Clipped,
-                Course::ClippedByOtherNorms,
-                Course::ClippedByValue,
-                Course::Ema,
-                Course::Resumed,
-                Course::ResumedInOtherOrder,
-                Course::Reloaded,
-            ] {
+            for course in Course::ALL {
                 let outcome = |units| {
                     let builder = Accelerator::builder().device(kind).bucket_size(1024);
                     of_ranks(builder.units(units), ranks, course)
@@ -415,156 +418,6 @@ fn each_rank_holds_its_pieces_and_their_state() {
     }
 }
 
-/// Creates a temporary folder on disk, since offloading refuses tmpfs.
-fn folder_on_disk() -> tempfile::TempDir {
-    tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
-}
-
-#[test]
-fn training_with_offloaded_units_is_bit_identical() {
-    let folder = folder_on_disk();
-    let plain = || Accelerator::builder().device(BackendKind::Flex);
-    let offloaded =
-        |builder: AcceleratorBuilder| builder.units(Units::Shard).offload_folder(folder.path());
-    for ranks in [1, 2, 3] {
-        for course in [
-            Course::Plain,
-            Course::Clipped,
-            Course::ClippedByOtherNorms,
-            Course::ClippedByValue,
-            Course::Ema,
-            Course::Resumed,
-            Course::ResumedInOtherOrder,
-            Course::Reloaded,
-        ] {
-            let found = of_ranks(offloaded(plain()), ranks, course);
-            let expected = of_ranks(plain().units(Units::Recompute), ranks, course);
-            assert_same(&found, &expected, &format!("{ranks} ranks, {course:?}"));
-        }
-        let half = || plain().precision(Precision::F16);
-        let found = of_ranks(offloaded(half()), ranks, Course::Clipped);
-        let expected = of_ranks(half().units(Units::Recompute), ranks, Course::Clipped);
-        assert_same(&found, &expected, &format!("{ranks} ranks, f16"));
-    }
-    for (ranks, units) in [(1, Units::Recompute), (2, Units::Shard)] {
-        let several = || plain().accumulation_steps(2);
-        let found = of_ranks(offloaded(several()), ranks, Course::Clipped);
-        let expected = of_ranks(several().units(units), ranks, Course::Clipped);
-        assert_same(&found, &expected, &format!("{ranks} ranks, accumulation"));
-    }
-    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
-}
-
-/// Large weights are in files after `init`; they and their moments still are after each step, a resume and a load.
-#[test]
-fn parameters_and_optimizer_state_stay_in_files() {
-    const WEIGHT: usize = 120 * 120 * size_of::<f32>();
-    let (folder, kept) = (folder_on_disk(), folder_in_memory());
-    let builder = Accelerator::builder()
-        .device(BackendKind::Flex)
-        .units(Units::Shard)
-        .offload_folder(folder.path());
-    let accelerator = builder.launched_as(Launch::single()).build().unwrap();
-    let held = || accelerator.offloaded_memory();
-    let step = |model: Net, optimizer: &mut PreparedOptimizer<Manual>| {
-        let x = Tensor::<2>::ones([4, 1], &accelerator.device());
-        let gradients = accelerator.backward(model.forward(x).mean(), &model, 4)?;
-        Ok::<_, Error>(optimizer.step(0.01, model, gradients))
-    };
-    let model = accelerator.init(Net::new);
-    assert_eq!(held(), 2 * WEIGHT);
-    let (mut model, mut optimizer) = accelerator.prepare((model, adam())).unwrap();
-    assert_eq!(held(), 2 * WEIGHT);
-    for _ in 0..2 {
-        model = step(model, &mut optimizer).unwrap();
-        assert_eq!(held(), 6 * WEIGHT);
-    }
-    accelerator
-        .save_state(kept.path(), (&model, &optimizer))
-        .unwrap();
-    drop((model, optimizer));
-    assert_eq!(held(), 0);
-    let parts = (Net::new(&accelerator.device()), adam());
-    let parts = accelerator.prepare(parts).unwrap();
-    let ((mut model, mut optimizer), _) = accelerator.resume(kept.path(), parts).unwrap();
-    model = step(model, &mut optimizer).unwrap();
-    assert_eq!(held(), 6 * WEIGHT);
-    let file = kept.path().join("model.safetensors");
-    accelerator.save_model(&model, &file).unwrap();
-    model = accelerator.load_model(model, &file).unwrap();
-    model = step(model, &mut optimizer).unwrap();
-    assert_eq!(held(), 6 * WEIGHT);
-    drop(model);
-}
-
-/// A single rank does alone what several would have to do together.
-#[test]
-fn a_single_rank_with_offloaded_units_needs_no_others() {
-    let folder = folder_on_disk();
-    let norms = [Units::Recompute, Units::Shard].map(|units| {
-        let builder = Accelerator::builder()
-            .device(BackendKind::Flex)
-            .units(units);
-        let builder = match units {
-            Units::Shard => builder.offload_folder(folder.path()),
-            _ => builder,
-        };
-        let builder = builder.launched_as(Launch::single());
-        let accelerator = builder.build().unwrap();
-        let model = accelerator
-            .prepare(Net::new(&accelerator.device()))
-            .unwrap();
-        let gradients = |rows| {
-            let x = Tensor::<2>::ones([rows, 1], &accelerator.device());
-            GradientsParams::from_grads(model.forward(x).mean().backward(), &model)
-        };
-        let (size, ()) = accelerator
-            .find_executable_batch_size(4, &model, |size| {
-                drop(gradients(size));
-                Ok::<_, Error>(())
-            })
-            .unwrap();
-        let averaged = accelerator.average(gradients(size), &model, 4).unwrap();
-        let x = Tensor::<2>::ones([4, 1], &accelerator.device());
-        let y = recompute(&model, x, |model, x| model.forward(x));
-        let recomputed = accelerator.backward(y.mean(), &model, 4).unwrap();
-        [averaged, recomputed].map(|mut gradients| gradients.norm().unwrap())
-    });
-    assert_eq!(norms[0], norms[1]);
-    assert!(norms[0].iter().all(|norm| *norm > 0.0));
-}
-
-#[test]
-fn unsupported_offload_settings_are_refused() {
-    let folder = folder_on_disk();
-    let builder = || {
-        let builder = Accelerator::builder().launched_as(Launch::single());
-        builder.device(BackendKind::Flex).units(Units::Shard)
-    };
-    let whole = builder().units(Units::Recompute);
-    let error = whole.offload_folder(folder.path()).build().unwrap_err();
-    assert_error(&error, Error::is_config, &["set `units` to `shard`"]);
-
-    let file = folder.path().join("file");
-    std::fs::write(&file, "").unwrap();
-    let error = builder().offload_folder(&file).build().unwrap_err();
-    assert_error(&error, Error::is_config, &["no file can be created there"]);
-
-    #[cfg(target_os = "linux")]
-    {
-        let error = builder().offload_folder("/dev/shm").build().unwrap_err();
-        assert_error(&error, Error::is_config, &["its file system is in memory"]);
-    }
-
-    let accelerator = builder().offload_folder(folder.path()).build().unwrap();
-    let stepped = std::panic::catch_unwind(AssertUnwindSafe(|| {
-        step(&accelerator, AdamWConfig::new().init())
-    }));
-    let panic = stepped.unwrap_err();
-    let text = panic.downcast_ref::<String>().unwrap();
-    assert_contains(text, &["use a fused optimizer"]);
-}
-
 /// Runs `body` on two ranks with sharded units, and returns its error.
 fn refused(body: impl Fn(&Accelerator) -> Result<()> + Send + Sync) -> Error {
     let builder = Accelerator::builder().device(devices().next());
@@ -575,7 +428,7 @@ fn refused(body: impl Fn(&Accelerator) -> Result<()> + Send + Sync) -> Error {
 }
 
 /// A step with this optimizer.
-fn step(accelerator: &Accelerator, optimizer: ModuleOptimizer) -> Result<()> {
+pub(crate) fn step(accelerator: &Accelerator, optimizer: ModuleOptimizer) -> Result<()> {
     let parts = (Net::new(&accelerator.device()), optimizer);
     let (model, mut optimizer) = accelerator.prepare(parts)?;
     let x = Tensor::<2>::ones([4, 1], &accelerator.device());
@@ -855,18 +708,6 @@ fn a_trainers_argument_shards_by_hugging_faces_name() {
     };
     let (whole, sharded) = (held(FsdpStrategy::NoShard), held(FsdpStrategy::FullShard));
     assert!(sharded < whole * 6 / 10, "{sharded} of {whole}");
-
-    let folder = folder_on_disk();
-    let arguments = TrainingArguments {
-        fsdp: FsdpStrategy::FullShard,
-        offload_folder: Some(folder.path().to_owned()),
-        ..TrainingArguments::default()
-    };
-    let builder = arguments.accelerator().device(BackendKind::Flex);
-    let accelerator = builder.launched_as(Launch::single()).build().unwrap();
-    let model = accelerator.init(Net::new);
-    assert!(accelerator.offloaded_memory() > 0);
-    drop(model);
 }
 
 #[test]
