@@ -241,7 +241,7 @@ impl RunBuilder {
         let changes = changes(&journal.hyperparameters, &settings.hyperparameters);
         if !changes.is_empty() {
             warn(&format!(
-                "the run {name} resumes with different hyperparameters: {}{advice}",
+                "the run {name} resumes with different hyperparameters: {}; it takes them over with its next step{advice}",
                 changes.join("; ")
             ));
         }
