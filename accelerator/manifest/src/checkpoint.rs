@@ -135,7 +135,7 @@ impl Checkpoint {
     ///
     /// # Errors
     ///
-    /// Those of [`read`](Self::read), and those of `allocate`.
+    /// The errors of [`read`](Self::read), and an I/O error if `allocate` fails.
     pub fn read_into<M: AsMut<[u8]>>(
         &self,
         name: &FileName,

@@ -8,6 +8,7 @@ use std::time::Instant;
 use accelerator_collective::Activity;
 use accelerator_manifest::{Checkpoint, FileName, Folder, Metadata, Role};
 use accelerator_track::RunMark;
+use burn::tensor::Bytes;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
@@ -18,7 +19,6 @@ use crate::data::{EpochPosition, LoaderState};
 use crate::model::{FileBytes, FileNames, Layout, ModelFile};
 use crate::optim::OptimizerState;
 use crate::precision::ScalerState;
-use burn::tensor::Bytes;
 
 /// The content of `state.cbor`: all that is small, exactly. The manifest repeats for people what
 /// they may want to know of it.
@@ -354,9 +354,7 @@ impl Source {
     /// Reads the record of an optimizer.
     pub(super) fn record(&self, file: &FileName) -> Result<Bytes> {
         let bytes = match self {
-            Self::Folder(checkpoint) => {
-                checkpoint.read_into(file, |length| Ok(Scratch::zeroed(length)))?
-            }
+            Self::Folder(checkpoint) => checkpoint.read_into(file, Scratch::try_zeroed)?,
             Self::Memory(live) => Scratch::of(live.file(file)?.to_vec()),
         };
         Ok(bytes.into_bytes().shared())
@@ -495,7 +493,7 @@ fn listed_model(checkpoint: &Checkpoint, name: &FileName, activity: Activity) ->
     ModelFile::in_memory(&checkpoint.path_of(name), activity, &|file| {
         let name = model_file(name.folder(), file)?;
         let is_listed = is_model(checkpoint, &name)?;
-        let read = || checkpoint.read_into(&name, |length| Ok(Scratch::zeroed(length)));
+        let read = || checkpoint.read_into(&name, Scratch::try_zeroed);
         let bytes = is_listed.then(read).transpose()?;
         Ok(bytes.map(|bytes| FileBytes::Mapped(bytes.into_bytes())))
     })

@@ -8,6 +8,7 @@
 use core::cell::RefCell;
 use core::fmt::Display;
 use core::mem::MaybeUninit;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -230,6 +231,17 @@ impl Scratch {
     /// Creates zeros.
     pub(crate) fn zeroed(length: usize) -> Self {
         memory(length).map_or_else(|| Self::Memory(vec![0; length]), Self::File)
+    }
+
+    /// Creates zeros, or fails if the memory does not suffice.
+    pub(crate) fn try_zeroed(length: usize) -> io::Result<Self> {
+        if let Some(memory) = memory(length) {
+            return Ok(Self::File(memory));
+        }
+        let mut bytes = Vec::new();
+        bytes.try_reserve_exact(length)?;
+        bytes.resize(length, 0);
+        Ok(Self::Memory(bytes))
     }
 
     pub(crate) fn of(bytes: Vec<u8>) -> Self {

@@ -83,10 +83,7 @@ impl BucketLayout {
                     buckets.push(BucketShape {
                         dtype,
                         is_of_pieces,
-                        offload: parameter
-                            .piece
-                            .as_ref()
-                            .and_then(|piece| piece.offload.clone()),
+                        offload: piece.and_then(|piece| piece.offload.clone()),
                         length: 0,
                         members: Vec::new(),
                     });
