@@ -229,11 +229,11 @@ pub use accelerator_ops as ops;
 #[cfg(feature = "tune")]
 pub mod tune {
     pub use accelerator_tune::{
-        Asha, AshaPromotion, BoxError, CheckpointSettings, Compatibility, Config, DataFrame,
-        Display, Error, IntoValue, MaxFailures, MedianStopping, Metrics, Mode, Number, Objective,
-        Optuna, Parameter, Pbt, Plateau, Reset, Resources, Result, Results, Scheduler, Scope,
-        Search, SearchAlgorithm, SearchEnd, SearchFolder, SearchOrder, SearchSpec, Searcher, Space,
-        Stop, Trainable, Trial, TrialContext, TrialEnd, TrialId, TrialResult, TrialSession,
+        Asha, AshaPromotion, BestResult, BoxError, CheckpointSettings, Compatibility, Config,
+        DataFrame, Display, Error, IntoValue, MaxFailures, MedianStopping, Metrics, Mode, Number,
+        Objective, Optuna, Parameter, Pbt, Plateau, Reset, Resources, Result, Results, Scheduler,
+        Scope, Search, SearchAlgorithm, SearchEnd, SearchFolder, SearchOrder, SearchSpec, Searcher,
+        Space, Stop, Trainable, Trial, TrialContext, TrialEnd, TrialId, TrialResult, TrialSession,
         TrialStatus, WorkerReuse, choice, grid_search, lograndint, loguniform, qlograndint,
         qloguniform, qrandint, qrandn, quniform, randint, randn, sample_from, uniform,
     };

@@ -37,6 +37,11 @@ pub(crate) fn commit(folder: &Path) -> Result<u64> {
     write().map_err(|error| Error::io("write", folder, error))
 }
 
+/// Returns the file or folder that a program reported as its checkpoint. It is alone in its folder.
+pub(crate) fn named(folder: &Path) -> Option<PathBuf> {
+    Some(folder.read_dir().ok()?.next()?.ok()?.path())
+}
+
 /// Removes what an attempt has left that ended while it saved.
 pub(crate) fn abandon(folder: &Path) {
     // The next attempt removes it otherwise.

@@ -5,7 +5,7 @@ pub use config::{Config, TrialId};
 pub use core::{CheckpointSettings, SearchOrder};
 pub use error::{Error, Result};
 pub use objective::{Mode, Objective};
-pub use output::{DataFrame, Display, Results, Scope};
+pub use output::{BestResult, DataFrame, Display, Results, Scope};
 pub use pool::WorkerReuse;
 pub use scheduler::{Asha, AshaPromotion, Compatibility, MedianStopping, Pbt, Scheduler};
 pub use search::{MaxFailures, Search, SearchAlgorithm, SearchFolder, SearchSpec};

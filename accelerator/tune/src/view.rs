@@ -114,12 +114,16 @@ pub struct Trial {
     pub folder: PathBuf,
     /// Its newest checkpoint on the disk.
     pub checkpoint: Option<PathBuf>,
+    /// Its checkpoint on disk with the best result by the objective, and that result.
+    pub(crate) best_checkpoint: Option<(PathBuf, TrialResult)>,
 }
 
 /// A search as tables and reports show it.
 #[derive(Clone, Debug)]
 pub(crate) struct SearchView {
     pub(crate) name: String,
+    /// Its trials run the program of the specification, rather than functions or classes.
+    pub(crate) runs_programs: bool,
     pub(crate) folder: PathBuf,
     pub(crate) objective: Objective,
     /// Paths of the parameters that are drawn, by path; constants are not among them.

@@ -76,14 +76,15 @@ struct BestArgs {
 
 /// The fields are those of the JSON object.
 #[derive(Serialize)]
-struct BestResult<'a> {
+struct ShownBest<'a> {
     metric: &'a str,
     mode: Mode,
     value: Option<Number>,
     trial: &'a str,
     training_iteration: u64,
-    config: Config,
+    config: &'a Config,
     checkpoint: Option<&'a Path>,
+    checkpoint_iteration: Option<u64>,
 }
 
 impl TuneArgs {
@@ -118,36 +119,40 @@ fn best(arguments: &BestArgs) -> Result<ExitCode> {
     let objective = search.spec().objective();
     let metric = arguments.metric.as_deref().unwrap_or(&objective.metric);
     let mode = arguments.mode.unwrap_or(objective.mode);
-    let Some((trial, result, config)) = search.results().best_result(metric, mode) else {
+    let Some(found) = search.results().best_result(metric, mode) else {
         return Err(Error::usage(format!(
             "no trial of {} has reported a number as `{metric}`",
             shown(&arguments.folder)
         )));
     };
-    let best = BestResult {
+    let best = ShownBest {
         metric,
         mode,
-        value: result.value(metric).map(Number),
-        trial: &trial.name,
-        training_iteration: result.training_iteration,
-        config,
-        checkpoint: trial.checkpoint.as_deref(),
+        value: found.result.value(metric).map(Number),
+        trial: &found.trial.name,
+        training_iteration: found.result.training_iteration,
+        config: &found.config,
+        checkpoint: found.checkpoint.as_ref().map(|(path, _)| path.as_path()),
+        checkpoint_iteration: found.checkpoint.as_ref().map(|(_, iteration)| *iteration),
     };
     if arguments.json {
         return print(&json(&best)?);
     }
     let row = |name: &str, text: String| [name.to_owned(), plain(&text)];
     let value = best.value.map(|value| value.0.to_string());
-    let checkpoint = best.checkpoint.map(shown);
+    let checkpoint = match (best.checkpoint, best.checkpoint_iteration) {
+        (Some(path), Some(saved)) if saved != best.training_iteration => {
+            format!("{} (of iteration {saved})", shown(path))
+        }
+        (Some(path), _) => shown(path),
+        (None, _) => "none".to_owned(),
+    };
     print(&columns(&[
         row(metric, value.unwrap_or_default()),
         row("trial", best.trial.to_owned()),
         row("iteration", best.training_iteration.to_string()),
         row("config", best.config.to_string()),
-        row(
-            "newest checkpoint",
-            checkpoint.unwrap_or_else(|| "none".to_owned()),
-        ),
+        row("checkpoint", checkpoint),
     ]))
 }
 

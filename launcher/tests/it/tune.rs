@@ -338,6 +338,28 @@ fn of_a_trial_of_several_processes_rank_0_reports() {
 }
 
 #[test]
+fn the_best_result_is_shown_with_its_checkpoint() {
+    let folder = Folder::new();
+    let spec =
+        "name = \"s\"\nmetric = \"loss\"\nmode = \"min\"\n[space]\nx = { uniform = [0.0, 1.0] }\n";
+    folder.write("spec.toml", spec);
+    let mut command = folder.command("tune spec.toml --folder all --slots 1");
+    let program = r#"for i in 2 1 3; do
+            echo $i > "$0/at$i"
+            printf '{{"loss": %d, "checkpoint": "%s"}}\n' $i "$0/at$i"
+        done; : {x}"#;
+    command.args(["--", "sh", "-c", program, "{folder}"]);
+    Run::start(command).end().expect(0);
+    let shown = folder.json("tune best all --json");
+    assert_eq!(shown["training_iteration"], 2);
+    assert_eq!(shown["checkpoint_iteration"], 2);
+    let path = shown["checkpoint"].as_str().unwrap();
+    assert!(path.ends_with("checkpoint_000002/at1"), "{path}");
+    assert_eq!(fs::read_to_string(folder.path().join(path)).unwrap(), "1\n");
+    folder.launch("tune best all").expect(0).prints(path);
+}
+
+#[test]
 fn infinite_parameters_and_values_are_shown_as_json_can_hold_them() {
     let folder = Folder::new();
     let spec = "name = \"s\"\nmetric = \"loss\"\nmode = \"max\"\n[space]\nclip = inf\nlow = nan\n";

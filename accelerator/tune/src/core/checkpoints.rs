@@ -10,11 +10,11 @@ use super::{CheckpointKey, Core, prefix};
 use crate::config::TrialId;
 use crate::view::TrialStatus;
 
-/// The settings for when trials save, and what is kept on the disk.
+/// The settings for when trials save, and which checkpoints stay on disk.
 ///
-/// Without more, each checkpoint that a function or a program reports is taken, and each trial keeps its newest. A
-/// [`Trainable`](crate::Trainable) saves as these settings say. Schedulers that pause trials, or copy them, ask for
-/// checkpoints besides, and so does an interruption.
+/// By default, the search takes each checkpoint that a function or a program reports, and each trial keeps its newest
+/// one and the one with its best result. A [`Trainable`](crate::Trainable) saves when these settings specify it. In
+/// addition, trials save when they are interrupted, or when a scheduler pauses or copies them.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct CheckpointSettings {
@@ -22,7 +22,7 @@ pub struct CheckpointSettings {
     pub frequency: Option<u64>,
     /// A trial saves when a scheduler or a stop rule ends it.
     pub at_end: bool,
-    /// The number of newest checkpoints that each trial keeps, at least 1.
+    /// The number of newest checkpoints that each trial keeps, at least 1. It also keeps the one with its best result.
     pub keep_per_trial: usize,
     /// The number of ended trials that keep their checkpoints: those with the best values of the objective. `None` is
     /// all of them.
@@ -62,6 +62,7 @@ pub(crate) fn prunable(core: &Core, settings: &CheckpointSettings) -> Vec<Checkp
             .entry((key.branch.trial, continues && is_asked))
             .or_default();
         if *newer >= settings.keep_per_trial.max(1)
+            && best_of(core, key.branch.trial) != Some(*key)
             && !pinned.contains(key)
             && !resumed.contains(key)
         {
@@ -93,7 +94,12 @@ pub(crate) fn prunable(core: &Core, settings: &CheckpointSettings) -> Vec<Checkp
             .sum();
         let paused = ranked(core, |status| status == TrialStatus::Paused);
         let worst_first = ended.iter().skip(1).rev().chain(paused.iter().rev());
-        for key in worst_first.flat_map(|trial| of(*trial)) {
+        let best_last = |trial: &TrialId| {
+            let best = best_of(core, *trial);
+            let others = of(*trial).filter(move |key| Some(*key) != best);
+            others.chain(best)
+        };
+        for key in worst_first.flat_map(best_last) {
             if bytes <= budget {
                 break;
             }
@@ -103,6 +109,11 @@ pub(crate) fn prunable(core: &Core, settings: &CheckpointSettings) -> Vec<Checkp
         }
     }
     gone.into_iter().collect()
+}
+
+fn best_of(core: &Core, trial: TrialId) -> Option<CheckpointKey> {
+    let (best, _) = core.trial(trial)?.best_saved.as_ref()?;
+    Some(*best)
 }
 
 /// Checkpoints that running trials continue from, and those that have not begun.

@@ -126,9 +126,15 @@ impl Core {
             Event::Failed { trial, message } => self.failed(trial, message),
             Event::Saved { checkpoint, bytes } => {
                 self.checkpoints.insert(checkpoint, bytes);
+                if let Some(state) = self.trials.get_mut(checkpoint.branch.trial.index()) {
+                    state.saved(checkpoint, &self.rules.objective);
+                }
             }
             Event::Deleted { checkpoint } => {
                 self.checkpoints.remove(&checkpoint);
+                if let Some(state) = self.trials.get_mut(checkpoint.branch.trial.index()) {
+                    state.best_saved.take_if(|(best, _)| *best == checkpoint);
+                }
             }
             Event::Finished => {}
         }

@@ -1,7 +1,8 @@
 use std::collections::{BTreeSet, VecDeque};
 
-use super::event::{Branch, EndReason, Origin};
+use super::event::{Branch, CheckpointKey, EndReason, Origin};
 use crate::config::{Config, TrialId};
+use crate::objective::Objective;
 use crate::view::{TrialResult, TrialStatus};
 
 #[derive(Debug)]
@@ -23,6 +24,8 @@ pub(crate) struct TrialState {
     pub(crate) last: Option<TrialResult>,
     pub(crate) best: Option<TrialResult>,
     pub(crate) best_branch: Branch,
+    /// The checkpoint on the disk with the best result.
+    pub(crate) best_saved: Option<(CheckpointKey, TrialResult)>,
     pub(crate) failures: u32,
     pub(crate) error: Option<String>,
     pub(crate) end: Option<EndReason>,
@@ -62,6 +65,7 @@ impl TrialState {
                 trial: id,
                 generation: 0,
             },
+            best_saved: None,
             failures: 0,
             error: None,
             end: None,
@@ -103,6 +107,39 @@ impl TrialState {
     pub(crate) fn config_of(&self, branch: Branch) -> &Config {
         let state = self.branches.get(branch.generation as usize);
         &state.unwrap_or_else(|| self.branch_state()).config
+    }
+
+    /// Notes a checkpoint that is on the disk now. It is the best one if the result at which it was saved is the best of
+    /// those with a checkpoint.
+    pub(super) fn saved(&mut self, key: CheckpointKey, objective: &Objective) {
+        let Some(result) = self.result_of(key).cloned() else {
+            return;
+        };
+        let value = |result: &TrialResult| result.value(&objective.metric);
+        let best = self.best_saved.as_ref().and_then(|(_, best)| value(best));
+        if value(&result)
+            .is_some_and(|value| best.is_none_or(|best| objective.mode.is_better(value, best)))
+        {
+            self.best_saved = Some((key, result));
+        }
+    }
+
+    /// Returns the result at which a checkpoint was saved, if it is one of the newest.
+    fn result_of(&self, key: CheckpointKey) -> Option<&TrialResult> {
+        let origin = self.branch_state().origin.as_ref();
+        if key.branch != self.branch()
+            || origin.is_some_and(|(_, origin)| key.iteration <= origin.iteration)
+        {
+            return None;
+        }
+        let arrived = match &self.update {
+            Some(TrialUpdate::Reported(result)) => Some(result),
+            _ => None,
+        };
+        let results = arrived.into_iter().chain(&self.last).chain(&self.recent);
+        results
+            .into_iter()
+            .find(|result| result.training_iteration == key.iteration)
     }
 
     /// Returns `true` if it runs and has no update to decide about.

@@ -2,7 +2,7 @@
 
 pub(crate) use console::Console;
 pub use console::Display;
-pub use results::{DataFrame, Results, Scope};
+pub use results::{BestResult, DataFrame, Results, Scope};
 pub(crate) use trial_folder::{TrialEvents, TrialFolder, folder_name};
 
 mod console;

@@ -1,6 +1,6 @@
 //! The results of a search, and the table of its trials.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::{fmt, fs};
 
 use accelerator_host::fs::Durability;
@@ -10,6 +10,7 @@ use super::report;
 use super::table::{Rows, status};
 use super::trial_folder::{csv_line, read_results, read_rows};
 use crate::appended::replace;
+use crate::checkpoint_folder;
 use crate::config::{Config, TrialId};
 use crate::error::{Error, Result};
 use crate::objective::Mode;
@@ -31,6 +32,22 @@ use crate::view::{SearchEnd, SearchView, Trial, TrialResult};
 pub struct Results {
     view: SearchView,
     ending: SearchEnd,
+}
+
+/// The best value of a metric, as returned by [`Results::best_result`].
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct BestResult<'a> {
+    /// The trial that has reported it.
+    pub trial: &'a Trial,
+    /// The report that contains it.
+    pub result: TrialResult,
+    /// The configuration that the trial had at this report.
+    pub config: Config,
+    /// The trial's checkpoint with the best value of the search's metric, and its iteration, which is another one than that
+    /// of the report if the trial did not save then. For a function or a class, the path is the folder that it saved to; for
+    /// a program, the file or folder that it reported.
+    pub checkpoint: Option<(PathBuf, u64)>,
 }
 
 /// The value of a trial that counts.
@@ -84,25 +101,38 @@ impl Results {
     /// The configuration with which a trial has reported the best value of a metric.
     #[must_use]
     pub fn best_config(&self, metric: &str, mode: Mode) -> Option<Config> {
-        let (_, _, config) = self.best_result(metric, mode)?;
-        Some(config)
+        Some(self.best_result(metric, mode)?.config)
     }
 
-    /// The trial that has reported the best value of a metric, at whichever iteration, that report, and the configuration
-    /// with which it was made.
+    /// Returns the best value of a metric that any trial has reported, at any iteration.
     #[must_use]
-    pub fn best_result(&self, metric: &str, mode: Mode) -> Option<(&Trial, TrialResult, Config)> {
+    pub fn best_result(&self, metric: &str, mode: Mode) -> Option<BestResult<'_>> {
         let (trial, _) = self.best_trial(metric, mode, Scope::Best)?;
-        if self.is_objective(metric, mode) {
-            return Some((trial, trial.best.clone()?, trial.best_config.clone()));
-        }
-        let rows = read_rows(&trial.folder).ok()?.into_iter();
-        let scored = rows.filter_map(|row| {
-            let value = row.0.value(metric)?;
-            Some((row, value))
+        let (result, config) = match self.is_objective(metric, mode) {
+            true => (trial.best.clone()?, trial.best_config.clone()),
+            false => {
+                let rows = read_rows(&trial.folder).ok()?.into_iter();
+                let scored = rows.filter_map(|row| {
+                    let value = row.0.value(metric)?;
+                    Some((row, value))
+                });
+                mode.best(scored)?.0
+            }
+        };
+        let checkpoint = trial.best_checkpoint.as_ref();
+        let checkpoint = checkpoint.and_then(|(folder, result)| {
+            let path = match self.view.runs_programs {
+                true => checkpoint_folder::named(folder)?,
+                false => folder.clone(),
+            };
+            Some((path, result.training_iteration))
         });
-        let ((result, config), _) = mode.best(scored)?;
-        Some((trial, result, config))
+        Some(BestResult {
+            trial,
+            result,
+            config,
+            checkpoint,
+        })
     }
 
     /// The best trial, and its value. Trials that never reported a number are out of the question.

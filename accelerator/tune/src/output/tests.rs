@@ -38,6 +38,7 @@ pub(super) fn trial(
         error: None,
         folder: Path::new("/results").join(&name),
         checkpoint: None,
+        best_checkpoint: None,
         name,
     }
 }
@@ -46,6 +47,7 @@ pub(super) fn trial(
 pub(super) fn search(parameters: [&str; 2], trials: Vec<Trial>) -> SearchView {
     SearchView {
         name: "line".to_owned(),
+        runs_programs: false,
         folder: "/results".into(),
         objective: Objective::new("loss", Mode::Min),
         parameters: parameters.map(str::to_owned).to_vec(),

@@ -1,5 +1,6 @@
 use serde_json::Value;
 
+use crate::checkpoint_folder;
 use crate::error::{Error, Result};
 use crate::fields;
 use crate::runner::TrialStart;
@@ -74,13 +75,9 @@ impl Template {
             "params" => folder.join("params.json").display().to_string(),
             "metrics" => folder.join(METRICS).display().to_string(),
             "checkpoint" => {
-                let folder = start
-                    .restore
-                    .as_ref()
-                    .map(|restore| restore.folder.as_path());
-                // The file or folder that the program named is alone in the checkpoint's folder.
-                let entry = folder.and_then(|folder| folder.read_dir().ok()?.next()?.ok());
-                entry.map_or_else(String::new, |entry| entry.path().display().to_string())
+                let restore = start.restore.as_ref();
+                let named = restore.and_then(|restore| checkpoint_folder::named(&restore.folder));
+                named.map_or_else(String::new, |path| path.display().to_string())
             }
             path => match start.config.value(path) {
                 Some(Value::String(text)) => text.clone(),

@@ -280,6 +280,8 @@ pub(super) fn view(
         let folder = files.path(state);
         let of_trial = |key: &&CheckpointKey| key.branch.trial == state.id;
         let newest = core.checkpoints().keys().rev().find(of_trial);
+        let saved = |key: CheckpointKey| folder.join(key.folder_name());
+        let best_saved = state.best_saved.as_ref();
         Trial {
             id: state.id,
             name: files.name(state.id),
@@ -291,12 +293,14 @@ pub(super) fn view(
             best_config: state.config_of(state.best_branch).clone(),
             failures: state.failures,
             error: state.error.clone(),
-            checkpoint: newest.map(|key| folder.join(key.folder_name())),
+            checkpoint: newest.map(|key| saved(*key)),
+            best_checkpoint: best_saved.map(|(key, result)| (saved(*key), result.clone())),
             folder,
         }
     };
     SearchView {
         name: spec.name.clone(),
+        runs_programs: !spec.program.is_empty(),
         folder: folder.to_owned(),
         objective: spec.objective(),
         parameters: spec.space.parameters(),

@@ -278,7 +278,13 @@ fn what_a_program_names_is_kept_and_gone_on_from_without_settings() {
     let names = fs::read_dir(&trial.folder).unwrap().flatten();
     let names = names.map(|entry| entry.file_name().display().to_string());
     let kept = names.filter(|name| name.starts_with("checkpoint_")).count();
-    assert_eq!(kept, 1, "the newest alone");
+    assert_eq!(kept, 2, "the newest and the best");
+    let best = results.best_result("loss", Mode::Min).unwrap();
+    assert_eq!(best.result.training_iteration, 1);
+    assert_eq!(
+        fs::read_to_string(&best.checkpoint.unwrap().0).unwrap(),
+        "1\n"
+    );
 }
 
 #[test]

@@ -162,7 +162,7 @@ fn checkpoints_that_a_trial_reports_take_no_place_of_those_that_were_asked_for()
         iteration,
     };
     for iteration in 1..=3 {
-        let metrics = Metrics::from([("score", 1.0)]);
+        let metrics = Metrics::from([("score", iteration as f64)]);
         let result = TrialResult::next(None, iteration, metrics, 1.0, 0);
         core.step(Event::Reported {
             trial,
@@ -179,4 +179,52 @@ fn checkpoints_that_a_trial_reports_take_no_place_of_those_that_were_asked_for()
     assert_eq!(prunable(&core, &settings), [key(1)]);
     core.step(Event::Ended { trial });
     assert_eq!(prunable(&core, &settings), [key(1), key(2)]);
+}
+
+/// It is the best of those with a checkpoint, whatever was reported without one, and goes last if there is no room.
+#[test]
+fn a_trial_keeps_the_checkpoint_of_its_best_result() {
+    let mut core = Core::new(rules(SearchOrder::Eager, 9), fifo());
+    core.step(Event::Opened { slots: 1 });
+    let trial = TrialId::new(0);
+    for (trial, config) in [(trial, Some(Config::default())), (TrialId::new(1), None)] {
+        core.step(Event::Suggested { trial, config });
+    }
+    let key = |iteration| CheckpointKey {
+        branch: Branch {
+            trial,
+            generation: 0,
+        },
+        iteration,
+    };
+    for (iteration, score, is_saved) in [
+        (1, 1.0, true),
+        (2, 3.0, true),
+        (3, 4.0, false),
+        (4, 2.0, true),
+        (5, 1.0, true),
+    ] {
+        let metrics = Metrics::from([("score", score)]);
+        let result = TrialResult::next(None, iteration, metrics, 1.0, 0);
+        core.step(Event::Reported {
+            trial,
+            result,
+            stop: false,
+        });
+        if is_saved {
+            core.step(Event::Saved {
+                checkpoint: key(iteration),
+                bytes: 1,
+            });
+        }
+    }
+    core.step(Event::Ended { trial });
+    let settings = CheckpointSettings::default();
+    assert_eq!(prunable(&core, &settings), [key(1), key(4)]);
+    for checkpoint in [key(1), key(4)] {
+        core.step(Event::Deleted { checkpoint });
+    }
+    assert_eq!(prunable(&core, &settings), []);
+    core.step(Event::Deleted { checkpoint: key(2) });
+    assert!(core.trials()[0].best_saved.is_none());
 }
