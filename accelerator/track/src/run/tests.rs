@@ -83,7 +83,7 @@ fn hyperparameters_that_changed_are_named() {
 }
 
 #[test]
-fn a_run_is_compared_with_what_its_last_attempt_began_with() {
+fn a_resumed_run_is_compared_with_its_last_attempt_that_logged() {
     let runs = tempfile::tempdir().unwrap();
     let of = |lr: f64| {
         let builder = builder(&runs);
@@ -97,12 +97,18 @@ fn a_run_is_compared_with_what_its_last_attempt_began_with() {
         journal.hyperparameters["lr"].as_f64().unwrap()
     };
     let run = of(0.1).start().unwrap();
-    let (folder, mark) = (run.folder().to_owned(), run.mark().unwrap());
+    let folder = run.folder().to_owned();
+    run.log("train", [("loss", 1.0)], 1, None);
+    let mark = run.mark().unwrap();
     run.set_hyperparameters(&serde_json::json!({ "lr": 0.2 }))
         .unwrap();
     drop(run);
     assert_eq!(begun_with(&folder), 0.1);
     drop(of(0.3).resume(&mark).start().unwrap());
+    assert_eq!(begun_with(&folder), 0.1, "nothing was trained with 0.3");
+    let run = of(0.3).resume(&mark).start().unwrap();
+    run.log("train", [("loss", 0.5)], 2, None);
+    drop(run);
     assert_eq!(begun_with(&folder), 0.3);
 }
 

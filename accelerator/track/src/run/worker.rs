@@ -163,7 +163,7 @@ pub(super) struct Journal {
     /// The name of a point, made in place.
     key: String,
     last_step: Option<u64>,
-    /// The hyperparameters with which the last attempt began.
+    /// The initial hyperparameters of the last attempt that logged a step, or of the last attempt if none did.
     pub(super) hyperparameters: BTreeMap<String, Value>,
     has_warned: bool,
     _lock: RunLock,
@@ -188,22 +188,32 @@ impl Journal {
     pub(super) fn reopen(folder: PathBuf, lock: RunLock) -> Result<(Self, (RunId, String))> {
         let (mut head, mut attempts, mut last_step) = (None, 0, None);
         let mut series = HashMap::new();
-        let (mut hyperparameters, mut begins) = (BTreeMap::new(), false);
+        let (mut hyperparameters, mut begun_with) = (BTreeMap::new(), None);
+        let (mut has_logged, mut begins) = (false, false);
         let path = folder.join(JOURNAL);
         // Another file, or a newer journal, stays as it is: opening cuts off what is not intact.
         journal::first_entry(&path)?;
         let writer = JournalWriter::open(&path, |entry| {
             // An attempt begins with its hyperparameters.
             let at_begin = std::mem::take(&mut begins);
+            if entry.record.step().is_some() {
+                has_logged = true;
+                if let Some(set) = begun_with.take() {
+                    hyperparameters = set;
+                }
+            }
             match entry.record {
                 Record::Head { version, run, name } => head = Some((version, run, name)),
                 Record::Attempt { attempt, .. } => {
                     attempts = attempt + 1;
                     begins = true;
+                    begun_with = None;
                 }
                 Record::Series { i, key } => {
                     series.insert(key, i);
                 }
+                // An attempt's hyperparameters count once it logs a step. A finished program that restarts logs none.
+                Record::Param { set } if at_begin && has_logged => begun_with = Some(set),
                 Record::Param { set } if at_begin => hyperparameters = set,
                 Record::Rewind { to } => {
                     last_step = to;
