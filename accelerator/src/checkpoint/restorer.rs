@@ -354,7 +354,7 @@ impl<'a> Restorer<'a> {
             PartKind::Optimizer => "optimizer",
             PartKind::PerRank => "value for each rank",
         };
-        Ok((format!("the {kind} at place {}", self.at), part))
+        Ok((format!("the {kind} (part {} of the tuple)", self.at), part))
     }
 
     #[track_caller]

@@ -268,10 +268,9 @@ impl TakenSnapshot {
                 missing.and_then(|missing| self.parts.iter().position(|part| part.holds(missing)));
             if let Some(at) = at {
                 return Err(Error::misuse(format!(
-                    "a checkpoint is saved between optimizer steps, and the model at place {} of the tuple has not \
-                     stepped with this batch of the loader at place {place}, as another one has and it itself has \
-                     with those before: save behind the last model's step; if it is no longer trained, save behind \
-                     the next batch",
+                    "save between optimizer steps: the model (part {} of the tuple) has not stepped with the current \
+                     batch of the loader (part {place}), but another model has; save after the last model's step, or, \
+                     if this model is no longer trained, after the next batch",
                     at + 1
                 )));
             }
@@ -390,8 +389,8 @@ impl SnapshotReport {
             return Ok(());
         };
         Err(Error::misuse(format!(
-            "ranks do not agree on what they save: at place {} of the tuple, rank 0 has {}, and \
-                 rank {rank} has {}; every rank saves the same parts, after the same step",
+            "ranks save different parts: for part {} of the tuple, rank 0 has {}, but rank {rank} has {}; \
+             save the same parts on every rank, after the same step",
             at + 1,
             PartName(mine.get(at)),
             PartName(theirs.get(at)),

@@ -205,8 +205,8 @@ impl StateFile {
             kind.map_or_else(|| "nothing".to_owned(), PartKind::to_string)
         };
         Some(format!(
-            "at place {} of the tuple it has {}, and `resume` was given {}; pass the parts that were saved ({}), in \
-             that order",
+            "for part {} of the tuple, it has {}, but `resume` was given {}; pass the parts that were saved ({}), \
+             in that order",
             at + 1,
             shown(saved.get(at)),
             shown(kinds.get(at)),

@@ -173,7 +173,11 @@ fn write_files(
                     let _busy = activity.busy();
                     optimizer.bytes()?
                 };
-                check_known(&format!("the optimizer at place {}", at + 1), &bytes, &ids)?;
+                check_known(
+                    &format!("the optimizer (part {} of the tuple)", at + 1),
+                    &bytes,
+                    &ids,
+                )?;
                 put(sink, &names.optimizer()?, Role::Optimizer, &bytes)?;
             }
             SnapshotPart::PerRank(values) => {

@@ -206,7 +206,7 @@ fn a_save_that_lacks_parts_is_passed_over_and_removes_nothing() {
     let parts = (line(&accelerator.device()), adam());
     let parts = accelerator.prepare(parts).unwrap();
     let error = accelerator.resume(&checkpoints, parts).unwrap_err();
-    checkpoints::misfit(&error, &["place 2", "checkpoint-000001"]);
+    checkpoints::misfit(&error, &["part 2 of the tuple", "checkpoint-000001"]);
 }
 
 /// The settings of regular saves do not count, nor does a folder that a regular save refuses.

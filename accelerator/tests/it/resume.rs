@@ -367,7 +367,7 @@ fn parts_that_were_not_saved_so_are_refused() {
     let error = accelerator
         .resume(folder.path(), (optimizer, model, train))
         .unwrap_err();
-    misfit(&error, &["place 1 of the tuple it has a model"]);
+    misfit(&error, &["part 1 of the tuple, it has a model"]);
 
     let (model, optimizer, _) = prepared(&accelerator);
     let error = accelerator
@@ -375,7 +375,7 @@ fn parts_that_were_not_saved_so_are_refused() {
         .unwrap_err();
     misfit(
         &error,
-        &["place 3 of the tuple it has a loader, and `resume` was given nothing"],
+        &["part 3 of the tuple, it has a loader, but `resume` was given nothing"],
     );
 
     let wide: Linear = LinearConfig::new(2, 1).init(&device);
@@ -483,7 +483,7 @@ fn objects_come_back_exactly_and_to_every_rank() {
     let accelerator = Accelerator::new().unwrap();
     let parts = (Object(String::new()), PerRank(0), Object(0));
     let error = accelerator.resume(folder.path(), parts).unwrap_err();
-    misfit(&error, &["the object at place 1"]);
+    misfit(&error, &["the object (part 1 of the tuple)"]);
 }
 
 #[test]
@@ -498,7 +498,7 @@ fn a_value_that_one_rank_cannot_read_is_an_error_on_every_rank() {
         Ok(error)
     });
     for error in errors.unwrap() {
-        misfit(&error, &["the value for each rank at place 1"]);
+        misfit(&error, &["the value for each rank (part 1 of the tuple)"]);
     }
 }
 

@@ -213,7 +213,7 @@ fn a_schedule_that_gives_another_rate_at_another_number_of_ranks_is_refused() {
         let folder = tempfile::tempdir().unwrap();
         life(folder.path(), 2, 5, PlanOrder::BeforeResume).unwrap();
         let error = life(folder.path(), ranks, 1, PlanOrder::BeforeResume).unwrap_err();
-        let words = ["the optimizer at place 2", "resume_loader"];
+        let words = ["the optimizer (part 2 of the tuple)", "resume_loader"];
         assert_error(&error, Error::is_checkpoint, &words);
         // The same number of ranks may change its schedule.
         life(folder.path(), 2, 1, PlanOrder::BeforeResume).unwrap();

@@ -275,7 +275,11 @@ fn a_data_set_that_draws_at_each_read_is_told_where_one_rank_resumes() {
         assert!(!life().unwrap().contains("WARN"));
         let text = life().unwrap();
         assert_eq!(text.matches("WARN").count(), usize::from(told), "{text}");
-        assert_eq!(text.contains("the loader at place 3"), told, "{text}");
+        assert_eq!(
+            text.contains("the loader (part 3 of the tuple)"),
+            told,
+            "{text}"
+        );
         assert_eq!(text.contains("`SamplerDataset`"), told, "{text}");
     }
 }

@@ -193,7 +193,8 @@ fn what_becomes_of_a_batch_on_fewer_ranks_is_logged() {
             usize::from(told),
             "{text}"
         );
-        let wanted = "the loader at place 3 has up to 4 samples on each rank, and had up to 2";
+        let wanted =
+            "the loader (part 3 of the tuple) has up to 4 samples on each rank, and had up to 2";
         assert_eq!(text.contains(wanted), told, "{text}");
     }
 }
