@@ -10,6 +10,7 @@ use std::process::Command;
 
 use accelerator::prelude::*;
 use accelerator_benches::{Interval, Model, Output, Pair, Step};
+use accelerator_host::allocator::ALLOCATOR_VARIABLES;
 use clap::Parser;
 use serde::{Deserialize, Serialize};
 
@@ -111,7 +112,7 @@ fn start(args: &Args, overlap: &str) -> Result<Rounds, Box<dyn Error>> {
         .arg(&report)
         .env("ACCEL_OVERLAP", overlap)
         .env("RAYON_NUM_THREADS", "1")
-        .envs(accelerator_benches::ALLOCATOR)
+        .envs(ALLOCATOR_VARIABLES)
         .status()?;
     if !status.success() {
         return Err(format!("the ranks ended with {status}").into());

@@ -11,7 +11,8 @@ use std::time::{Duration, Instant};
 
 use accelerator::optim::{InitFused, Manual, Sharded};
 use accelerator::prelude::*;
-use accelerator_benches::{ALLOCATOR, Batch, Interval, Model, Net, Output, rank_variables};
+use accelerator_benches::{Batch, Interval, Model, Net, Output, rank_variables};
+use accelerator_host::allocator::ALLOCATOR_VARIABLES;
 use burn::data::dataloader::batcher::Batcher;
 use burn::optim::AdamWConfig;
 use clap::Parser;
@@ -82,7 +83,7 @@ fn run(args: &Args, processes: usize) -> Result<(), Box<dyn Error>> {
         command
             .args(std::env::args_os().skip(1))
             .arg("--rank")
-            .envs(ALLOCATOR)
+            .envs(ALLOCATOR_VARIABLES)
             .env("RAYON_NUM_THREADS", args.threads.to_string())
             .envs(rank_variables(rank, processes, port));
         if rank > 0 {

@@ -14,7 +14,8 @@ use std::process::Command;
 use std::time::Instant;
 
 use accelerator::prelude::*;
-use accelerator_benches::{ALLOCATOR, Interval, Output};
+use accelerator_benches::{Interval, Output};
+use accelerator_host::allocator::ALLOCATOR_VARIABLES;
 use burn::module::Module;
 use burn::optim::AdamWConfig;
 use burn::tensor::{Device, Int, Tensor, TensorData};
@@ -125,7 +126,7 @@ fn process(args: &Args, model: Model, layers: Layers) -> Result<f64, Box<dyn Err
         .args(["--dropout", &args.dropout.to_string()])
         .args(["--steps", &args.steps.to_string()])
         .env("RAYON_NUM_THREADS", args.threads.to_string())
-        .envs(ALLOCATOR)
+        .envs(ALLOCATOR_VARIABLES)
         .output()?;
     if !output.status.success() {
         return Err(String::from_utf8_lossy(&output.stderr).into());
@@ -137,7 +138,10 @@ fn train(args: &Args) -> Result<f64, Box<dyn Error>> {
     let (Some(&model), Some(&layers)) = (args.model.first(), args.layers.first()) else {
         return Err("a model and layers are needed".into());
     };
-    let accelerator = Accelerator::builder().device(BackendKind::Flex).build()?;
+    let accelerator = Accelerator::builder()
+        .device(BackendKind::Flex)
+        .allow_same_batches()
+        .build()?;
     let device = accelerator.device();
     let images = |size| numbers(size, &device);
     let words =
@@ -147,7 +151,11 @@ fn train(args: &Args) -> Result<f64, Box<dyn Error>> {
             let input = $input;
             let model = $layers::$model::new($($argument,)* args.dropout, &device);
             let batch = input.dims()[0];
-            steps(args, &accelerator, model, |model| model.forward(input.clone()), batch)
+            let loss = |model: &_, targets| {
+                let logits = $layers::$model::forward(model, input.clone());
+                $layers::loss(logits, targets)
+            };
+            steps(args, &accelerator, model, loss, batch)
         }};
         ($layers:ident) => {
             match model {
@@ -172,7 +180,7 @@ fn steps<M: Module + fmt::Display + 'static>(
     args: &Args,
     accelerator: &Accelerator,
     model: M,
-    logits: impl Fn(&M) -> Tensor<2>,
+    loss: impl Fn(&M, Tensor<1, Int>) -> Tensor<1>,
     batch: usize,
 ) -> Result<f64, Box<dyn Error>> {
     let parts = (model, AdamWConfig::new().init_fused());
@@ -181,7 +189,7 @@ fn steps<M: Module + fmt::Display + 'static>(
     let mut durations = Vec::new();
     for _ in 0..args.steps + 5 {
         let start = Instant::now();
-        let loss = accelerator_examples::cross_entropy(logits(&model), targets.clone());
+        let loss = loss(&model, targets.clone());
         let gradients = accelerator.backward(loss, &model, batch as f64)?;
         model = optimizer.step(1e-3, model, gradients);
         durations.push(start.elapsed().as_secs_f64() * 1e3);

@@ -2,18 +2,11 @@ use std::io::{self, BufRead, BufReader, Write};
 use std::net::TcpListener;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
+use accelerator_host::allocator::ALLOCATOR_VARIABLES;
 use clap::ValueEnum;
 
 use crate::model::Model;
 use crate::worker::{Loop, Round};
-
-/// The settings of glibc's allocator that `accel-launch` gives every process.
-pub const ALLOCATOR: [(&str, &str); 4] = [
-    ("MALLOC_MMAP_THRESHOLD_", "4294967296"),
-    ("MALLOC_TOP_PAD_", "67108864"),
-    ("MALLOC_TRIM_THRESHOLD_", "4294967296"),
-    ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"),
-];
 
 /// The plan for workers that run at the same time.
 #[derive(Clone, Debug)]
@@ -118,7 +111,7 @@ fn command(plan: &Plan) -> io::Result<Command> {
         .args(["--batch-size", &plan.batch_size.to_string()])
         .args(["--loop", kind.as_ref().map_or("", |kind| kind.get_name())])
         .env("RAYON_NUM_THREADS", plan.threads.to_string())
-        .envs(ALLOCATOR);
+        .envs(ALLOCATOR_VARIABLES);
     Ok(command)
 }
 

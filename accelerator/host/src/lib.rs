@@ -7,10 +7,10 @@
 //! documentation ([`markdown`]) use it. A new variable is one entry of `table.rs`. The crate also has the exit code
 //! that programs and launcher share, and the signal state that a process inherits with its variables.
 //!
-//! The utilities are the shape of errors ([`error`]), the frame of command-line programs ([`cli`]), memory backed by
-//! files ([`file_memory`]), files that are replaced whole ([`fs`]), locks of files ([`lock`]), facts of the machine
-//! ([`machine`]), programs that run within limits ([`process`]), locks without poisoning ([`sync`]), and text for
-//! terminals, shells and tables ([`text`]).
+//! The utilities are allocator settings ([`allocator`]), the structure of errors ([`error`]), the common part of
+//! command-line programs ([`cli`]), memory backed by files ([`file_memory`]), atomic file replacement ([`fs`]), file
+//! locks ([`lock`]), information about the machine ([`machine`]), programs that run within limits ([`process`]), locks
+//! without poisoning ([`sync`]), and text for terminals, shells and tables ([`text`]).
 //!
 //! ```
 //! use accelerator_host::{OVERLAP, VARIABLES, find};
@@ -31,6 +31,7 @@ pub use variable::{
     DEFAULT_LIVENESS, Grammar, Reader, SHORTEST_LIVENESS, Variable, number, port, seconds, switch,
 };
 
+pub mod allocator;
 pub mod cli;
 pub mod error;
 pub mod file_memory;

@@ -400,7 +400,7 @@ fn variables(ours: &[(String, OsString)]) -> Vec<SettingEntry> {
     ];
     let mut entries: Vec<_> = OTHERS
         .into_iter()
-        .chain(settings::DEFAULT_VARIABLES.map(|(name, value, _)| (name, value)))
+        .chain(settings::default_settings().map(|(name, value, _)| (name, value)))
         .map(|(name, default)| SettingEntry::variable(name, variable(name), default))
         .collect();
     // It alone has a meaning where it is empty.

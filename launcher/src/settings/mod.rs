@@ -17,6 +17,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use accelerator_host::PYTHON_UNBUFFERED;
+use accelerator_host::allocator::ALLOCATOR_VARIABLES;
 use accelerator_host::machine::{UsableCores, unix_time};
 use serde::{Deserialize, Serialize};
 
@@ -203,7 +204,7 @@ impl Settings {
             (name, threads)
         });
 
-        for (name, value, why) in DEFAULT_VARIABLES {
+        for (name, value, why) in default_settings() {
             match lookup(name) {
                 Some(own) => table.add(name, own, "environment"),
                 None => table.add(name, value, why),
@@ -492,35 +493,29 @@ pub(crate) fn cores() -> NonZeroUsize {
     UsableCores::of_this_process().count()
 }
 
-/// Variables with their values, and the reason for each value.
+/// Returns the default variables with their values, and the reason for each value.
 ///
-/// The first four are settings of glibc's allocator; other allocators do not read them. A training step allocates and
-/// frees the same large blocks again and again. By default, glibc gives them back to the system, and the kernel zeroes
-/// them again each time. This takes 10 to 15 percent of the time of one training process, and 20 to 25 percent if two
-/// train at the same time, since they wait for each other in the kernel. With the first three settings, glibc keeps the
-/// blocks. The fourth asks for huge pages if the system gives them on request. Peak memory grew by less than a tenth.
-pub(crate) const DEFAULT_VARIABLES: [(&str, &str, &str); 5] = [
-    ("MALLOC_MMAP_THRESHOLD_", "4294967296", KEPT),
-    ("MALLOC_TOP_PAD_", "67108864", KEPT),
-    ("MALLOC_TRIM_THRESHOLD_", "4294967296", KEPT),
-    ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1", KEPT),
-    (
-        PYTHON_UNBUFFERED.0,
-        PYTHON_UNBUFFERED.1,
-        "default: output is shown when it is printed",
-    ),
-];
+/// Most are settings of glibc's allocator, which other allocators ignore.
+pub(crate) fn default_settings() -> impl Iterator<Item = (&'static str, &'static str, &'static str)>
+{
+    let allocator = ALLOCATOR_VARIABLES.map(|(name, value)| (name, value, KEPT));
+    let (name, value) = PYTHON_UNBUFFERED;
+    let python = (
+        name,
+        value,
+        "default: output appears as soon as it is printed",
+    );
+    allocator.into_iter().chain([python])
+}
 
-const KEPT: &str = "default: ranks keep memory that they freed";
+const KEPT: &str = "default: ranks reuse freed memory";
 
 /// Returns the settings for each rank, except those that the user has set (`inherited` returns true). A single process
 /// gets them too: it gains as well, and its memory use stays comparable with that of two processes.
 pub(crate) fn default_variables(inherited: impl Fn(&str) -> bool) -> Vec<(&'static str, OsString)> {
-    let chosen = DEFAULT_VARIABLES
-        .iter()
-        .filter(|(name, ..)| !inherited(name));
+    let chosen = default_settings().filter(|(name, ..)| !inherited(name));
     chosen
-        .map(|&(name, value, _)| (name, value.into()))
+        .map(|(name, value, _)| (name, value.into()))
         .collect()
 }
 

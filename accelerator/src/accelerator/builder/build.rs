@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64};
 
 use accelerator_collective::{Launch, ProcessGroup, Topology, TransportKind};
 use accelerator_host::sync::Mutex;
-use accelerator_host::{DEVICE, OFFLOAD_FOLDER};
+use accelerator_host::{DEVICE, OFFLOAD_FOLDER, allocator};
 use burn::tensor::Device;
 
 use super::AcceleratorBuilder;
@@ -26,6 +26,9 @@ use crate::tracking::Tracking;
 
 impl AcceleratorBuilder {
     /// Determines this process's rank, connects it with the other ranks, and opens the device.
+    ///
+    /// From then on, glibc's allocator keeps the memory that this process frees, as it does under `accel-launch`, which makes
+    /// training steps 10 to 20 percent faster. To choose for yourself, set `MALLOC_TRIM_THRESHOLD_` to any number.
     ///
     /// # Errors
     ///
@@ -139,6 +142,7 @@ impl AcceleratorBuilder {
         device_reducer: DeviceReducer,
         device: Device,
     ) -> Result<Accelerator> {
+        allocator::keep_freed_memory();
         {
             // The same seed on every rank: models that are built alike are alike. Another rank of this
             // process may be building one.
