@@ -40,13 +40,15 @@ mod backend;
 mod kernel;
 
 use burn::tensor::module::BatchNormTrainOutput;
-use burn::tensor::ops::{ConvOptions, MaxPoolOptions};
-use burn::tensor::{Bool, Distribution, Int, Tensor, activation, module};
+use burn::tensor::ops::{AvgPoolOptions, ConvOptions, MaxPoolOptions};
+use burn::tensor::{Bool, DType, Distribution, Int, Tensor, activation, module};
 
 #[cfg(feature = "flex")]
 use crate::backend::{one, three, two};
 #[cfg(feature = "flex")]
-use crate::kernel::{Attention, ConvShape, Dropout, Elementwise, Mask, Norm, PoolShape, Then};
+use crate::kernel::{
+    Attention, ConvShape, Divisor, Dropout, Elementwise, Mask, Norm, PoolShape, Then,
+};
 
 /// Returns `input · weight + bias`, for an input of `[…, inputs]`, a weight of `[inputs, outputs]` and a bias of
 /// `[outputs]`.
@@ -82,7 +84,7 @@ pub fn linear<const D: usize>(
             Some(bias) => sums + bias.unsqueeze(),
         };
     }
-    let is_quantized = matches!(weight.dtype(), burn::tensor::DType::QFloat(_));
+    let is_quantized = matches!(weight.dtype(), DType::QFloat(_));
     if D == 1 || is_quantized || weight.dtype() != input.dtype() {
         return module::linear(input, weight, bias);
     }
@@ -218,7 +220,12 @@ pub fn rms_norm<const D: usize>(x: Tensor<D>, gamma: Tensor<1>, epsilon: f64) ->
         }
     }
     let dtype = x.dtype();
-    let squares = x.clone().cast(burn::tensor::DType::F32).square();
+    // Squares of half-precision values are summed in a wider type.
+    let wide = match dtype {
+        DType::F64 => DType::F64,
+        _ => DType::F32,
+    };
+    let squares = x.clone().cast(wide).square();
     let root = (squares.mean_dim(D - 1) + epsilon).sqrt();
     (x / root.cast(dtype)) * gamma.unsqueeze()
 }
@@ -284,22 +291,46 @@ pub fn cross_entropy(logits: Tensor<2>, targets: Tensor<1, Int>) -> Tensor<1> {
     #[cfg(feature = "flex")]
     if !logits.dims().contains(&0) {
         let classes = logits.dims()[1];
-        let read = || {
-            let targets = targets.to_data();
-            let targets = targets.iter::<i64>().map(|target| {
-                let class = usize::try_from(target).ok();
-                class.filter(|class| *class < classes).unwrap_or_else(|| {
-                    panic!("the target {target} is not one of the {classes} classes")
-                })
-            });
-            kernel::cross_entropy(targets.collect())
-        };
+        let read = || kernel::cross_entropy(indices(targets.to_data(), classes, "class"));
         if let Some(loss) = one(logits.clone().into_dispatch(), read) {
             return loss;
         }
     }
     let loss = burn::nn::loss::CrossEntropyLossConfig::new().init(&logits.device());
     loss.forward(logits, targets)
+}
+
+/// Reads indices, and panics if one is not in `0..count`. The panic message calls the indexed item `name`.
+#[cfg(feature = "flex")]
+fn indices(data: burn::tensor::TensorData, count: usize, name: &str) -> Vec<usize> {
+    let numbers = data.iter::<i64>().map(|number| {
+        let index = usize::try_from(number).ok();
+        index.filter(|index| *index < count).unwrap_or_else(|| {
+            let last = count - 1;
+            panic!("{name} {number} is out of range: use indices from 0 to {last}")
+        })
+    });
+    numbers.collect()
+}
+
+/// Looks up the rows of a weight of `[embeddings, width]` at indices of `[batch, length]`: `[batch, length, width]`.
+///
+/// # Panics
+///
+/// On the Flex backend, panics if an index is negative, or not less than the number of entries.
+pub fn embedding(weight: Tensor<2>, indices: Tensor<2, Int>) -> Tensor<3> {
+    #[cfg(feature = "flex")]
+    if !weight.dims().contains(&0) {
+        let (embeddings, dims) = (weight.dims()[0], indices.dims());
+        let read = || {
+            let indices = self::indices(indices.to_data(), embeddings, "index");
+            kernel::embedding(indices, dims)
+        };
+        if let Some(rows) = one(weight.clone().into_dispatch(), read) {
+            return rows;
+        }
+    }
+    module::embedding(weight, indices)
 }
 
 #[cfg(feature = "flex")]
@@ -379,7 +410,7 @@ fn convolved<const D: usize, const SIDES: usize>(
     for side in 0..SIDES {
         let (input, kernel) = (inputs[2 + side], weights[2 + side]);
         let span = options.dilation[side] * kernel.checked_sub(1)? + 1;
-        // The only side of a sequence is the width of an image.
+        // A sequence is an image of height 1: its length is the width.
         let at = 2 - SIDES + side;
         shape.input[at] = input;
         shape.output[at] = windows(input, options.padding[side], span, options.stride[side])?;
@@ -427,42 +458,112 @@ pub fn conv1d(
     module::conv1d(x, weight, bias, options)
 }
 
-/// Returns the largest value of each window of the images.
-pub fn max_pool2d(x: Tensor<4>, options: MaxPoolOptions<2>) -> Tensor<4> {
+macro_rules! pools {
+    ($($(#[$doc:meta])* $name:ident($sides:literal, $options:ident) -> $rank:literal = $pooled:ident;)+) => {$(
+        $(#[$doc])*
+        pub fn $name(x: Tensor<$rank>, options: $options<$sides>) -> Tensor<$rank> {
+            #[cfg(feature = "flex")]
+            if let Some(y) = $pooled(&x, &options) {
+                return y;
+            }
+            module::$name(x, options)
+        }
+    )+};
+}
+
+pools! {
+    /// Applies max pooling to images of `[batch, channels, height, width]`.
+    max_pool2d(2, MaxPoolOptions) -> 4 = largest;
+
+    /// Applies max pooling to sequences of `[batch, channels, length]`.
+    max_pool1d(1, MaxPoolOptions) -> 3 = largest;
+
+    /// Applies average pooling to images of `[batch, channels, height, width]`.
+    avg_pool2d(2, AvgPoolOptions) -> 4 = mean;
+
+    /// Applies average pooling to sequences of `[batch, channels, length]`.
+    avg_pool1d(1, AvgPoolOptions) -> 3 = mean;
+}
+
+/// Applies adaptive average pooling to images of `[batch, channels, height, width]`: divides each image into a grid of
+/// `output` parts, `[height, width]`, and returns the mean of each part.
+pub fn adaptive_avg_pool2d(x: Tensor<4>, output: [usize; 2]) -> Tensor<4> {
     #[cfg(feature = "flex")]
-    if let Some(y) = pooled(&x, &options) {
-        return y;
+    {
+        let [_, _, height, width] = x.dims();
+        let divides = |size: usize, parts: usize| parts > 0 && size.is_multiple_of(parts);
+        if divides(height, output[0]) && divides(width, output[1]) && height * width > 0 {
+            let part = [height / output[0], width / output[1]];
+            if let Some(y) = mean(&x, &AvgPoolOptions::new(part)) {
+                return y;
+            }
+        }
     }
-    module::max_pool2d(x, options)
+    module::adaptive_avg_pool2d(x, output)
 }
 
 #[cfg(feature = "flex")]
-fn pooled(x: &Tensor<4>, options: &MaxPoolOptions<2>) -> Option<Tensor<4>> {
-    let [batch, channels, height, width] = x.dims();
-    let [kernel_height, kernel_width] = options.kernel_size;
-    if options.dilation != [1, 1] || options.ceil_mode || kernel_height * kernel_width > 255 {
+fn largest<const D: usize, const SIDES: usize>(
+    x: &Tensor<D>,
+    options: &MaxPoolOptions<SIDES>,
+) -> Option<Tensor<D>> {
+    let values = options.kernel_size.into_iter().product::<usize>();
+    if options.dilation != [1; SIDES] || options.ceil_mode || values > 255 {
         return None;
     }
-    let input = [height, width];
-    let mut output = [0; 2];
-    for side in 0..2 {
-        let (begin, end) = options.padding[side];
-        // Windows of padding alone are Burn's.
-        if begin.max(end) >= options.kernel_size[side] {
+    let shape = pool(x, options.kernel_size, options.stride, options.padding)?;
+    one(x.clone().into_dispatch(), || kernel::max_pool(shape))
+}
+
+#[cfg(feature = "flex")]
+fn mean<const D: usize, const SIDES: usize>(
+    x: &Tensor<D>,
+    options: &AvgPoolOptions<SIDES>,
+) -> Option<Tensor<D>> {
+    if options.ceil_mode {
+        return None;
+    }
+    let shape = pool(x, options.kernel_size, options.stride, options.padding)?;
+    let divisor = match options.count_include_pad {
+        true => Divisor::Window,
+        false => Divisor::Values,
+    };
+    one(x.clone().into_dispatch(), || {
+        kernel::avg_pool(shape, divisor)
+    })
+}
+
+#[cfg(feature = "flex")]
+fn pool<const D: usize, const SIDES: usize>(
+    x: &Tensor<D>,
+    kernel: [usize; SIDES],
+    stride: [usize; SIDES],
+    padding: [(usize, usize); SIDES],
+) -> Option<PoolShape> {
+    let inputs = x.dims();
+    let mut shape = PoolShape {
+        planes: [inputs[0], inputs[1]],
+        input: [1; 2],
+        output: [1; 2],
+        kernel: [1; 2],
+        stride: [1; 2],
+        padding: [0; 2],
+    };
+    for side in 0..SIDES {
+        let (begin, end) = padding[side];
+        // Burn handles windows that contain only padding.
+        if begin.max(end) >= kernel[side] || inputs[2 + side] == 0 {
             return None;
         }
-        let (span, stride) = (options.kernel_size[side], options.stride[side]);
-        output[side] = windows(input[side], (begin, end), span, stride)?;
+        // A sequence is an image of height 1: its length is the width.
+        let at = 2 - SIDES + side;
+        shape.input[at] = inputs[2 + side];
+        shape.output[at] = windows(inputs[2 + side], (begin, end), kernel[side], stride[side])?;
+        shape.kernel[at] = kernel[side];
+        shape.stride[at] = stride[side];
+        shape.padding[at] = begin;
     }
-    let shape = PoolShape {
-        planes: [batch, channels],
-        input,
-        output,
-        kernel: options.kernel_size,
-        stride: options.stride,
-        padding: options.padding.map(|(begin, _)| begin),
-    };
-    one(x.clone().into_dispatch(), || kernel::max_pool2d(shape))
+    Some(shape)
 }
 
 /// The number of heads of [`attention`], the pairs of queries and keys that it leaves out, and its dropout.

@@ -1,40 +1,144 @@
-//! The largest value of each window of an image.
+//! Max pooling and average pooling.
 
+use core::ops::Range;
+
+use burn::tensor::Shape;
 use burn_flex::FlexTensor;
 
-use super::loops::{for_each, for_parts, tensor, values, vectorised};
+use super::loops::{TASK, for_each, for_parts, shape, tensor, values, vectorised};
+use super::math::sum;
 use crate::backend::{Backprop, Forward};
 
-/// The sizes of a pooling. Pairs are of height and width.
+/// The sizes of a pooling operation. Pairs are `[height, width]`. A sequence is an image of height 1.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PoolShape {
     /// The number of images, and of channels.
     pub(crate) planes: [usize; 2],
     pub(crate) input: [usize; 2],
     pub(crate) output: [usize; 2],
-    /// At most 255 values.
     pub(crate) kernel: [usize; 2],
     pub(crate) stride: [usize; 2],
     /// The padding above and on the left.
     pub(crate) padding: [usize; 2],
 }
 
-pub(crate) fn max_pool2d(shape: PoolShape) -> Forward<1> {
+/// The divisor in average pooling.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Divisor {
+    /// The size of the window: padding counts as zeros.
+    Window,
+    /// The number of values in the window that are not padding.
+    Values,
+}
+
+/// Returns the max pooling operation. A window has at most 255 values.
+pub(crate) fn max_pool(pool: PoolShape) -> Forward<1> {
     Box::new(move |[x]: [FlexTensor; 1]| {
         let x = x.to_contiguous();
-        let (y, chosen) = shape.forward(values(&x));
+        let (y, chosen) = pool.forward(values(&x));
+        let (of_input, of_output) = (shape(&x), pool.output_shape(&x));
         let back: Backprop<1> = Box::new(move |gradient, _| {
             let gradient = gradient.to_contiguous();
-            let dx = shape.back(values(&gradient), &chosen);
-            [Some(tensor(dx, shape.dims(shape.input)))]
+            let dx = pool.back(values(&gradient), &chosen);
+            [Some(tensor(dx, of_input))]
         });
-        (tensor(y, shape.dims(shape.output)), back)
+        (tensor(y, of_output), back)
+    })
+}
+
+pub(crate) fn avg_pool(pool: PoolShape, divisor: Divisor) -> Forward<1> {
+    Box::new(move |[x]: [FlexTensor; 1]| {
+        let x = x.to_contiguous();
+        let y = pool.means(values(&x), divisor);
+        let (of_input, of_output) = (shape(&x), pool.output_shape(&x));
+        let back: Backprop<1> = Box::new(move |gradient, _| {
+            let gradient = gradient.to_contiguous();
+            let dx = pool.spread(values(&gradient), divisor);
+            [Some(tensor(dx, of_input))]
+        });
+        (tensor(y, of_output), back)
     })
 }
 
 impl PoolShape {
-    fn dims(&self, [height, width]: [usize; 2]) -> [usize; 4] {
-        [self.planes[0], self.planes[1], height, width]
+    fn output_shape(&self, x: &FlexTensor) -> Shape {
+        let mut output = shape(x);
+        let sides = output.num_dims() - 2;
+        for side in 0..sides {
+            output[2 + side] = self.output[2 - sides + side];
+        }
+        output
+    }
+
+    fn means(&self, x: &[f32], divisor: Divisor) -> Vec<f32> {
+        let [plane_in, plane_out] = [self.input, self.output].map(|[height, width]| height * width);
+        let planes = self.planes[0] * self.planes[1];
+        let mut y = vec![0.0; planes * plane_out];
+        let at_once = (TASK / plane_in).max(1);
+        let parts = y.chunks_mut((at_once * plane_out).max(1));
+        for_each(planes * plane_in, parts, |part, y| {
+            let x = x[part * at_once * plane_in..].chunks_exact(plane_in);
+            for (x, y) in x.zip(y.chunks_exact_mut(plane_out)) {
+                vectorised(
+                    #[inline(always)]
+                    || self.means_of_plane(x, y, divisor),
+                );
+            }
+        });
+        y
+    }
+
+    #[inline(always)]
+    fn means_of_plane(&self, x: &[f32], y: &mut [f32], divisor: Divisor) {
+        for (at, y) in y.iter_mut().enumerate() {
+            let [lines, columns] = self.window(at);
+            let scale = self.scale([&lines, &columns], divisor);
+            let mut total = 0.0;
+            for line in lines {
+                let values = &x[line * self.input[1]..][columns.clone()];
+                total += match values.len() < 16 {
+                    true => values.iter().sum::<f32>(),
+                    false => sum(values, |x| x),
+                };
+            }
+            *y = total * scale;
+        }
+    }
+
+    fn spread(&self, gradient: &[f32], divisor: Divisor) -> Vec<f32> {
+        let [plane_in, plane_out] = [self.input, self.output].map(|[height, width]| height * width);
+        let mut dx = vec![0.0; self.planes[0] * self.planes[1] * plane_in];
+        for_parts(&mut dx, plane_in, |plane, dx| {
+            let gradient = &gradient[plane * plane_out..][..plane_out];
+            for (at, gradient) in gradient.iter().enumerate() {
+                let [lines, columns] = self.window(at);
+                let of_value = gradient * self.scale([&lines, &columns], divisor);
+                for line in lines {
+                    for dx in &mut dx[line * self.input[1]..][columns.clone()] {
+                        *dx += of_value;
+                    }
+                }
+            }
+        });
+        dx
+    }
+
+    /// Returns the rows and columns of the window of an output, without padding.
+    fn window(&self, output: usize) -> [Range<usize>; 2] {
+        let at = [output / self.output[1], output % self.output[1]];
+        core::array::from_fn(|side| {
+            let start = at[side] * self.stride[side];
+            let end = (start + self.kernel[side]).saturating_sub(self.padding[side]);
+            start.saturating_sub(self.padding[side])..end.min(self.input[side])
+        })
+    }
+
+    fn scale(&self, [lines, columns]: [&Range<usize>; 2], divisor: Divisor) -> f32 {
+        let values = match divisor {
+            Divisor::Window => self.kernel[0] * self.kernel[1],
+            Divisor::Values => lines.len() * columns.len(),
+        };
+        1.0 / values as f32
     }
 
     /// Returns `true` for the windows that most networks have: 2 × 2, next to each other.
@@ -52,7 +156,8 @@ impl PoolShape {
         let (mut y, mut chosen) = (vec![0.0; values], vec![0; values]);
         let len = plane_out.max(1);
         let parts = y.chunks_mut(len).zip(chosen.chunks_mut(len));
-        for_each(values, parts, |plane, (y, chosen)| {
+        let work = self.planes[0] * self.planes[1] * plane_in;
+        for_each(work, parts, |plane, (y, chosen)| {
             let x = &x[plane * plane_in..][..plane_in];
             let width = self.output[1];
             let rows = y.chunks_mut(width).zip(chosen.chunks_mut(width));

@@ -14,7 +14,7 @@ use burn::module::{
     ModuleVisitor,
 };
 use burn::nn::{Initializer, LinearLayout, PaddingConfig1d, PaddingConfig2d};
-use burn::tensor::ops::{ConvOptions, MaxPoolOptions};
+use burn::tensor::ops::{AvgPoolOptions, ConvOptions, MaxPoolOptions};
 use burn::tensor::{Device, Int, Tensor};
 use serde::{Deserialize, Serialize};
 
@@ -260,11 +260,7 @@ impl Conv1d {
     /// Panics if the shapes do not fit.
     pub fn forward(&self, input: Tensor<3>) -> Tensor<3> {
         let Self(layer) = self;
-        let padding = match layer.padding {
-            PaddingConfig1d::Valid => (0, 0),
-            PaddingConfig1d::Explicit(left, right) => (left, right),
-            PaddingConfig1d::Same => same_padding(input.dims()[2], layer.kernel_size, layer.stride),
-        };
+        let padding = padding_1d(&layer.padding, &input, layer.kernel_size, layer.stride);
         let options = ConvOptions::new_with_padding(
             [layer.stride],
             [padding],
@@ -277,7 +273,7 @@ impl Conv1d {
 }
 
 layer! {
-    /// The largest value of each window of an image.
+    /// Max pooling over images.
     MaxPool2d(burn::nn::pool::MaxPool2d)
 }
 
@@ -298,6 +294,134 @@ impl MaxPool2d {
             .with_dilation(layer.dilation)
             .with_ceil_mode(layer.ceil_mode);
         crate::max_pool2d(input, options)
+    }
+}
+
+layer! {
+    /// Max pooling over sequences.
+    MaxPool1d(burn::nn::pool::MaxPool1d)
+}
+
+config! {
+    /// The configuration of a [`MaxPool1d`] layer.
+    MaxPool1dConfig(burn::nn::pool::MaxPool1dConfig) -> MaxPool1d, new(kernel_size: usize),
+    with_stride(usize), with_padding(PaddingConfig1d), with_dilation(usize), with_ceil_mode(bool); init()
+}
+
+impl MaxPool1d {
+    /// Pools sequences of `[batch, channels, length]`.
+    pub fn forward(&self, input: Tensor<3>) -> Tensor<3> {
+        let Self(layer) = self;
+        let padding = padding_1d(&layer.padding, &input, layer.kernel_size, layer.stride);
+        let options = MaxPoolOptions::new([layer.kernel_size])
+            .with_stride([layer.stride])
+            .with_padding_pairs([padding])
+            .with_dilation([layer.dilation])
+            .with_ceil_mode(layer.ceil_mode);
+        crate::max_pool1d(input, options)
+    }
+}
+
+layer! {
+    /// Average pooling over images.
+    AvgPool2d(burn::nn::pool::AvgPool2d)
+}
+
+config! {
+    /// The configuration of an [`AvgPool2d`] layer.
+    AvgPool2dConfig(burn::nn::pool::AvgPool2dConfig) -> AvgPool2d, new(kernel_size: [usize; 2]),
+    with_strides([usize; 2]), with_padding(PaddingConfig2d), with_count_include_pad(bool), with_ceil_mode(bool); init()
+}
+
+impl AvgPool2d {
+    /// Pools images of `[batch, channels, height, width]`.
+    pub fn forward(&self, input: Tensor<4>) -> Tensor<4> {
+        let Self(layer) = self;
+        let padding = padding(&layer.padding, &input, layer.kernel_size, layer.stride);
+        let options = AvgPoolOptions::new(layer.kernel_size)
+            .with_stride(layer.stride)
+            .with_padding_pairs(padding)
+            .with_count_include_pad(layer.count_include_pad)
+            .with_ceil_mode(layer.ceil_mode);
+        crate::avg_pool2d(input, options)
+    }
+}
+
+layer! {
+    /// Average pooling over sequences.
+    AvgPool1d(burn::nn::pool::AvgPool1d)
+}
+
+config! {
+    /// The configuration of an [`AvgPool1d`] layer.
+    AvgPool1dConfig(burn::nn::pool::AvgPool1dConfig) -> AvgPool1d, new(kernel_size: usize),
+    with_stride(usize), with_padding(PaddingConfig1d), with_count_include_pad(bool), with_ceil_mode(bool); init()
+}
+
+impl AvgPool1d {
+    /// Pools sequences of `[batch, channels, length]`.
+    pub fn forward(&self, input: Tensor<3>) -> Tensor<3> {
+        let Self(layer) = self;
+        let padding = padding_1d(&layer.padding, &input, layer.kernel_size, layer.stride);
+        let options = AvgPoolOptions::new([layer.kernel_size])
+            .with_stride([layer.stride])
+            .with_padding_pairs([padding])
+            .with_count_include_pad(layer.count_include_pad)
+            .with_ceil_mode(layer.ceil_mode);
+        crate::avg_pool1d(input, options)
+    }
+}
+
+layer! {
+    /// Adaptive average pooling over images; see [`adaptive_avg_pool2d`](crate::adaptive_avg_pool2d).
+    AdaptiveAvgPool2d(burn::nn::pool::AdaptiveAvgPool2d)
+}
+
+config! {
+    /// The configuration of an [`AdaptiveAvgPool2d`] layer.
+    AdaptiveAvgPool2dConfig(burn::nn::pool::AdaptiveAvgPool2dConfig) -> AdaptiveAvgPool2d,
+    new(output_size: [usize; 2]); init()
+}
+
+impl AdaptiveAvgPool2d {
+    /// Pools images of `[batch, channels, height, width]`.
+    pub fn forward(&self, input: Tensor<4>) -> Tensor<4> {
+        crate::adaptive_avg_pool2d(input, self.output_size)
+    }
+}
+
+layer! {
+    /// An embedding table, which maps indices to vectors; see [`embedding`](crate::embedding).
+    Embedding(burn::nn::Embedding)
+}
+
+config! {
+    /// The configuration of an [`Embedding`] layer.
+    EmbeddingConfig(burn::nn::EmbeddingConfig) -> Embedding, new(n_embedding: usize, d_model: usize),
+    with_initializer(Initializer); init(device)
+}
+
+impl Embedding {
+    /// Returns the vectors for indices of `[batch, length]`: `[batch, length, d_model]`.
+    ///
+    /// # Panics
+    ///
+    /// On the Flex backend, panics if an index is negative, or not less than the number of vectors.
+    pub fn forward(&self, input: Tensor<2, Int>) -> Tensor<3> {
+        crate::embedding(self.weight.val(), input)
+    }
+}
+
+fn padding_1d(
+    padding: &PaddingConfig1d,
+    input: &Tensor<3>,
+    kernel: usize,
+    stride: usize,
+) -> (usize, usize) {
+    match *padding {
+        PaddingConfig1d::Valid => (0, 0),
+        PaddingConfig1d::Explicit(left, right) => (left, right),
+        PaddingConfig1d::Same => same_padding(input.dims()[2], kernel, stride),
     }
 }
 
