@@ -27,8 +27,10 @@ use std::time::Instant;
 
 use accelerator::nn::Units;
 use accelerator::prelude::*;
-use accelerator_benches::{ALLOCATOR, Interval, Output, peak_memory, rank_variables};
-use accelerator_examples::TransformerConfig;
+use accelerator_benches::{
+    Interval, Layers, Output, Shape, Transformer, peak_memory, rank_variables,
+};
+use accelerator_host::allocator::ALLOCATOR_VARIABLES;
 use burn::module::Module;
 use burn::optim::AdamWConfig;
 use burn::tensor::{Device, Int, Tensor, TensorData};
@@ -54,6 +56,9 @@ struct Args {
     batch: usize,
     #[arg(long, default_value_t = 64)]
     length: usize,
+    /// Use the layers of `accelerator::ops` instead of Burn's
+    #[arg(long)]
+    ops: bool,
     /// The number of parts in which the loss is computed
     #[arg(long, default_value_t = 1)]
     parts: usize,
@@ -152,7 +157,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         let of = |number: fn(&Trained) -> f64| Interval::of(results.iter().map(number).collect());
         args.output.print(&Line {
             units: units.to_string(),
-            parameters: config(&args).init(&Device::default()).num_params(),
+            parameters: transformer(&args, &Device::default()).num_params(),
             allocated: of(|result| result.allocated),
             resident: of(|result| result.resident),
             forward: of(|result| result.forward),
@@ -182,7 +187,7 @@ fn job(args: &Args, units: Units) -> Result<Trained, Box<dyn Error>> {
             .args(["--units", &units.to_string()])
             .arg("--folder")
             .arg(folder.path())
-            .envs(ALLOCATOR)
+            .envs(ALLOCATOR_VARIABLES)
             .envs(offload.map(|folder| ("ACCEL_OFFLOAD_FOLDER", folder)))
             .envs(
                 (ranks > 1)
@@ -216,11 +221,19 @@ fn job(args: &Args, units: Units) -> Result<Trained, Box<dyn Error>> {
     Ok(largest)
 }
 
-fn config(args: &Args) -> TransformerConfig {
-    TransformerConfig::new(args.tokens, args.length)
-        .with_width(args.width)
-        .with_heads(args.heads)
-        .with_layers(args.layers)
+fn transformer(args: &Args, device: &Device) -> Transformer {
+    let shape = Shape {
+        tokens: args.tokens,
+        length: args.length,
+        width: args.width,
+        heads: args.heads,
+        layers: args.layers,
+    };
+    let layers = match args.ops {
+        true => Layers::Ops,
+        false => Layers::Burn,
+    };
+    Transformer::new(layers, shape, device)
 }
 
 fn train(args: &Args, units: Units) -> Result<Trained, Box<dyn Error>> {
@@ -229,7 +242,7 @@ fn train(args: &Args, units: Units) -> Result<Trained, Box<dyn Error>> {
     let builder = Accelerator::builder().units(units).allow_same_batches();
     let accelerator = builder.build()?;
     let before = peak_memory().unwrap_or(0);
-    let model = accelerator.init(|device| config(args).init(device));
+    let model = accelerator.init(|device| transformer(args, device));
     let parts = (model, AdamWConfig::new().init_fused());
     let (mut model, mut optimizer) = accelerator.prepare(parts)?;
     let rows = args.batch * args.length;
@@ -284,7 +297,7 @@ fn train(args: &Args, units: Units) -> Result<Trained, Box<dyn Error>> {
         saved.map(drop)
     })?;
     drop((model, optimizer));
-    let model = accelerator.init(|device| config(args).init(device));
+    let model = accelerator.init(|device| transformer(args, device));
     let parts = (model, AdamWConfig::new().init_fused());
     let mut parts = Some(accelerator.prepare(parts)?);
     let resuming = peak(&mut || {

@@ -83,7 +83,7 @@ fn main() -> Result<(), Report> {
     let rate = accelerator.scaled_rate(0.001, RateScaling::Linear);
     let schedule = StepLrSchedulerConfig::new(rate, 1).with_gamma(0.7);
     let schedule = PerEpoch(schedule.init().map_err(std::io::Error::other)?);
-    let optimizer = (AdamConfig::new().init(), schedule);
+    let optimizer = (AdamConfig::new().init_fused(), schedule);
     let (mut model, mut optimizer, train, valid, test) =
         accelerator.prepare((model, optimizer, train, valid, test))?;
 

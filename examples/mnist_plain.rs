@@ -1,4 +1,4 @@
-//! Trains a small CNN to read handwritten digits, with Burn alone and on one process.
+//! Trains a small CNN to read handwritten digits in a loop of Burn's own, on one process.
 //!
 //! `cargo run --release --example mnist_plain -- --help` lists the flags.
 
@@ -13,7 +13,7 @@ use burn::module::Module;
 use burn::optim::GradientsParams;
 use clap::Parser;
 
-/// Train a small convolutional network to read handwritten digits, with Burn alone
+/// Train a small convolutional network to read handwritten digits in a loop of Burn's own
 #[derive(Debug, Parser)]
 struct Args {
     #[command(flatten)]

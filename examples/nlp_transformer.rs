@@ -99,7 +99,7 @@ fn main() -> Result<(), Report> {
         .batch_size(args.batch_size.get())
         .shuffle(42)
         .build(windows);
-    let parts = (model, AdamWConfig::new().init(), train);
+    let parts = (model, AdamWConfig::new().init_fused(), train);
     let (mut model, mut optimizer, train) = accelerator.prepare(parts)?;
     accelerator.print(accelerator.plan(&train, args.epochs));
 

@@ -5,11 +5,14 @@
     tests/trainer/install
     target/trainer-venv/bin/python benches/compare/cpu_step.py target/release/deps/cpu_step-…
 
-Prints the median milliseconds of each side, and the median of its ratios to PyTorch in the same round.
+Prints the median step time of each side in milliseconds, and the median of its ratios to PyTorch in the same round.
+With `--processes 2`, each side trains on two ranks, which get equal batches. PyTorch then uses Hugging Face Accelerate
+with gloo; `tests/trainer/install` also installs Accelerate.
 """
 
 import argparse
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -113,14 +116,39 @@ def train(o):
     }[o.model]()
     targets = torch.arange(len(x)) % 10
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    backward = torch.Tensor.backward
+    if o.processes > 1:
+        from accelerate import Accelerator
+
+        accelerator = Accelerator(cpu=True)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        backward = accelerator.backward
     steps = []
     for _ in range(o.steps + 5):
         start = time.perf_counter()
-        F.cross_entropy(model(x), targets).backward()
+        backward(F.cross_entropy(model(x), targets))
         optimizer.step()
         optimizer.zero_grad()
         steps.append((time.perf_counter() - start) * 1e3)
     print(median(steps[5:]))
+
+
+def run(command, environment, processes):
+    """Returns the step time of the slowest rank, in milliseconds."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = []
+    for rank in range(processes):
+        places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+        places = {name: str(place) for name, place in places.items()}
+        places |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        own = {**environment, **(places if processes > 1 else {})}
+        ranks.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=own))
+    printed = [rank.communicate()[0] for rank in ranks]
+    if any(rank.returncode for rank in ranks):
+        sys.exit(f"a rank failed: {' '.join(command)}")
+    return max(float(text) for text in printed)
 
 
 def main():
@@ -129,6 +157,7 @@ def main():
     parser.add_argument("--models", default="cnn,transformer,mlp,resnet,wide-transformer,lstm,text")
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--model", help=argparse.SUPPRESS)
@@ -136,16 +165,17 @@ def main():
     if options.model:
         return train(options)
     common = ["--dropout", str(options.dropout), "--threads", str(options.threads), "--steps", str(options.steps)]
-    environment = {**os.environ, **ALLOCATOR, "RAYON_NUM_THREADS": str(options.threads)}
+    processes = ["--processes", str(options.processes)]
+    threads = dict.fromkeys(["OMP_NUM_THREADS", "RAYON_NUM_THREADS"], str(options.threads))
+    environment = {**os.environ, **ALLOCATOR, **threads}
     for model in options.models.split(","):
-        sides = {"PyTorch": [sys.executable, __file__, "--model", model, *common]}
+        sides = {"PyTorch": [sys.executable, __file__, "--model", model, *common, *processes]}
         for layers in ("burn", "ops"):
             sides[layers] = [options.program, "--train", "--model", model, "--layers", layers, *common]
         found = {side: [] for side in sides}
         for _ in range(options.rounds):
             for side, command in sides.items():
-                run = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
-                found[side].append(float(run.stdout))
+                found[side].append(run(command, environment, options.processes))
         for side, steps in found.items():
             ratio = median(step / first for step, first in zip(steps, found["PyTorch"]))
             print(f"{model:>16}  {side:>8}  {median(steps):8.2f} ms  {ratio:.2f}", flush=True)

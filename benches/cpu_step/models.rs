@@ -2,10 +2,10 @@
 
 /// Defines the models with the layers that the imports bring into scope.
 macro_rules! models {
-    ($module:ident, [$($imports:tt)*], $rectified:item) => {
+    ($module:ident, [$($imports:tt)*], $rectified:item, $loss:item) => {
         pub(super) mod $module {
             use burn::module::Module;
-            use burn::nn::{Embedding, EmbeddingConfig, PaddingConfig2d};
+            use burn::nn::PaddingConfig2d;
             use burn::tensor::activation::relu;
             use burn::tensor::{Device, Int, Tensor};
             $($imports)*
@@ -42,6 +42,8 @@ macro_rules! models {
             }
 
             $rectified
+
+            $loss
 
             #[derive(Module, Debug)]
             pub(crate) struct Transformer {
@@ -225,11 +227,16 @@ models! {
             TransformerEncoder, TransformerEncoderConfig, TransformerEncoderInput,
         };
         use burn::nn::{
-            BatchNorm, BatchNormConfig, Dropout, DropoutConfig, Linear, LinearConfig, Lstm, LstmConfig,
+            BatchNorm, BatchNormConfig, Dropout, DropoutConfig, Embedding, EmbeddingConfig, Linear,
+            LinearConfig, Lstm, LstmConfig,
         };
     ],
     fn rectified(layer: &Conv2d, x: Tensor<4>) -> Tensor<4> {
         relu(layer.forward(x))
+    },
+    pub(crate) fn loss(logits: Tensor<2>, targets: Tensor<1, Int>) -> Tensor<1> {
+        let loss = burn::nn::loss::CrossEntropyLossConfig::new().init(&logits.device());
+        loss.forward(logits, targets)
     }
 }
 
@@ -238,11 +245,15 @@ models! {
     [
         use accelerator::ops::nn::{
             BatchNorm, BatchNormConfig, Conv1d, Conv1dConfig, Conv2d, Conv2dConfig, Dropout,
-            DropoutConfig, Linear, LinearConfig, Lstm, LstmConfig, MaxPool2d, MaxPool2dConfig,
+            DropoutConfig, Embedding, EmbeddingConfig, Linear, LinearConfig, Lstm, LstmConfig,
+            MaxPool2d, MaxPool2dConfig,
             TransformerEncoder, TransformerEncoderConfig, TransformerEncoderInput,
         };
     ],
     fn rectified(layer: &Conv2d, x: Tensor<4>) -> Tensor<4> {
         layer.forward_relu(x)
+    },
+    pub(crate) fn loss(logits: Tensor<2>, targets: Tensor<1, Int>) -> Tensor<1> {
+        accelerator::ops::cross_entropy(logits, targets)
     }
 }

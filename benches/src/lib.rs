@@ -8,9 +8,9 @@ mod statistics;
 mod usage;
 pub mod worker;
 
-pub use crew::{ALLOCATOR, Crew, CrewLink, Plan, rank_variables};
+pub use crew::{Crew, CrewLink, Plan, rank_variables};
 pub use model::{
-    Batch, Model, Net, Numbers, SampleBatcher, SampleKind, Samples, Shape, Transformer,
+    Batch, Layers, Model, Net, Numbers, SampleBatcher, SampleKind, Samples, Shape, Transformer,
 };
 pub use output::Output;
 pub use pair::{Pair, Step};

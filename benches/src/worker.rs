@@ -23,7 +23,7 @@ const RATE: f64 = 1e-5;
 /// The training loop of a worker.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
 pub enum Loop {
-    /// Burn's loader, `backward` and optimizer
+    /// The parts without an `Accelerator`: Burn's loader and `backward`, and the fused optimizer
     Plain,
     /// The same parts, prepared by an `Accelerator`
     Prepared,
@@ -73,7 +73,7 @@ fn plain(args: &WorkerArgs) -> Result<(), Box<dyn std::error::Error>> {
     let device = burn::tensor::Device::flex().autodiff();
     device.seed(0);
     let mut model = Some(args.model.init(&device));
-    let mut optimizer = AdamWConfig::new().init();
+    let mut optimizer = AdamWConfig::new().init_fused();
     let loader = PlainBuilder::new(args.model.samples().batcher())
         .batch_size(args.batch_size)
         .set_device(device.clone().inner())
@@ -103,7 +103,7 @@ fn prepared(args: &WorkerArgs) -> Result<(), Box<dyn std::error::Error>> {
         .batch_size(args.batch_size)
         .num_workers(0)
         .build(Samples::dataset(SAMPLES));
-    let parts = (model, AdamWConfig::new().init(), loader);
+    let parts = (model, AdamWConfig::new().init_fused(), loader);
     let (model, mut optimizer, loader): (Net, _, _) = accelerator.prepare(parts)?;
     let mut model = Some(model);
     let mut epoch = 0;

@@ -1,6 +1,7 @@
 use core::num::NonZeroUsize;
 use std::path::PathBuf;
 
+use accelerator::optim::InitFused;
 use accelerator::{Accelerator, AcceleratorBuilder};
 use burn::optim::{AdamWConfig, ModuleOptimizer, SgdConfig};
 use burn::tensor::{Device, FloatDType};
@@ -173,8 +174,8 @@ impl OptimizerName {
     /// Creates the optimizer with Burn's default settings.
     pub fn init(self) -> ModuleOptimizer {
         match self {
-            Self::AdamW => AdamWConfig::new().init(),
-            Self::Sgd => SgdConfig::new().init(),
+            Self::AdamW => AdamWConfig::new().init_fused(),
+            Self::Sgd => SgdConfig::new().init_fused(),
         }
     }
 }

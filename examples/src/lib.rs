@@ -11,7 +11,6 @@ mod device;
 pub mod digits;
 mod error;
 mod logging;
-mod loss;
 mod records;
 mod reporter;
 mod samples;
@@ -21,6 +20,8 @@ pub mod text;
 mod tracking;
 mod transformer;
 
+pub use accelerator::ops::cross_entropy;
+
 pub use crate::args::{ComparisonArgs, Dtype, MnistArgs, OptimizerName, ReportArgs};
 pub use crate::cnn::{Cnn, CnnConfig};
 pub use crate::course::Course;
@@ -28,7 +29,6 @@ pub use crate::device::DeviceName;
 pub use crate::digits::{Digit, DigitBatch, DigitBatcher, Digits, Split};
 pub use crate::error::{Error, Report, Result};
 pub use crate::logging::init_logging;
-pub use crate::loss::cross_entropy;
 pub use crate::reporter::Reporter;
 pub use crate::samples::SampleLog;
 pub use crate::save::save_model;

@@ -1,12 +1,13 @@
 use accelerator::nn::Unit;
+use accelerator::ops;
+use accelerator::ops::nn::{
+    Embedding, EmbeddingConfig, Linear, LinearConfig, TransformerEncoderConfig,
+    TransformerEncoderLayer,
+};
 use burn::config::Config;
 use burn::module::{Initializer, Module, Param};
 use burn::nn::attention::generate_autoregressive_mask;
-use burn::nn::transformer::{TransformerEncoderConfig, TransformerEncoderLayer};
-use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
 use burn::tensor::{Bool, Device, Int, Tensor};
-
-use crate::cross_entropy;
 
 /// The settings of a [`Transformer`].
 #[derive(Config, Debug)]
@@ -41,7 +42,7 @@ pub struct Transformer {
     head: Unit<Head>,
 }
 
-/// Burn's `TransformerEncoder`, with layers that can be recomputed.
+/// A `TransformerEncoder` with layers whose activations can be recomputed.
 #[derive(Debug, Module)]
 struct Encoder {
     layers: Vec<Unit<TransformerEncoderLayer>>,
@@ -101,7 +102,7 @@ impl Head {
     fn forward(&self, x: Tensor<2>) -> Tensor<2> {
         match self {
             Self::Linear(linear) => linear.forward(x),
-            Self::Tied(tokens) => x.matmul(tokens.val().transpose()),
+            Self::Tied(tokens) => ops::linear(x, tokens.val().transpose(), None),
         }
     }
 }
@@ -109,36 +110,13 @@ impl Head {
 impl Transformer {
     /// Returns the logits of the token after each one of `[batch, length]`: `[batch · length, tokens]`.
     pub fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<2> {
-        self.head.run(self.features(tokens), Head::forward)
-    }
-
-    /// Returns the mean cross-entropy of the tokens `next` after each one of `[batch, length]`, computed from parts of
-    /// the rows one after the other. With units that are recomputed, the logits of one part are in memory at a time.
-    pub fn loss(&self, tokens: Tensor<2, Int>, next: Tensor<1, Int>, parts: usize) -> Tensor<1> {
-        let x = self.features(tokens);
-        let rows = x.dims()[0];
-        let sums = x
-            .chunk(parts, 0)
-            .into_iter()
-            .zip(next.chunk(parts, 0))
-            .map(|part| {
-                self.head.run(part, |head, (x, next)| {
-                    let rows = x.dims()[0];
-                    cross_entropy(head.forward(x), next) * rows as f64
-                })
-            });
-        let sum = sums.reduce(|sum, part| sum + part);
-        sum.unwrap_or_else(|| Tensor::zeros([1], &self.places.weight.device())) / rows as f64
-    }
-
-    /// Returns what the head makes logits of: `[batch · length, width]`.
-    fn features(&self, tokens: Tensor<2, Int>) -> Tensor<2> {
         let [batch, length] = tokens.dims();
         let device = tokens.device();
         let places = Tensor::arange(0..length as i64, &device).unsqueeze::<2>();
         let x = self.tokens.forward(tokens) + self.places.forward(places);
         let mask = generate_autoregressive_mask(batch, length, &device);
-        self.encoder.forward(x, &mask).flatten::<2>(0, 1)
+        let x = self.encoder.forward(x, &mask).flatten::<2>(0, 1);
+        self.head.run(x, Head::forward)
     }
 
     /// Appends the `count` most probable tokens one by one, each from the last `length` tokens.

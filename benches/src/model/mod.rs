@@ -12,8 +12,7 @@ use serde::{Deserialize, Serialize};
 
 use mlp::Mlp;
 pub use samples::{Batch, Numbers, SampleBatcher, SampleKind, Samples};
-use transformer::Layers;
-pub use transformer::{Shape, Transformer};
+pub use transformer::{Layers, Shape, Transformer};
 
 /// The classes of the networks that classify.
 const CLASSES: usize = 10;
@@ -77,9 +76,11 @@ impl Model {
             Self::Cnn => net.cnn = Some(CnnConfig::new().init(device)),
             Self::Mlp => net.mlp = Some(Mlp::new(self.inputs(), 1024, CLASSES, device)),
             Self::SmallMlp => net.mlp = Some(Mlp::new(self.inputs(), 256, CLASSES, device)),
-            Self::Transformer => net.transformer = Some(Transformer::new(Shape::SMALL, device)),
+            Self::Transformer => {
+                net.transformer = Some(Transformer::new(Layers::Burn, Shape::SMALL, device))
+            }
             Self::OpsTransformer => {
-                net.transformer = Some(Transformer::of(Layers::Ops, Shape::SMALL, device));
+                net.transformer = Some(Transformer::new(Layers::Ops, Shape::SMALL, device));
             }
         }
         net
@@ -133,8 +134,8 @@ impl Net {
         if let Some(transformer) = &self.transformer {
             let length = count - 1;
             let targets = labels.clone().narrow(1, 1, length);
-            let logits = transformer.forward(labels.narrow(1, 0, length));
-            return cross_entropy(logits, targets.reshape([samples * length]));
+            let tokens = labels.narrow(1, 0, length);
+            return transformer.loss(tokens, targets.reshape([samples * length]), 1);
         }
         let values = batch.values.clone();
         let targets: Tensor<1, Int> = labels.reshape([samples]);

@@ -2,6 +2,7 @@ use accelerator::nn::Unit;
 use accelerator::ops;
 use burn::module::Module;
 use burn::nn::attention::generate_autoregressive_mask;
+use burn::nn::loss::CrossEntropyLossConfig;
 use burn::nn::transformer::{TransformerEncoderConfig, TransformerEncoderLayer};
 use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
 use burn::tensor::{Bool, Device, Int, Tensor};
@@ -27,13 +28,15 @@ pub struct Transformer {
     tokens: Embedding,
     places: Embedding,
     layers: Vec<Unit<Layer>>,
-    head: Head,
+    head: Unit<Head>,
 }
 
 /// The crate of the layers of a [`Transformer`].
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) enum Layers {
+pub enum Layers {
+    /// Burn's layers.
     Burn,
+    /// The layers of `accelerator::ops`.
     Ops,
 }
 
@@ -77,12 +80,8 @@ impl Shape {
 }
 
 impl Transformer {
-    /// Creates a model of Burn's layers with new weights.
-    pub fn new(shape: Shape, device: &Device) -> Self {
-        Self::of(Layers::Burn, shape, device)
-    }
-
-    pub(super) fn of(of: Layers, shape: Shape, device: &Device) -> Self {
+    /// Creates a model with new weights.
+    pub fn new(of: Layers, shape: Shape, device: &Device) -> Self {
         let Shape {
             tokens,
             length,
@@ -105,15 +104,40 @@ impl Transformer {
             tokens: EmbeddingConfig::new(tokens, width).init(device),
             places: EmbeddingConfig::new(length, width).init(device),
             layers: (0..layers).map(|_| layer()).collect(),
-            head: match of {
+            head: Unit::new(match of {
                 Layers::Burn => Head::Burn(head),
                 Layers::Ops => Head::Ops(head.into()),
-            },
+            }),
         }
     }
 
     /// Returns the logits of the token after each one of `[batch, length]`: `[batch · length, tokens]`.
     pub fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<2> {
+        self.head.run(self.features(tokens), Head::forward)
+    }
+
+    /// Returns the mean cross-entropy of the predictions for `next`, the token after each one of `[batch, length]`.
+    /// Computes it in `parts` chunks of rows, one after another. If units are recomputed, only one chunk's logits are
+    /// in memory at a time.
+    pub fn loss(&self, tokens: Tensor<2, Int>, next: Tensor<1, Int>, parts: usize) -> Tensor<1> {
+        let x = self.features(tokens);
+        let rows = x.dims()[0];
+        let sums = x
+            .chunk(parts, 0)
+            .into_iter()
+            .zip(next.chunk(parts, 0))
+            .map(|part| {
+                self.head.run(part, |head, (x, next)| {
+                    let rows = x.dims()[0];
+                    head.loss(x, next) * rows as f64
+                })
+            });
+        let sum = sums.reduce(|sum, part| sum + part);
+        sum.unwrap_or_else(|| Tensor::zeros([1], &self.places.weight.device())) / rows as f64
+    }
+
+    /// Returns the input of the head: `[batch · length, width]`.
+    fn features(&self, tokens: Tensor<2, Int>) -> Tensor<2> {
         let [batch, length] = tokens.dims();
         let device = tokens.device();
         let places = Tensor::arange(0..length as i64, &device).unsqueeze::<2>();
@@ -122,12 +146,26 @@ impl Transformer {
         let x = self.layers.iter().fold(x, |x, layer| {
             layer.run((x, mask.clone()), |layer, (x, mask)| layer.forward(x, mask))
         });
-        let logits = match &self.head {
-            Head::Burn(head) => head.forward(x),
-            Head::Ops(head) => head.forward(x),
-        };
-        let [_, _, known] = logits.dims();
-        logits.reshape([batch * length, known])
+        x.flatten::<2>(0, 1)
+    }
+}
+
+impl Head {
+    fn forward(&self, x: Tensor<2>) -> Tensor<2> {
+        match self {
+            Self::Burn(head) => head.forward(x),
+            Self::Ops(head) => head.forward(x),
+        }
+    }
+
+    fn loss(&self, x: Tensor<2>, next: Tensor<1, Int>) -> Tensor<1> {
+        let logits = self.forward(x);
+        match self {
+            Self::Burn(_) => CrossEntropyLossConfig::new()
+                .init(&logits.device())
+                .forward(logits, next),
+            Self::Ops(_) => ops::cross_entropy(logits, next),
+        }
     }
 }
 

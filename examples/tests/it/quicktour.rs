@@ -225,6 +225,17 @@ fn evaluation(
     Ok(())
 }
 
+fn evaluation_only(
+    accelerator: &Accelerator,
+    valid: accelerator::data::Loader<DigitBatch>,
+) -> Result<()> {
+    let device = accelerator.device();
+    let model = accelerator.load_model(Net::new(&device), "model.safetensors")?;
+    let valid = accelerator.prepare(valid)?;
+    let trained = accelerator.valid(&model)?;
+    Ok(())
+}
+
 fn gathering(accelerator: &Accelerator, logits: Tensor<2>, batch: Batch<DigitBatch>) -> Result<()> {
     let answers = accelerator.gather_for_metrics(logits.argmax(1), &batch)?;
     Ok(())
@@ -238,15 +249,17 @@ fn checkpoints(
     let checkpoints = Checkpoints::new("checkpoints/a").with_total_limit(3);
     let parts = accelerator.prepare((model, optimizer, train))?;
     let ((mut model, mut optimizer, train), position) = accelerator.resume(&checkpoints, parts)?;
+    let mut saved = position.step();
     for epoch in position.epoch()..epochs {
         for batch in train.epoch(epoch) {
             let stepped = matches!(optimizer.outcome(), StepOutcome::Stepped { .. });
             if stepped && optimizer.steps().is_multiple_of(100) {
                 accelerator.save_state(&checkpoints, (&model, &optimizer, &train))?;
+                saved = optimizer.steps();
             }
         }
     }
-    if optimizer.steps() > position.step() {
+    if optimizer.steps() > saved {
         accelerator.save_state(&checkpoints, (&model, &optimizer, &train))?;
     }
     Ok(())

@@ -1,6 +1,6 @@
 //! The networks to train, and the samples to train them on.
 
-use accelerator_benches::{Batch, SampleKind, Samples, Shape, Transformer};
+use accelerator_benches::{Batch, Layers, SampleKind, Samples, Shape, Transformer};
 use accelerator_examples::{Cnn, CnnConfig, cross_entropy};
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::tensor::{Device, Int, Tensor};
@@ -84,7 +84,7 @@ impl Model {
             },
             Kind::Transformer => Net {
                 cnn: None,
-                transformer: Some(Transformer::new(self.shape(), device)),
+                transformer: Some(Transformer::new(Layers::Burn, self.shape(), device)),
             },
         };
         // Without this, Burn would draw each weight on first use, in an order that depends on the loop.
