@@ -87,9 +87,16 @@ pub(crate) fn wait_until_stopped(pid: &str, stopped: bool) {
     });
 }
 
+/// A shell that has just called `vfork` waits for its child to execute a program, and does not stop before. If the child is
+/// stopped first, both are as good as stopped.
 fn is_stopped(pid: &str) -> bool {
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
-    stat.rsplit_once(") ").unwrap().1.starts_with('T')
+    let is_in = |pid: &str, state: char| {
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat"));
+        stat.is_ok_and(|stat| stat.rsplit_once(") ").unwrap().1.starts_with(state))
+    };
+    let children = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children"));
+    let mut children = children.iter().flat_map(|pids| pids.split_whitespace());
+    is_in(pid, 'T') || (is_in(pid, 'D') && children.any(|child| is_in(child, 'T')))
 }
 
 #[test]
