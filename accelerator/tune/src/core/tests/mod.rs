@@ -148,55 +148,23 @@ fn checkpoints_that_a_trial_reports_take_no_place_of_those_that_were_asked_for()
         checkpoint_frequency: Some(2),
         ..rules(SearchOrder::Eager, 9)
     };
-    let mut core = Core::new(rules, fifo());
-    core.step(Event::Opened { slots: 1 });
-    let trial = TrialId::new(0);
-    for (trial, config) in [(trial, Some(Config::default())), (TrialId::new(1), None)] {
-        core.step(Event::Suggested { trial, config });
-    }
-    let key = |iteration| CheckpointKey {
-        branch: Branch {
-            trial,
-            generation: 0,
-        },
-        iteration,
-    };
+    let mut core = one_trial(rules);
     for iteration in 1..=3 {
-        let metrics = Metrics::from([("score", iteration as f64)]);
-        let result = TrialResult::next(None, iteration, metrics, 1.0, 0);
-        core.step(Event::Reported {
-            trial,
-            result,
-            stop: false,
-        });
-        let checkpoint = key(iteration);
-        core.step(Event::Saved {
-            checkpoint,
-            bytes: 1,
-        });
+        report(&mut core, iteration, iteration as f64);
+        save(&mut core, iteration);
     }
     let settings = CheckpointSettings::default();
     assert_eq!(prunable(&core, &settings), [key(1)]);
-    core.step(Event::Ended { trial });
+    core.step(Event::Ended {
+        trial: TrialId::new(0),
+    });
     assert_eq!(prunable(&core, &settings), [key(1), key(2)]);
 }
 
-/// It is the best of those with a checkpoint, whatever was reported without one, and goes last if there is no room.
+/// The best one is the best of those that were saved. It goes last if there is no room.
 #[test]
 fn a_trial_keeps_the_checkpoint_of_its_best_result() {
-    let mut core = Core::new(rules(SearchOrder::Eager, 9), fifo());
-    core.step(Event::Opened { slots: 1 });
-    let trial = TrialId::new(0);
-    for (trial, config) in [(trial, Some(Config::default())), (TrialId::new(1), None)] {
-        core.step(Event::Suggested { trial, config });
-    }
-    let key = |iteration| CheckpointKey {
-        branch: Branch {
-            trial,
-            generation: 0,
-        },
-        iteration,
-    };
+    let mut core = one_trial(rules(SearchOrder::Eager, 9));
     for (iteration, score, is_saved) in [
         (1, 1.0, true),
         (2, 3.0, true),
@@ -204,21 +172,14 @@ fn a_trial_keeps_the_checkpoint_of_its_best_result() {
         (4, 2.0, true),
         (5, 1.0, true),
     ] {
-        let metrics = Metrics::from([("score", score)]);
-        let result = TrialResult::next(None, iteration, metrics, 1.0, 0);
-        core.step(Event::Reported {
-            trial,
-            result,
-            stop: false,
-        });
+        report(&mut core, iteration, score);
         if is_saved {
-            core.step(Event::Saved {
-                checkpoint: key(iteration),
-                bytes: 1,
-            });
+            save(&mut core, iteration);
         }
     }
-    core.step(Event::Ended { trial });
+    core.step(Event::Ended {
+        trial: TrialId::new(0),
+    });
     let settings = CheckpointSettings::default();
     assert_eq!(prunable(&core, &settings), [key(1), key(4)]);
     for checkpoint in [key(1), key(4)] {
@@ -227,4 +188,42 @@ fn a_trial_keeps_the_checkpoint_of_its_best_result() {
     assert_eq!(prunable(&core, &settings), []);
     core.step(Event::Deleted { checkpoint: key(2) });
     assert!(core.trials()[0].best_saved.is_none());
+}
+
+/// Returns a search with one trial, which runs.
+fn one_trial(rules: Rules) -> Core {
+    let mut core = Core::new(rules, fifo());
+    core.step(Event::Opened { slots: 1 });
+    for (trial, config) in [(0, Some(Config::default())), (1, None)] {
+        let trial = TrialId::new(trial);
+        core.step(Event::Suggested { trial, config });
+    }
+    core
+}
+
+fn report(core: &mut Core, iteration: u64, score: f64) {
+    let metrics = Metrics::from([("score", score)]);
+    core.step(Event::Reported {
+        trial: TrialId::new(0),
+        result: TrialResult::next(None, iteration, metrics, 1.0, 0),
+        stop: false,
+    });
+}
+
+fn save(core: &mut Core, iteration: u64) {
+    core.step(Event::Saved {
+        checkpoint: key(iteration),
+        bytes: 1,
+    });
+}
+
+/// The key of a checkpoint of the only trial.
+fn key(iteration: u64) -> CheckpointKey {
+    CheckpointKey {
+        branch: Branch {
+            trial: TrialId::new(0),
+            generation: 0,
+        },
+        iteration,
+    }
 }
