@@ -165,6 +165,9 @@ fn a_specification_that_cannot_be_is_refused_with_its_place() {
         "tune spec.toml --bin train",
         "only a launch builds programs",
     );
+    folder.write("spec.toml", SPEC);
+    let ended = folder.launch("tune spec.toml -- no-such-program {lr}");
+    ended.says("such as target/release/no-such-program");
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use std::env;
 use std::fs::{File, OpenOptions};
-use std::io::{Read, Seek, SeekFrom};
+use std::io::{self, Read, Seek, SeekFrom};
 use std::os::unix::process::CommandExt;
 use std::path::{self, Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
@@ -111,7 +111,7 @@ impl LocalProcess {
             }
             None => command.spawn(),
         });
-        let child = child.map_err(|error| Error::io("start", &program, error))?;
+        let child = child.map_err(|error| not_started(&program, error))?;
         Ok(Self {
             child,
             guard,
@@ -181,6 +181,21 @@ fn guard() -> Option<Child> {
         .stderr(Stdio::null())
         .process_group(0);
     accelerator_host::prepare_child(&mut shell).spawn().ok()
+}
+
+fn not_started(program: &Path, error: io::Error) -> Error {
+    let is_name = program.components().count() == 1;
+    match error.kind() {
+        io::ErrorKind::NotFound if is_name => {
+            let name = program.display();
+            let text = format!(
+                "cannot start {name}: no program of this name is on the PATH; a search builds none, so build it first, and \
+                 give its path, such as target/release/{name}"
+            );
+            Error::new(Kind::NotFound, text).with_source(error)
+        }
+        _ => Error::io("start", program, error),
+    }
 }
 
 /// The file that a process writes to, from which its last lines are read.
