@@ -240,8 +240,8 @@ impl<'a> Restorer<'a> {
             return;
         }
         self.other_rates.push(format!(
-            "the schedule of {name} is another one: its learning rate was {saved:.6e} in the last step before \
-             the checkpoint was saved, and would have been {found:.6e} in that step here"
+            "the schedule of {name} is another one, perhaps of another number of steps: its learning rate was {saved:.6e} in \
+             the last step before the checkpoint was saved, and would have been {found:.6e} in that step here"
         ));
     }
 

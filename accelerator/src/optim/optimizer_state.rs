@@ -243,7 +243,7 @@ impl ScheduleKind for Scheduled {
 
     fn restore(&mut self, name: &str, state: Option<ScheduleState>) -> Result<()> {
         let Some(state) = state else {
-            return Err(other_schedule(name, "no scheduler", "one"));
+            return Err(other_schedule(name, NO_SCHEDULER, "one"));
         };
         let scheduler = &mut self.0;
         let saved = match (state.per_epoch, state.per_process) {
@@ -287,9 +287,15 @@ impl Scheduler {
     }
 }
 
+const NO_SCHEDULER: &str = "no scheduler";
+
 fn other_schedule(name: &str, saved: &str, found: &str) -> Error {
+    let remedy = match saved {
+        NO_SCHEDULER => "prepare it without a scheduler",
+        _ => "prepare it with the scheduler that was saved",
+    };
     Error::checkpoint(format!(
-        "the checkpoint does not fit {name}: it was saved with {saved}, and has {found} in \
-             this program; prepare it with the scheduler that was saved"
+        "the checkpoint does not fit {name}: it was saved with {saved}, and has {found} in this program; {remedy}, or train \
+         from the beginning"
     ))
 }

@@ -269,14 +269,14 @@ impl ManualRates {
             ),
             (None, Some(before)) => format!(
                 "the learning rate of the first step after the resume is {rate:e}, that of the first step of all, and \
-                 the last one before was {before:e}: a schedule that is advanced by hand begins anew"
+                 the last one before was {before:e}: if a schedule is advanced by hand, it begins anew here"
             ),
             (None, None) => return,
         };
         if core::mem::take(&mut self.warns) {
             error::warn(&format!(
-                "{found}; prepare `(optimizer, scheduler)`, which advances once a step and is saved with the optimizer \
-                 (reported once per optimizer)"
+                "{found}; in place of a schedule by hand, prepare `(optimizer, scheduler)`, which advances once a step and \
+                 is saved with the optimizer (reported once per optimizer)"
             ));
         }
     }

@@ -163,7 +163,7 @@ fn a_schedule_by_hand_that_runs_ahead_or_begins_anew_is_told_once() {
         // The rate falls in each step, counted from the start of the process.
         (
             |call, _| 0.5_f64.powi((call / 2) as i32),
-            ["", "begins anew"],
+            ["", "begins anew here"],
         ),
         (|_, steps| 0.5_f64.powi(steps as i32), ["", ""]),
         (|_, _| 0.1, ["", ""]),
