@@ -30,9 +30,11 @@ pub fn keep_freed_memory() {
                 !name.starts_with("GLIBC") || value.to_string_lossy().contains("glibc.malloc.")
             })
         };
-        if !ALLOCATOR_VARIABLES.iter().any(differs) {
-            ONCE.call_once(glibc::keep_freed_memory);
-        }
+        ONCE.call_once(|| {
+            if !ALLOCATOR_VARIABLES.iter().any(differs) {
+                glibc::keep_freed_memory();
+            }
+        });
     }
 }
 
