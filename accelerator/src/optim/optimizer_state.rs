@@ -207,7 +207,7 @@ impl ScheduleKind for Manual {
     fn restore(&mut self, name: &str, state: Option<ScheduleState>) -> Result<()> {
         match state {
             None => Ok(()),
-            Some(_) => Err(other_schedule(name, "a scheduler", "none")),
+            Some(_) => Err(other_schedule(name, Some("a scheduler"), "none")),
         }
     }
 
@@ -243,7 +243,7 @@ impl ScheduleKind for Scheduled {
 
     fn restore(&mut self, name: &str, state: Option<ScheduleState>) -> Result<()> {
         let Some(state) = state else {
-            return Err(other_schedule(name, NO_SCHEDULER, "one"));
+            return Err(other_schedule(name, None, "one"));
         };
         let scheduler = &mut self.0;
         let saved = match (state.per_epoch, state.per_process) {
@@ -254,7 +254,7 @@ impl ScheduleKind for Scheduled {
         let found = scheduler.unit.name();
         if saved != found {
             let (saved, found) = (format!("a scheduler by {saved}"), format!("one by {found}"));
-            return Err(other_schedule(name, &saved, &found));
+            return Err(other_schedule(name, Some(&saved), &found));
         }
         if let ScheduleUnit::Epoch { last } = &mut scheduler.unit {
             *last = state.epoch;
@@ -281,18 +281,17 @@ impl Scheduler {
         }
         Err(other_schedule(
             name,
-            "another kind of scheduler, or one with other settings",
+            Some("another kind of scheduler, or one with other settings"),
             "this one",
         ))
     }
 }
 
-const NO_SCHEDULER: &str = "no scheduler";
-
-fn other_schedule(name: &str, saved: &str, found: &str) -> Error {
-    let remedy = match saved {
-        NO_SCHEDULER => "prepare it without a scheduler",
-        _ => "prepare it with the scheduler that was saved",
+/// The error of an optimizer that has another scheduler than the one with which it was saved, if it had one.
+fn other_schedule(name: &str, saved: Option<&str>, found: &str) -> Error {
+    let (saved, remedy) = match saved {
+        Some(saved) => (saved, "prepare it with the scheduler that was saved"),
+        None => ("no scheduler", "prepare it without a scheduler"),
     };
     Error::checkpoint(format!(
         "the checkpoint does not fit {name}: it was saved with {saved}, and has {found} in this program; {remedy}, or train \
