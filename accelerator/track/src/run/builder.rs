@@ -10,7 +10,7 @@ use serde_json::Value;
 
 use super::Run;
 use super::settings::{RunMark, Settings, discard, flatten};
-use super::worker::{Queue, Worker};
+use super::worker::{Pace, Queue, Worker};
 use crate::error::{Error, Kind, Result, warn};
 use crate::journal::now_ms;
 use crate::provenance::Capture;
@@ -65,6 +65,7 @@ impl Run {
             launch: None,
             provenance: Value::Null,
             capture: None,
+            pace: Pace::default(),
         };
         RunBuilder::of(settings, Vec::new())
     }
@@ -180,6 +181,13 @@ impl RunBuilder {
         self
     }
 
+    /// Writes each entry at once, in place of several times a second: for a process that may be killed while another one
+    /// continues the run.
+    pub fn prompt(mut self) -> Self {
+        self.settings.pace = Pace::Prompt;
+        self
+    }
+
     /// Delivers the run to a sink while it is written.
     pub fn sink(mut self, sink: impl Into<Box<dyn Sink>>) -> Self {
         self.sinks.push(sink.into());
@@ -261,7 +269,7 @@ impl RunBuilder {
                 discard(&folder);
             }
         })?;
-        let queue = Arc::new(Queue::default());
+        let queue = Arc::new(Queue::new(settings.pace));
         let worker = Worker::start(journal, Arc::clone(&queue), sinks)?;
         Ok(Run {
             id,

@@ -100,7 +100,7 @@ impl Run {
         epoch: impl Into<Option<f64>>,
     ) {
         let metrics = metrics.into_iter().map(|(name, value)| (name, value, None));
-        self.log_points(kind, metrics, step, epoch.into());
+        self.log_values(kind, metrics, step, epoch.into());
     }
 
     /// Logs means, each with the number of samples that it is of.
@@ -121,7 +121,23 @@ impl Run {
         let means = means
             .into_iter()
             .map(|(name, value, count)| (name, value, Some(count)));
-        self.log_points(kind, means, step, epoch.into());
+        self.log_values(kind, means, step, epoch.into());
+    }
+
+    /// Logs values, those that are means with the number of samples.
+    #[doc(hidden)]
+    pub fn log_values<'a>(
+        &self,
+        kind: &str,
+        points: impl IntoIterator<Item = (&'a str, f64, Option<u64>)>,
+        step: u64,
+        epoch: Option<f64>,
+    ) {
+        let mut logged = LoggedMetrics::new(kind, step, epoch);
+        for (name, value, count) in points {
+            logged.add(name, Number(value), count);
+        }
+        self.queue.push(now_ms(), Message::Metrics(logged));
     }
 
     /// Logs a text, as Markdown.
@@ -366,20 +382,6 @@ impl Run {
                 path.display()
             ),
         ))
-    }
-
-    fn log_points<'a>(
-        &self,
-        kind: &str,
-        points: impl IntoIterator<Item = (&'a str, f64, Option<u64>)>,
-        step: u64,
-        epoch: Option<f64>,
-    ) {
-        let mut logged = LoggedMetrics::new(kind, step, epoch);
-        for (name, value, count) in points {
-            logged.add(name, Number(value), count);
-        }
-        self.queue.push(now_ms(), Message::Metrics(logged));
     }
 
     fn record(&self, record: Record) {

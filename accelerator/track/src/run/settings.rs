@@ -7,7 +7,7 @@ use std::path::{Component, Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::worker::Journal;
+use super::worker::{Journal, Pace};
 use crate::error::{Error, Kind, Result};
 use crate::history::HistoryReader;
 use crate::journal::{self, JOURNAL, JournalWriter, RunLock, now_ms};
@@ -65,6 +65,7 @@ pub(super) struct Settings {
     pub(super) launch: Option<String>,
     pub(super) provenance: Value,
     pub(super) capture: Option<Capture>,
+    pub(super) pace: Pace,
 }
 
 impl Settings {

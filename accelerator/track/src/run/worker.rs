@@ -216,7 +216,7 @@ impl Journal {
                 Record::Param { set } if at_begin && has_logged => begun_with = Some(set),
                 Record::Param { set } if at_begin => hyperparameters = set,
                 Record::Rewind { to } => {
-                    last_step = to;
+                    last_step = last_step.min(to);
                     begins = at_begin;
                 }
                 record => last_step = last_step.max(record.step()),
@@ -254,7 +254,7 @@ impl Journal {
 
     pub(super) fn append(&mut self, ms: u64, record: Record) {
         self.last_step = match record {
-            Record::Rewind { to } => to,
+            Record::Rewind { to } => self.last_step.min(to),
             _ => self.last_step.max(record.step()),
         };
         self.writer.append(ms, record);
@@ -366,12 +366,23 @@ impl Journal {
 const TICK: Duration = Duration::from_millis(200);
 const FLUSH_BYTES: usize = 1 << 20;
 
+/// The pace at which the journal is written.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub(super) enum Pace {
+    /// Several times a second.
+    #[default]
+    Ticks,
+    /// Whenever something is logged.
+    Prompt,
+}
+
 /// Messages from the program to the thread that writes the journal.
 ///
 /// When the queue is full, the program waits for a moment. If there is no room even then, the disk hangs: metrics are
 /// counted and dropped, without waiting again, until there is room.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Queue {
+    pace: Pace,
     state: Mutex<QueueState>,
     /// There is something that should not wait for the next tick.
     urgent: Condvar,
@@ -450,6 +461,15 @@ impl LoggedMetrics {
 }
 
 impl Queue {
+    pub(super) fn new(pace: Pace) -> Self {
+        Self {
+            pace,
+            state: Mutex::default(),
+            urgent: Condvar::default(),
+            room: Condvar::default(),
+        }
+    }
+
     pub(super) fn push(&self, ms: u64, message: Message) {
         let mut state = self.state.lock();
         if state.weight >= MOST_WEIGHT && matches!(message, Message::Metrics(_)) {
@@ -464,7 +484,7 @@ impl Queue {
             Message::Record(_) => 8,
         };
         state.messages.push((ms, message));
-        if state.weight >= MOST_WEIGHT / 4 {
+        if state.weight >= MOST_WEIGHT / 4 || self.pace == Pace::Prompt {
             self.urgent.notify_one();
         }
     }
@@ -491,8 +511,12 @@ impl Queue {
     /// Takes what is queued, at the latest after a tick.
     pub(super) fn take(&self, tick: Duration) -> QueueState {
         let state = self.state.lock();
+        let is_enough = |state: &QueueState| match self.pace {
+            Pace::Ticks => state.weight >= MOST_WEIGHT / 4,
+            Pace::Prompt => state.weight > 0,
+        };
         let is_idle = |state: &mut QueueState| {
-            !state.is_closed && state.syncs.is_empty() && state.weight < MOST_WEIGHT / 4
+            !state.is_closed && state.syncs.is_empty() && !is_enough(state)
         };
         let mut state = self.urgent.wait_timeout_while(state, tick, is_idle);
         let is_closed = state.is_closed;
