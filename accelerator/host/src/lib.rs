@@ -57,6 +57,9 @@ pub const PREFIX: &str = "ACCEL_";
 /// are started again. It is `EX_TEMPFAIL` of `sysexits.h`.
 pub const PREEMPTED_EXIT_CODE: u8 = 75;
 
+/// The value of [`ON_LOSS`] in a place that the launcher gives to a rank after the loss of another one.
+pub const SURVIVOR: &str = "survivor";
+
 /// The variable, with its value, that makes Python write output at once instead of in blocks. Ranks and trials get it
 /// if it is not set: the launcher and the search read their output through pipes while they run.
 pub const PYTHON_UNBUFFERED: (&str, &str) = ("PYTHONUNBUFFERED", "1");

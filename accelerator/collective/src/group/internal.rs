@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use accelerator_host::file_memory::FileMemory;
-use accelerator_host::variable;
+use accelerator_host::{ON_LOSS, SURVIVOR, variable};
 
 use super::engine::BufferOp;
 use super::observer::OpEvent;
@@ -15,7 +15,7 @@ use crate::buffer::{Buffer, BufferSlice, GatherLayout};
 use crate::element::{DType, Element, ReduceOp};
 use crate::error::{Error, Result, Seconds};
 use crate::fingerprint::{CollectiveFingerprint, OpKind};
-use crate::launch::Launch;
+use crate::launch::{Launch, OnLoss};
 use crate::rendezvous::Token;
 use crate::shard_layout::ShardLayout;
 
@@ -78,6 +78,17 @@ pub trait GroupExt: Sized {
     ///
     /// A rendezvous error if none comes in time; a topology error if the launcher gives an impossible place.
     fn next_place(&self, timeout: Duration) -> Result<NextPlace>;
+
+    /// Returns `true` if the launcher may give ranks that survive the loss of another one places in a next group.
+    fn continues_on_loss(&self) -> bool;
+
+    /// Waits up to `timeout` for the place that the launcher gives this rank after the loss of another one. Called again, it
+    /// waits for a newer place: the launcher gives one if the next group has lost a rank before it was complete.
+    ///
+    /// # Errors
+    ///
+    /// A rendezvous error if none comes in time; a topology error if the launcher gives an impossible place.
+    fn survivors_place(&self, timeout: Duration) -> Result<Launch>;
 
     /// Derives a token from the key of the job, for a protocol of the program's own between the ranks of this group;
     /// nobody sends the token. Each purpose has a different one. Returns `None` if this rank is alone or the ranks are
@@ -395,23 +406,23 @@ impl GroupExt for ProcessGroup {
     }
 
     fn next_place(&self, timeout: Duration) -> Result<NextPlace> {
-        let store = self.handle.rank_state.store.as_ref();
-        let Some(told) = store.and_then(|store| store.next_place(timeout)) else {
-            return Err(Error::rendezvous(format!(
-                "the launcher gave {} no place in a next group within {}",
-                self.topology(),
-                Seconds(timeout)
-            )));
-        };
+        let told = told_place(self, timeout, |_| true)?;
         if told.is_empty() {
             return Ok(NextPlace::Leave);
         }
-        let told: BTreeMap<String, String> = told.into_iter().collect();
-        let launch = Launch::from_vars(|name| match told.get(name) {
-            Some(value) => Some(value.clone()),
-            None => Some(variable(name)?.to_string_lossy().into_owned()),
-        })?;
-        Ok(NextPlace::Join(Box::new(launch)))
+        Ok(NextPlace::Join(Box::new(launch_at(told)?)))
+    }
+
+    fn continues_on_loss(&self) -> bool {
+        self.options().on_loss != OnLoss::End
+    }
+
+    fn survivors_place(&self, timeout: Duration) -> Result<Launch> {
+        let is_survivors = |told: &[(String, String)]| {
+            told.iter()
+                .any(|(name, value)| name == ON_LOSS.name && value == SURVIVOR)
+        };
+        launch_at(told_place(self, timeout, is_survivors)?)
     }
 
     fn token(&self, purpose: &str) -> Option<Token> {
@@ -543,6 +554,32 @@ impl ProcessGroup {
         let fingerprint = CollectiveFingerprint::new(kind, self.site());
         Ok(fingerprint.with_data(buffer.dtype(), buffer.len()))
     }
+}
+
+/// Waits for the variables of the place that the launcher gives this rank, if they are `wanted`.
+fn told_place(
+    group: &ProcessGroup,
+    timeout: Duration,
+    wanted: impl Fn(&[(String, String)]) -> bool,
+) -> Result<Vec<(String, String)>> {
+    let store = group.handle.rank_state.store.as_ref();
+    let told = store.and_then(|store| store.next_place(timeout, wanted));
+    told.ok_or_else(|| {
+        Error::rendezvous(format!(
+            "the launcher gave {} no place in a next group within {}",
+            group.topology(),
+            Seconds(timeout)
+        ))
+    })
+}
+
+/// The launch with these variables, which take precedence over the environment.
+fn launch_at(told: Vec<(String, String)>) -> Result<Launch> {
+    let told: BTreeMap<String, String> = told.into_iter().collect();
+    Launch::from_vars(|name| match told.get(name) {
+        Some(value) => Some(value.clone()),
+        None => Some(variable(name)?.to_string_lossy().into_owned()),
+    })
 }
 
 #[cfg(test)]

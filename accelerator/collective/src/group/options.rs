@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use crate::{
     error::{Error, Result, Seconds},
-    launch::Launch,
+    launch::{Launch, OnLoss},
     liveness,
     topology::TransportKind,
     transport::{OpTimeouts, TimeoutKind},
@@ -32,6 +32,8 @@ pub struct GroupOptions {
     pub(super) busy_timeout: Duration,
     warn_after: Duration,
     pub(super) transport: TransportKind,
+    /// The launch's value.
+    pub(super) on_loss: OnLoss,
 }
 
 impl GroupOptions {
@@ -46,6 +48,7 @@ impl GroupOptions {
             busy_timeout: Duration::from_secs(3600),
             warn_after: Duration::from_secs(10),
             transport: TransportKind::Auto,
+            on_loss: OnLoss::End,
         }
     }
 
@@ -136,6 +139,7 @@ impl GroupOptions {
     pub(crate) fn completed_by(&self, launch: &Launch) -> Self {
         Self {
             liveness_timeout: self.liveness_timeout.or(launch.liveness_timeout),
+            on_loss: launch.on_loss,
             ..self.clone()
         }
     }

@@ -5,7 +5,7 @@ use std::{fmt, str::FromStr, time::Duration};
 use accelerator_host as env;
 
 use super::{
-    Elastic, Launch,
+    Elastic, Launch, OnLoss,
     exchange::Exchange,
     place::{HostPlace, MeetingPlace, Place},
     reader::{LaunchReader, Origin, Setting},
@@ -61,6 +61,7 @@ impl<'a> LaunchBuilder<'a> {
             source,
             noticed,
             elastic: self.elastic()?,
+            on_loss: self.on_loss()?,
             ..Launch::single()
         };
         if let Some(place) = place {
@@ -288,6 +289,19 @@ impl<'a> LaunchBuilder<'a> {
         };
         self.note("elastic", word, Origin::Variable(env::ELASTIC.name));
         Ok(elastic)
+    }
+
+    fn on_loss(&mut self) -> Result<OnLoss> {
+        let told = self.told(&env::ON_LOSS, |value| match value {
+            "continue" => Some((OnLoss::Continue, "continue")),
+            env::SURVIVOR => Some((OnLoss::Survivor, env::SURVIVOR)),
+            _ => None,
+        })?;
+        let Some((on_loss, word)) = told else {
+            return Ok(OnLoss::End);
+        };
+        self.note("on loss", word, Origin::Variable(env::ON_LOSS.name));
+        Ok(on_loss)
     }
 
     fn liveness_timeout(&mut self) -> Result<Option<Duration>> {

@@ -69,6 +69,7 @@ use crate::{
 /// | `ACCEL_LIVENESS_TIMEOUT` | after how many seconds of silence a rank counts as lost |
 /// | `ACCEL_RESTART`, `ACCEL_MAX_RESTARTS` | how often the job was restarted, and may be; set by the launcher |
 /// | `ACCEL_ELASTIC` | `running` if the launcher may give ranks a place in a next group, `joining` if the others are already running |
+/// | `ACCEL_ON_LOSS` | `continue` if the launcher may give the survivors of a lost rank places in a next group, `survivor` in such a place |
 /// | `ACCEL_SET_BY_LAUNCHER` | which variables the launcher has set itself, separated by commas: a program that does not know one of them is older than the launcher and ignores it |
 ///
 /// `ACCEL_FAULTS`, faults to inject for tests, is read by `burn-accelerate-fault`.
@@ -125,6 +126,7 @@ pub struct Launch {
     noticed: Vec<LaunchSource>,
     exchange: Option<Exchange>,
     elastic: Elastic,
+    pub(crate) on_loss: OnLoss,
     /// A local rank that was told without the local world size.
     local_rank: Option<usize>,
 }
@@ -144,6 +146,7 @@ impl Launch {
             noticed: Vec::new(),
             exchange: None,
             elastic: Elastic::Fixed,
+            on_loss: OnLoss::End,
             local_rank: None,
         }
     }
@@ -223,10 +226,10 @@ impl Launch {
         liveness: Duration,
         transport: TransportKind,
     ) -> Result<Meeting> {
-        let connect_timeout = match self.elastic {
+        let connect_timeout = match (self.elastic, self.on_loss) {
             // The others come when they have ended their step. The launcher ends the wait if they do not.
-            Elastic::Joining => MAX_WAIT,
-            Elastic::Fixed | Elastic::Running => connect_timeout,
+            (Elastic::Joining, _) | (_, OnLoss::Survivor) => MAX_WAIT,
+            (Elastic::Fixed | Elastic::Running, OnLoss::End | OnLoss::Continue) => connect_timeout,
         };
         match (&self.rendezvous, &self.exchange) {
             (Some(rendezvous), _) => {
@@ -320,6 +323,17 @@ impl LaunchExt for Launch {
     fn noticed(&self) -> &[LaunchSource] {
         &self.noticed
     }
+}
+
+/// The fate of a group that has lost a rank.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum OnLoss {
+    /// All its ranks end.
+    End,
+    /// The launcher may give the survivors places in a next group.
+    Continue,
+    /// The same, and this process has survived the loss of another.
+    Survivor,
 }
 
 /// Tells if the number of ranks may change while they run.

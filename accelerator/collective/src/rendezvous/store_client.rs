@@ -116,17 +116,23 @@ impl StoreClient {
         self.0.connection.known.lock().next_place.is_some()
     }
 
-    /// Waits for the launch variables of that place; they are empty if this rank has none in the next group.
-    pub(crate) fn next_place(&self, timeout: Duration) -> Option<Vec<(String, String)>> {
+    /// Waits for the launch variables of that place, and takes them; they are empty if this rank has none in the next
+    /// group. Passes over a place that is not `wanted`.
+    pub(crate) fn next_place(
+        &self,
+        timeout: Duration,
+        wanted: impl Fn(&[(String, String)]) -> bool,
+    ) -> Option<Vec<(String, String)>> {
         let connection = &self.0.connection;
         let waiting = |known: &mut ClientState| {
+            known.next_place.take_if(|place| !wanted(place));
             known.end == ConnectionEnd::Open && known.next_place.is_none()
         };
-        let known =
+        let mut known =
             connection
                 .changed
                 .wait_timeout_while(connection.known.lock(), timeout, waiting);
-        known.next_place.clone()
+        known.next_place.take()
     }
 
     /// Calls `wake` on the reading thread after every message that changes the state: there may be an
