@@ -26,7 +26,7 @@ use crate::supervisor::leftovers::{LEFTOVER_TIMEOUT, Swept};
 use crate::supervisor::signals::Relay;
 use crate::supervisor::spawner::{Growth, LocalSpawner, Resize, Spawner};
 use crate::supervisor::store::token_of_hosts;
-use crate::text::note;
+use crate::text::{list, note};
 use crate::variables;
 
 /// The interval at which the head reports the hosts that it waits for.
@@ -308,12 +308,32 @@ impl HeadSpawner<'_> {
                     layout: members.layout.clone(),
                     host: at + 1,
                     elastic: settings.elastic,
+                    survivors: settings.survivors,
                     store_host: self.head.store_host(host),
                     store_port: store.port(),
                 })?;
             }
         }
         Ok(())
+    }
+
+    /// Proposes a group of host 0 and `hosts`; `former` gives the ranks of each host, by their numbers in the running group.
+    fn propose(
+        &self,
+        hosts: Vec<Arc<Host>>,
+        former: Vec<Vec<Option<usize>>>,
+        why: String,
+    ) -> Resize {
+        let layout = Layout::new(former.iter().map(Vec::len).collect());
+        self.proposed.replace(Some(Members {
+            layout: layout.clone(),
+            hosts,
+        }));
+        Resize {
+            layout,
+            former: former.into_iter().flatten().collect(),
+            why,
+        }
     }
 
     /// Hosts that are not in the running group, and can be.
@@ -385,7 +405,7 @@ impl Spawner for HeadSpawner<'_> {
         }
     }
 
-    fn resize(&self, settings: &Settings, growth: Growth) -> Option<Resize> {
+    fn resize(&self, growth: Growth) -> Option<Resize> {
         let members = self.members.borrow();
         let members = members.as_ref()?;
         let mut newcomers = self.newcomers(members);
@@ -424,23 +444,38 @@ impl Spawner for HeadSpawner<'_> {
             let leaving: Vec<_> = members.hosts.iter().filter(|host| !stays(host)).collect();
             changes.push(format!("continues without {}", shown(&leaving)));
         }
-        let next = Members::new(settings.ranks.get(), hosts);
         let old_place =
             |host: &Arc<Host>| members.hosts.iter().position(|old| Arc::ptr_eq(old, host));
-        let mut former: Vec<Option<usize>> = (0..settings.ranks.get()).map(Some).collect();
-        for host in &next.hosts {
-            former.extend(match old_place(host) {
-                Some(place) => members.layout.ranks_of(place + 1).map(Some).collect(),
-                None => vec![None; host.info.ranks],
-            });
+        // Of a host that has lost ranks, the others.
+        let mut former: Vec<Vec<_>> = vec![members.layout.ranks_of(0).map(Some).collect()];
+        former.extend(hosts.iter().map(|host| match old_place(host) {
+            Some(place) => members.layout.ranks_of(place + 1).map(Some).collect(),
+            None => vec![None; host.info.ranks],
+        }));
+        Some(self.propose(hosts, former, changes.join(", and ")))
+    }
+
+    fn without_lost(&self, survivors: &[usize]) -> Option<Resize> {
+        let members = self.members.borrow();
+        let members = members.as_ref()?;
+        let of = |place| {
+            let ranks = members.layout.ranks_of(place);
+            let left = survivors.iter().copied();
+            left.filter(|rank| ranks.contains(rank))
+                .map(Some)
+                .collect::<Vec<_>>()
+        };
+        let mut former = vec![of(0)];
+        let mut hosts = Vec::new();
+        for (at, host) in members.hosts.iter().enumerate() {
+            let left = of(at + 1);
+            if !left.is_empty() {
+                hosts.push(Arc::clone(host));
+                former.push(left);
+            }
         }
-        let layout = next.layout.clone();
-        self.proposed.replace(Some(next));
-        Some(Resize {
-            layout,
-            former,
-            why: changes.join(", and "),
-        })
+        let why = format!("continues with {}", list(survivors));
+        Some(self.propose(hosts, former, why))
     }
 
     fn deadline(&self) -> Option<Instant> {

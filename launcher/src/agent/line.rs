@@ -4,6 +4,7 @@
 use std::fmt;
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpStream};
+use std::num::NonZeroUsize;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -151,7 +152,7 @@ pub(super) fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> Result<
 }
 
 /// The version of these messages and of the handshake: launchers of different versions do not work together.
-pub(super) const PROTOCOL: u32 = 2;
+pub(super) const PROTOCOL: u32 = 3;
 
 /// The request of another host's launcher to be admitted.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -273,6 +274,8 @@ pub(super) struct Plan {
     pub(super) host: usize,
     /// The state that its ranks read if their number may change.
     pub(super) elastic: Option<Elastic>,
+    /// The least number of ranks that continue after the loss of others.
+    pub(super) survivors: Option<NonZeroUsize>,
     /// The host of the store, as this host reaches it.
     pub(super) store_host: String,
     pub(super) store_port: u16,

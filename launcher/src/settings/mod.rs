@@ -54,6 +54,8 @@ pub(crate) struct Settings {
     pub(crate) most_ranks: NonZeroUsize,
     /// The time after which the job first tries to grow again.
     pub(crate) regrow_after: Duration,
+    /// The least number of ranks that continue after the loss of others; `None` if none do.
+    pub(crate) survivors: Option<NonZeroUsize>,
     /// The state of an elastic job, for the ranks that are started.
     pub(crate) elastic: Option<Elastic>,
     /// The number of groups of ranks that were begun earlier in this attempt.
@@ -237,6 +239,10 @@ impl Settings {
             max_restarts,
             origin(&options.max_restarts, "--max-restarts"),
         );
+        if let Some(least) = options.survivors() {
+            let text = format_args!("continue with at least {least}");
+            table.add("on loss", text, "--on-loss");
+        }
         let restart_delay = options.restart_delay.unwrap_or(DEFAULT_RESTART_DELAY);
         table.add(
             "restart delay",
@@ -269,7 +275,11 @@ impl Settings {
             host: 0,
             least_ranks: processes.least,
             most_ranks: ranks,
-            regrow_after: options.regrow_after.unwrap_or(DEFAULT_REGROW_AFTER),
+            regrow_after: options.regrow_after.unwrap_or(match options.survivors() {
+                Some(_) => Duration::ZERO,
+                None => DEFAULT_REGROW_AFTER,
+            }),
+            survivors: options.survivors(),
             elastic: options.is_elastic().then_some(Elastic::Running),
             regroups: 0,
             restart: 0,

@@ -228,7 +228,8 @@ pub(crate) struct Options {
     #[arg(long, value_name = "SECONDS", value_parser = seconds, allow_negative_numbers = true)]
     pub(crate) grace: Option<Duration>,
 
-    /// The largest number of restarts of a failed job [default: 0; with MIN:MAX processes or hosts, 3].
+    /// The largest number of restarts of a failed job [default: 0; with MIN:MAX processes or hosts, or --on-loss
+    /// continue, 3].
     ///
     /// A restart ends all ranks and starts new ones; the program resumes from its newest checkpoint.
     /// The count is never reset, however long the job runs between restarts. Ranks that were preempted and have saved
@@ -240,8 +241,16 @@ pub(crate) struct Options {
     #[arg(long, value_name = "SECONDS", value_parser = seconds, allow_negative_numbers = true)]
     pub(crate) restart_delay: Option<Duration>,
 
-    /// Seconds after which a job with fewer than MAX processes tries to return to MAX [default: 60]. The time doubles
-    /// after each attempt that fails.
+    /// The reaction to the loss of a rank: `end` all ranks, or let the others `continue` in the same processes
+    /// [default: end].
+    ///
+    /// With `continue:MIN`, they continue if at least MIN are left; otherwise the job restarts: see --max-restarts. The
+    /// program must call `recover`, as docs/elastic.md shows. A new process replaces the lost one: see --regrow-after.
+    #[arg(long, value_name = "end|continue[:MIN]", value_parser = on_loss)]
+    pub(crate) on_loss: Option<OnLoss>,
+
+    /// Seconds after which a job with fewer than MAX processes tries to return to MAX [default: 60; with --on-loss
+    /// continue, 0]. The time doubles after each attempt that fails.
     #[arg(long, value_name = "SECONDS", value_parser = seconds, allow_negative_numbers = true)]
     pub(crate) regrow_after: Option<Duration>,
 
@@ -293,6 +302,15 @@ pub(crate) struct Options {
     /// by those above.
     #[arg(skip)]
     pub(crate) words: Vec<OsString>,
+}
+
+/// The reaction to the loss of a rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum OnLoss {
+    /// All ranks end.
+    End,
+    /// The others continue, if there are so many.
+    Continue(NonZeroUsize),
 }
 
 /// A number of processes or hosts, or a range of it.
@@ -381,7 +399,7 @@ impl Options {
             (
                 self.regrow_after.is_some() && !is_elastic,
                 "--regrow-after",
-                "the number of ranks changes with --num-processes MIN:MAX or --nnodes MIN:MAX only",
+                "the number of ranks changes with --num-processes MIN:MAX, --nnodes MIN:MAX or --on-loss continue only",
             ),
         ];
         match idle.into_iter().find(|(is_idle, ..)| *is_idle) {
@@ -394,10 +412,16 @@ impl Options {
 
     /// Returns `true` if the number of ranks may change while they run.
     pub(crate) fn is_elastic(&self) -> bool {
-        [self.num_processes, self.nnodes]
-            .into_iter()
-            .flatten()
-            .any(Processes::is_range)
+        let mut ranges = [self.num_processes, self.nnodes].into_iter().flatten();
+        self.survivors().is_some() || ranges.any(Processes::is_range)
+    }
+
+    /// Returns the least number of ranks that continue after the loss of others; `None` if none do.
+    pub(crate) fn survivors(&self) -> Option<NonZeroUsize> {
+        match self.on_loss {
+            Some(OnLoss::Continue(least)) => Some(least),
+            Some(OnLoss::End) | None => None,
+        }
     }
 }
 
@@ -431,6 +455,15 @@ fn processes(text: &str) -> Result<Processes, String> {
         return Err("expected MIN:MAX with MIN no greater than MAX, such as 2:4".into());
     }
     Ok(Processes { least, most })
+}
+
+fn on_loss(text: &str) -> Result<OnLoss, String> {
+    match text.split_once(':') {
+        None if text == "end" => Ok(OnLoss::End),
+        None if text == "continue" => Ok(OnLoss::Continue(NonZeroUsize::MIN)),
+        Some(("continue", least)) => count(least).map(OnLoss::Continue),
+        _ => Err("expected `end`, `continue` or `continue:MIN`, such as continue:2".into()),
+    }
 }
 
 fn precision(text: &str) -> Result<String, String> {

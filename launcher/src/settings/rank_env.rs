@@ -55,6 +55,10 @@ impl RankEnv {
         common.extend(token.map(|path| (env::TOKEN_FILE.name, path.into())));
         let elastic = settings.elastic.map(Elastic::word);
         common.extend(elastic.map(|word| (env::ELASTIC.name, word.into())));
+        let on_loss = settings
+            .survivors
+            .map(|_| (env::ON_LOSS.name, "continue".into()));
+        common.extend(on_loss);
         common
             .extend(launch_command(&settings.command).map(|json| (env::LAUNCH_COMMAND.name, json)));
         let interface = settings.network_interface.as_ref();

@@ -1,6 +1,7 @@
 //! Runs a group of processes to its end: carries out the decisions of [`GroupMachine`].
 
 use std::fs::File;
+use std::num::NonZeroUsize;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
@@ -12,7 +13,7 @@ use accelerator_host::sync::Mutex;
 use rustix::process::Signal;
 use signal_hook::consts::signal;
 
-use super::group_machine::{Action, Cause, GroupMachine};
+use super::group_machine::{Action, Cause, GroupMachine, Recovery};
 use super::leftovers::{KillScope, LeftBehind, Remains, Swept, end_group};
 use super::signals::{self, is_job_control, is_suspended};
 use super::store::StoreHandle;
@@ -37,6 +38,11 @@ pub(super) trait Observer {
     /// `rank`, whose process this is, has ended.
     fn ended(&mut self, _rank: usize, _process: &dyn RankProcess, _end: End, _ended_by: EndedBy) {}
 
+    /// Returns the least number of ranks that continue after the loss of others; `None` if none do.
+    fn least_survivors(&self) -> Option<NonZeroUsize> {
+        None
+    }
+
     fn joined(&mut self, _rank: usize) {}
 
     /// These ranks take long to end.
@@ -54,10 +60,12 @@ pub(super) trait Observer {
 }
 
 /// The phase of a group's run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum GroupPhase {
     /// Nothing has failed, and some of its processes run.
     Running,
+    /// Some ranks were lost, and these are to continue without them.
+    Recovering(Vec<usize>),
     /// Its processes have ended, or are about to.
     Ending,
 }
@@ -134,7 +142,8 @@ pub(super) fn supervise(
     channel: &Channel,
     observer: &mut impl Observer,
 ) -> GroupOutcome {
-    let mut machine = GroupMachine::new(group.len(), grace);
+    let machine = GroupMachine::new(group.len(), grace);
+    let mut machine = machine.with_survivors(observer.least_survivors());
     let mut drained = 0;
     let mut is_taken_over = false;
     stop_if_suspended(group);
@@ -177,9 +186,11 @@ pub(super) fn supervise(
                 Action::Waiting(ranks) => observer.waiting(&ranks),
             }
         }
-        is_taken_over = observer.poll_regroup(match machine.is_running() {
-            true => GroupPhase::Running,
-            false => GroupPhase::Ending,
+        is_taken_over = observer.poll_regroup(match (machine.is_running(), machine.recovery()) {
+            (true, _) => GroupPhase::Running,
+            (false, None) => GroupPhase::Ending,
+            (false, Some(Recovery::Settling)) => continue,
+            (false, Some(Recovery::Of(survivors))) => GroupPhase::Recovering(survivors),
         });
     }
     let mut outcome = GroupOutcome {

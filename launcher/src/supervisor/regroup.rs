@@ -5,10 +5,12 @@
 //! file shows the states.
 
 use std::collections::BTreeSet;
+use std::num::NonZeroUsize;
 use std::path::Path;
 use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 
+use accelerator_host::{ON_LOSS, SURVIVOR};
 use rustix::process::Signal;
 
 use super::attempt::{Attempt, Carried, last_lines, read_output};
@@ -39,12 +41,29 @@ const NOTE_AFTER: Duration = Duration::from_secs(60);
 /// The shortest time between two tries.
 const LEAST_RETRY: Duration = Duration::from_millis(100);
 
+/// The least time after a loss before another process is started for the lost rank, if the one before was lost, too.
+const LEAST_REGROW: Duration = Duration::from_secs(1);
+
+/// The most time for the same.
+const MOST_REGROW: Duration = Duration::from_secs(600);
+
+/// The reason for another group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Reason {
+    /// The number of ranks is to change.
+    Resize,
+    /// Ranks were lost.
+    Loss,
+}
+
 /// Forms the next group while the current one runs.
 pub(super) struct Regrouping<'a> {
     spawner: &'a dyn Spawner,
     package_dir: Option<&'a Path>,
     /// The settings of the running group.
     settings: &'a Settings,
+    /// Set if no group can be formed of the ranks that are left.
+    has_no_recovery: bool,
     output: Output,
     store: &'a Store,
     /// Wakes the main thread.
@@ -75,6 +94,8 @@ pub(super) struct NextGroup {
     joined: BTreeSet<usize>,
     /// The events of its ranks so far.
     seen: Vec<Event>,
+    /// True if the running group has lost the ranks that are not in it.
+    is_recovery: bool,
     /// True if the ranks of the running group know their places in it.
     is_told: bool,
     began: Instant,
@@ -98,6 +119,7 @@ impl<'a> Regrouping<'a> {
             spawner,
             package_dir,
             settings,
+            has_no_recovery: false,
             output,
             store,
             events,
@@ -131,15 +153,15 @@ impl<'a> Regrouping<'a> {
         self.spawner.let_go();
         // Ranks that leave do not wait for ranks that come.
         if self.next.as_ref().is_none_or(|next| !next.is_told)
-            && let Some(resize) = self.spawner.resize(self.settings, Growth::Later)
+            && let Some(resize) = self.spawner.resize(Growth::Later)
         {
             self.give_up(None);
-            self.begin(resize);
+            self.begin(resize, Reason::Resize);
         }
         if self.next.is_none()
             && let Some(resize) = self.growth()
         {
-            self.begin(resize);
+            self.begin(resize, Reason::Resize);
         }
         let Some(next) = &mut self.next else {
             return false;
@@ -165,6 +187,33 @@ impl<'a> Regrouping<'a> {
             )));
             return false;
         }
+        next.is_complete()
+    }
+
+    /// Forms the group of the ranks that are left after a loss; returns `true` once it is complete.
+    pub(super) fn recover(&mut self, survivors: &[usize]) -> bool {
+        let is_of = |next: &NextGroup| {
+            next.is_recovery
+                && next
+                    .former
+                    .iter()
+                    .flatten()
+                    .copied()
+                    .eq(survivors.iter().copied())
+        };
+        if !self.next.as_ref().is_some_and(is_of) && !self.has_no_recovery {
+            self.give_up(None);
+            match self.spawner.without_lost(survivors) {
+                Some(resize) => self.begin(resize, Reason::Loss),
+                None => self.has_no_recovery = true,
+            }
+        }
+        let Some(next) = &mut self.next else {
+            return false;
+        };
+        // Survivors that end are events of the running group.
+        let _ = next.receive();
+        next.note_wait();
         next.is_complete()
     }
 
@@ -204,6 +253,11 @@ impl<'a> Regrouping<'a> {
             .note(&format!("{why}, and tries again in {seconds} s"));
     }
 
+    /// Returns the least number of ranks that continue after the loss of others; `None` if none do.
+    pub(super) fn least_survivors(&self) -> Option<NonZeroUsize> {
+        self.settings.survivors
+    }
+
     /// Returns `true` if ranks have been told to form another group.
     pub(super) fn was_told(&self) -> bool {
         self.was_told
@@ -236,15 +290,28 @@ impl<'a> Regrouping<'a> {
             why: format!("tries to have {most} ranks again"),
         };
         let is_alone = self.settings.layout.hosts() == 1;
-        let of_hosts = self.spawner.resize(self.settings, Growth::Now);
+        let of_hosts = self.spawner.resize(Growth::Now);
         of_hosts.or_else(|| (is_alone && own < most.get()).then(regrown))
     }
 
-    fn begin(&mut self, resize: Resize) {
+    fn begin(&mut self, resize: Resize, reason: Reason) {
         self.retry_at = None;
         self.output.note(&format!("the job {}", resize.why));
-        match NextGroup::begin(self, resize) {
-            Ok(next) => self.next = Some(next),
+        match NextGroup::begin(self, resize, reason) {
+            Ok(mut next) => {
+                if reason == Reason::Loss {
+                    next.tell(self.spawner, self.settings, self.store.handle());
+                }
+                self.next = Some(next);
+            }
+            Err(error) if reason == Reason::Loss => {
+                self.spawner.drop_next();
+                self.given_up += 1;
+                self.has_no_recovery = true;
+                let error = chain(&error);
+                self.output
+                    .note(&format!("the job cannot continue so: {error}"));
+            }
             Err(error) => {
                 self.spawner.drop_next();
                 self.given_up += 1;
@@ -280,8 +347,13 @@ impl NextGroup {
             }
         }
         for (mut process, _) in group.into_iter().flatten() {
-            // The process ends by itself, and its host with it.
-            process.abandon();
+            if self.is_recovery {
+                // It has ended; what it has started ends with it.
+                drop(process);
+            } else {
+                // The process ends by itself, and its host with it.
+                process.abandon();
+            }
         }
         carried.readers += self.readers;
         spawner.adopt_next();
@@ -319,9 +391,14 @@ impl NextGroup {
         (self.attempt, self.channel)
     }
 
-    fn begin(of: &Regrouping<'_>, resize: Resize) -> Result<Self> {
+    fn begin(of: &Regrouping<'_>, resize: Resize, reason: Reason) -> Result<Self> {
         let Resize { layout, former, .. } = resize;
-        let settings = of.settings.regrouped(layout, of.given_up);
+        let mut settings = of.settings.regrouped(layout, of.given_up);
+        if reason == Reason::Loss {
+            // A slot whose ranks are lost again and again is tried less and less often.
+            let regrow_after = settings.regrow_after * 2;
+            settings.regrow_after = regrow_after.clamp(LEAST_REGROW, MOST_REGROW);
+        }
         let channel = Channel::new();
         let wake = of.events.clone();
         let attempt = Attempt::next(&of.output, of.store, settings, &former, &channel, wake)?;
@@ -341,6 +418,7 @@ impl NextGroup {
             readers: 0,
             joined: BTreeSet::new(),
             seen: Vec::new(),
+            is_recovery: reason == Reason::Loss,
             is_told: false,
             began: Instant::now(),
             note_at: None,
@@ -413,9 +491,12 @@ impl NextGroup {
     fn note_wait(&mut self) {
         let now = Instant::now();
         if self.note_at.is_some_and(|at| now >= at) {
+            let calls = match self.is_recovery {
+                true => "calls `recover` after the loss",
+                false => "calls `regroup_pending` or `preempted` after a step",
+            };
             self.attempt.output.note(&format!(
-                "the ranks have not formed their next group within {} s; a program does so when it calls `regroup_pending` \
-                 or `preempted` after a step",
+                "the ranks have not formed their next group within {} s; a program does so when it {calls}",
                 NOTE_AFTER.as_secs()
             ));
             self.note_at = None;
@@ -434,7 +515,11 @@ impl NextGroup {
         let port = self.attempt.store.address().port();
         for former in 0..running.layout.ranks() {
             let rank = self.former.iter().position(|&known| known == Some(former));
-            let place = rank.map_or_else(Vec::new, |rank| spawner.place(rank, settings, port));
+            let place = rank.map(|rank| spawner.place(rank, settings, port));
+            let mut place = place.unwrap_or_default();
+            if self.is_recovery {
+                place.push((ON_LOSS.name.to_owned(), SURVIVOR.to_owned()));
+            }
             store.tell_next_place(former, place);
         }
         let new = self.former.iter().enumerate();

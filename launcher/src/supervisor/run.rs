@@ -1,5 +1,6 @@
 //! An attempt from the start of its ranks to their end.
 
+use std::num::NonZeroUsize;
 use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -219,12 +220,17 @@ impl Observer for ExitReporter<'_> {
         self.regrouping.deadline()
     }
 
+    fn least_survivors(&self) -> Option<NonZeroUsize> {
+        self.regrouping.least_survivors()
+    }
+
     fn poll_regroup(&mut self, phase: GroupPhase) -> bool {
         match phase {
             GroupPhase::Running => {
                 self.has_asked_operations = false;
                 self.regrouping.step()
             }
+            GroupPhase::Recovering(survivors) => self.regrouping.recover(&survivors),
             GroupPhase::Ending => {
                 self.ask_operations();
                 self.regrouping.give_up(None);

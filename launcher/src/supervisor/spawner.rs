@@ -19,6 +19,7 @@ use crate::event::Channel;
 use crate::process::{Process, RankProcess};
 use crate::settings::rank_env::RankEnv;
 use crate::settings::{Layout, Settings};
+use crate::text::list;
 
 /// Starts ranks. The main thread calls its methods.
 pub(crate) trait Spawner {
@@ -38,10 +39,19 @@ pub(crate) trait Spawner {
     /// Lets hosts go whose ranks have left the job; ends the job if it needs a host that wants to leave.
     fn let_go(&self) {}
 
-    /// The ranks that the job should have now on other hosts, if they are not those of `settings`: hosts want to leave,
-    /// or have come.
-    fn resize(&self, _settings: &Settings, _growth: Growth) -> Option<Resize> {
+    /// The ranks that the job should have now on other hosts, if they are not those of the running group: hosts want to
+    /// leave, or have come.
+    fn resize(&self, _growth: Growth) -> Option<Resize> {
         None
+    }
+
+    /// The group of these ranks, which are left of the running one after a loss.
+    fn without_lost(&self, survivors: &[usize]) -> Option<Resize> {
+        Some(Resize {
+            layout: Layout::new(vec![survivors.len()]),
+            former: survivors.iter().copied().map(Some).collect(),
+            why: format!("continues with {}", list(survivors)),
+        })
     }
 
     /// Returns the time at which to ask again, if nothing happens before.

@@ -32,8 +32,9 @@ fn rank() {
     let mut step = 0.0;
     loop {
         let mut agreed = [step];
-        if group.broadcast(&mut agreed, 0).is_err() {
-            exit(1);
+        if let Err(error) = group.broadcast(&mut agreed, 0) {
+            group = recovered(&group, &error);
+            continue;
         }
         step = agreed[0];
         let line = format!(
@@ -47,22 +48,27 @@ fn rank() {
             exit(9);
         }
         // The flags count whether rank 0 ends the job, and how many ranks know of another group.
-        let regroups = loop {
+        let turn = loop {
             let is_over = group.rank() == 0 && Path::new("stop").exists();
             let mut flags =
                 [is_over, group.has_next_place()].map(|is_so| f64::from(u8::from(is_so)));
             std::thread::sleep(Duration::from_millis(5));
             if let Err(error) = group.all_reduce(&mut flags, ReduceOp::Sum) {
-                eprintln!("{error}");
-                exit(1);
+                group = recovered(&group, &error);
+                break Turn::Recovered;
             }
             step += 1.0;
-            if flags != [0.0; 2] {
-                break flags[0] == 0.0;
+            if flags[0] > 0.0 {
+                break Turn::Ended;
+            } else if flags[1] > 0.0 {
+                break Turn::Regroups;
             }
         };
+        if turn == Turn::Recovered {
+            continue;
+        }
         group.close().unwrap();
-        if !regroups {
+        if turn == Turn::Ended {
             exit(0);
         }
         if std::env::var("WAY").is_ok_and(|way| way == "save") {
@@ -73,6 +79,29 @@ fn rank() {
             NextPlace::Leave => std::process::exit(0),
         }
     }
+}
+
+/// The end of the steps in a group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Turn {
+    Ended,
+    Recovered,
+    Regroups,
+}
+
+/// Returns the group of the survivors after a loss, or ends the process with it.
+fn recovered(group: &ProcessGroup, lost: &accelerator_collective::Error) -> ProcessGroup {
+    let next = || {
+        if !lost.is_peer_lost() || !group.continues_on_loss() {
+            return Err(lost.clone());
+        }
+        let launch = group.survivors_place(Duration::from_secs(20))?;
+        ProcessGroup::connect(&launch, &GroupOptions::new())
+    };
+    next().unwrap_or_else(|error| {
+        eprintln!("{error}");
+        std::process::exit(1)
+    })
 }
 
 fn append(path: &str, line: &str) {
@@ -315,4 +344,113 @@ fn a_job_that_ends_does_not_wait_for_who_was_to_join() {
     hosts.folder.write("stop", "");
     second.end().expect(0);
     head.end().expect(0);
+}
+
+#[test]
+fn survivors_continue_in_their_processes_until_one_is_left() {
+    let folder = Folder::new();
+    let options = "-n 3 --on-loss continue --regrow-after 600 --max-restarts 0";
+    let run = folder.start(&format!("{options} {}", program()));
+    let (three, _) = group_of(&folder, 3, 0.0);
+    signal(&three[0], Signal::KILL);
+    let (two, _) = group_of(&folder, 2, 0.0);
+    assert_eq!(two[..], three[1..]);
+    signal(&two[1], Signal::KILL);
+    let (one, _) = group_of(&folder, 1, 0.0);
+    assert_eq!(one[..], two[..1]);
+    folder.write("stop", "");
+    let ended = run.end().expect(0);
+    assert!(
+        ended.stderr.contains("the job continues with ranks 1, 2"),
+        "{ended:?}"
+    );
+    for pid in &three {
+        wait_until_dead(pid);
+    }
+}
+
+#[test]
+fn a_new_process_replaces_a_lost_rank() {
+    let folder = Folder::new();
+    let run = folder.start(&format!("-n 3 --on-loss continue:2 {}", program()));
+    let (three, _) = group_of(&folder, 3, 0.0);
+    signal(&three[1], Signal::KILL);
+    let (two, step) = group_of(&folder, 2, 0.0);
+    assert_eq!(two, [three[0].clone(), three[2].clone()]);
+    let (again, _) = group_of(&folder, 3, step + 1.0);
+    assert_eq!(again[..2], two[..]);
+    folder.write("stop", "");
+    let ended = run.end().expect(0);
+    assert!(!ended.stderr.contains("restart"), "{ended:?}");
+}
+
+#[test]
+fn a_rank_that_hangs_is_killed_for_the_others_to_continue() {
+    let folder = Folder::new();
+    let options = "-n 2 --on-loss continue --regrow-after 600";
+    let mut command = folder.command(&format!("{options} {}", program()));
+    command.env("ACCEL_LIVENESS_TIMEOUT", "1");
+    let run = Run::start(command);
+    let (two, _) = group_of(&folder, 2, 0.0);
+    signal(&two[0], Signal::STOP);
+    let (one, _) = group_of(&folder, 1, 0.0);
+    assert_eq!(one[..], two[1..]);
+    wait_until_dead(&two[0]);
+    folder.write("stop", "");
+    run.end().expect(0);
+}
+
+#[test]
+fn too_few_survivors_end_and_are_restarted() {
+    let folder = Folder::new();
+    let options = "-n 2 --on-loss continue:2 --restart-delay 0";
+    let run = folder.start(&format!("{options} {}", program()));
+    let (two, _) = group_of(&folder, 2, 0.0);
+    signal(&two[1], Signal::KILL);
+    run.wait_until_it_says("restart 1 of 3");
+    folder.write("stop", "");
+    run.end().expect(0).says("restart 1 of 3");
+}
+
+#[test]
+fn a_program_that_cannot_continue_ends_with_the_loss() {
+    let folder = Folder::new();
+    folder.script(
+        "rank.sh",
+        "echo $$ >> pids; [ $RANK = 1 ] && exec sleep 600; while [ ! -e lost ]; do sleep 0.05; done; exit 5",
+    );
+    let run = folder.start("-n 2 --on-loss continue --max-restarts 0 rank.sh");
+    folder.wait_for_lines("pids", 2);
+    // It has not joined a group.
+    let pids = folder.read("pids");
+    folder.write("lost", "");
+    run.end().expect(5);
+    pids.lines().for_each(wait_until_dead);
+}
+
+#[test]
+fn a_job_continues_without_a_lost_host_and_without_its_own_rank() {
+    let hosts = Hosts::new(3);
+    let folder = &hosts.folder;
+    let options = "--nproc-per-node 1 --on-loss continue --max-restarts 0";
+    let head = start(&hosts, 0, options);
+    let second = start(&hosts, 1, options);
+    let third = start(&hosts, 2, options);
+    let (three, _) = group_of(folder, 3, 0.0);
+    second.signal(Signal::KILL);
+    let (two, step) = group_of(folder, 2, 0.0);
+    assert_eq!(two, [three[0].clone(), three[2].clone()]);
+    // The host comes back.
+    let again = start(&hosts, 1, options);
+    let (all, step) = group_of(folder, 3, step + 1.0);
+    assert_eq!(all[..2], two[..]);
+    // No rank of host 0 is left, and its launcher serves the others.
+    signal(&all[0], Signal::KILL);
+    let (rest, _) = group_of(folder, 2, step);
+    assert_eq!(rest[..], all[1..]);
+    folder.write("stop", "");
+    third.end().expect(0);
+    again.end().expect(0);
+    let ended = head.end().expect(0);
+    assert!(!ended.stderr.contains("restart"), "{ended:?}");
 }

@@ -339,6 +339,7 @@ impl Agent<'_> {
             max_restarts: plan.max_restarts,
             job: plan.job.clone(),
             elastic: plan.elastic,
+            survivors: plan.survivors,
             ..settings
         }
     }

@@ -3,6 +3,7 @@
 //! It is pure: it takes events and the time and returns actions, so that every order of events can be tested without a
 //! process. `../README.md` shows its states.
 
+use std::num::NonZeroUsize;
 use std::time::{Duration, Instant};
 
 use signal_hook::consts::signal;
@@ -21,6 +22,13 @@ const WAITING_NOTICE_AFTER: Duration = Duration::from_secs(1);
 
 /// The time for which a process may outlive SIGKILL (a device driver can hold it) before it is abandoned.
 const ABANDON_AFTER: Duration = Duration::from_secs(10);
+
+/// The time between the loss of a rank and the moment at which the others are told to continue: ranks of one host are
+/// lost one after the other.
+const LOSS_SETTLE: Duration = Duration::from_millis(50);
+
+/// The time in which all survivors must have formed the next group. A rank learns of the loss at the end of its step.
+const RECOVER_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// An action for the caller.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -48,6 +56,15 @@ pub(crate) enum Cause {
     Preempted,
 }
 
+/// The recovery of a group from a loss.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Recovery {
+    /// Others may have been lost, too.
+    Settling,
+    /// These ranks form the next group.
+    Of(Vec<usize>),
+}
+
 /// A group of processes from its start to the end of its last member.
 #[derive(Clone, Debug)]
 pub(super) struct GroupMachine {
@@ -63,6 +80,8 @@ pub(super) struct GroupMachine {
     has_forwarded: bool,
     /// The class of the failure that the group is ended for.
     class: Option<FailureClass>,
+    /// The least number of ranks that continue after the loss of others; `None` if none do.
+    least_survivors: Option<NonZeroUsize>,
 }
 
 impl GroupMachine {
@@ -78,6 +97,15 @@ impl GroupMachine {
             first_failure: None,
             has_forwarded: false,
             class: None,
+            least_survivors: None,
+        }
+    }
+
+    /// Lets the other members continue after the loss of some, if at least so many are left.
+    pub(super) fn with_survivors(self, least_survivors: Option<NonZeroUsize>) -> Self {
+        Self {
+            least_survivors,
+            ..self
         }
     }
 
@@ -129,11 +157,24 @@ impl GroupMachine {
             && self.members.iter().any(|member| member.end.is_none())
     }
 
+    /// Returns how the group continues after a loss; `None` if nothing was lost, or it does not continue.
+    pub(super) fn recovery(&self) -> Option<Recovery> {
+        match self.phase {
+            Phase::Recovering { ready_at: None, .. } => Some(Recovery::Of(self.survivors())),
+            Phase::Recovering { .. } => Some(Recovery::Settling),
+            Phase::Diagnosing { .. } if self.least_survivors.is_some() => Some(Recovery::Settling),
+            _ => None,
+        }
+    }
+
     /// Returns the time of the next call of [`GroupMachine::step`], if nothing happens before.
     pub(super) fn deadline(&self) -> Option<Instant> {
         match &self.phase {
             Phase::Running | Phase::Abandoned { .. } => None,
             Phase::Diagnosing { until, .. } => Some(*until),
+            Phase::Recovering {
+                ready_at, until, ..
+            } => Some(ready_at.unwrap_or(*until)),
             Phase::Grace {
                 until, report_at, ..
             } => [Some(*until), *report_at].into_iter().flatten().min(),
@@ -176,6 +217,7 @@ impl GroupMachine {
         match self.phase {
             Phase::Running => None,
             Phase::Diagnosing { root_cause, .. } => Some(Cause::Failure(root_cause.rank)),
+            Phase::Recovering { failed_rank, .. } => Some(Cause::Failure(failed_rank)),
             Phase::Grace { cause, .. }
             | Phase::Terminating { cause, .. }
             | Phase::Abandoned { cause } => Some(cause),
@@ -284,6 +326,10 @@ impl GroupMachine {
                 let cause = Cause::Failure(root_cause.rank);
                 self.terminate_all(cause, signal, now, actions);
             }
+            Phase::Recovering { failed_rank, .. } => {
+                let cause = Cause::Failure(*failed_rank);
+                self.terminate_all(cause, signal, now, actions);
+            }
             Phase::Grace { cause, .. } => {
                 let cause = *cause;
                 self.terminate_all(cause, signal, now, actions);
@@ -346,8 +392,12 @@ impl GroupMachine {
         } = self.phase
             && now >= until
         {
-            self.start_grace(root_cause.rank, now, actions);
+            match self.may_recover(root_cause.rank) {
+                true => self.start_recovery(root_cause.rank, now, actions),
+                false => self.start_grace(root_cause.rank, now, actions),
+            }
         }
+        self.check_recovery(now, actions);
         if let Phase::Grace { cause, until, .. } = self.phase
             && (now >= until || self.survivors().is_empty())
         {
@@ -387,6 +437,64 @@ impl GroupMachine {
     }
 
     /// Ends all but the ranks that learn of the failure from the store: those get the grace period.
+    /// Returns `true` if the others can continue without the rank that failed first, and those that ended with it.
+    fn may_recover(&self, failed_rank: usize) -> bool {
+        let Some(least) = self.least_survivors else {
+            return false;
+        };
+        let has_left = |member: &Member| member.has_closed || member.end == Some(End::Code(0));
+        let others = self.members.iter().enumerate();
+        let alive = others.filter(|(rank, member)| *rank != failed_rank && member.end.is_none());
+        let alive: Vec<&Member> = alive.map(|(_, member)| member).collect();
+        self.class != Some(FailureClass::Preempted)
+            && alive.len() >= least.get()
+            && alive
+                .iter()
+                .all(|member| member.has_joined && !member.signalled)
+            && !self.members.iter().any(has_left)
+    }
+
+    fn start_recovery(&mut self, failed_rank: usize, now: Instant, actions: &mut Vec<Action>) {
+        for (rank, member) in self.members.iter_mut().enumerate() {
+            member.signalled |= rank == failed_rank;
+            member.is_survivor = member.end.is_none() && !member.signalled;
+        }
+        // One that only hangs must not come back.
+        let lost = self.members.iter().enumerate();
+        let lost = lost.filter_map(|(rank, member)| (!member.is_survivor).then_some(rank));
+        actions.push(Action::Signal {
+            signal: signal::SIGKILL,
+            ranks: lost.collect(),
+        });
+        self.phase = Phase::Recovering {
+            failed_rank,
+            ready_at: Some(now + LOSS_SETTLE),
+            until: now + RECOVER_TIMEOUT,
+        };
+    }
+
+    /// Ends the group if its survivors do not continue after all.
+    fn check_recovery(&mut self, now: Instant, actions: &mut Vec<Action>) {
+        let least = self.least_survivors.map_or(0, NonZeroUsize::get);
+        let are_enough = self.survivors().len() >= least;
+        let gave_up =
+            |member: &Member| member.is_survivor && matches!(member.end, Some(End::Code(_)));
+        let has_given_up = self.members.iter().any(gave_up);
+        let Phase::Recovering {
+            failed_rank,
+            ready_at,
+            until,
+        } = &mut self.phase
+        else {
+            return;
+        };
+        ready_at.take_if(|at| now >= *at);
+        if !are_enough || has_given_up || now >= *until {
+            let failed_rank = *failed_rank;
+            self.start_grace(failed_rank, now, actions);
+        }
+    }
+
     fn start_grace(&mut self, failed_rank: usize, now: Instant, actions: &mut Vec<Action>) {
         let survives = |rank: usize, member: &Member| {
             member.has_joined && member.end.is_none() && rank != failed_rank
@@ -495,6 +603,8 @@ struct Member {
     has_joined: bool,
     /// True if it has closed its group.
     has_closed: bool,
+    /// True if it was to continue after the loss of another.
+    is_survivor: bool,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -505,6 +615,12 @@ enum Phase {
     Diagnosing {
         since: Instant,
         root_cause: RootCause,
+        until: Instant,
+    },
+    /// A rank was lost, and the others are to form a group without it; `ready_at` is `None` once they can be told.
+    Recovering {
+        failed_rank: usize,
+        ready_at: Option<Instant>,
         until: Instant,
     },
     /// A rank failed; ranks that learned of it from the store may end by themselves, the others got SIGTERM.

@@ -461,3 +461,94 @@ fn a_host_that_is_lost_is_the_cause_of_what_its_ranks_were_blamed_for() {
         (75, Some(Cause::Failure(2)))
     );
 }
+
+/// A group of which at least so many members continue after a loss, all of which have joined.
+fn recovering(size: usize, least: usize) -> (GroupMachine, Instant) {
+    let (machine, now) = machine(size);
+    let mut machine = machine.with_survivors(NonZeroUsize::new(least));
+    (0..size).for_each(|rank| drop(machine.step(Event::Joined(rank), now)));
+    (machine, now)
+}
+
+#[test]
+fn survivors_are_told_after_a_moment_in_which_others_can_be_lost() {
+    let (mut machine, now) = recovering(4, 2);
+    let lost = ended(1, End::Signal(signal::SIGKILL));
+    assert_eq!(machine.step(lost, now), [send(signal::SIGKILL, &[1])]);
+    assert_eq!(machine.recovery(), Some(Recovery::Settling));
+    assert_eq!(machine.step(ended(2, End::Lost), now), []);
+    assert_eq!(machine.deadline(), Some(now + LOSS_SETTLE));
+    assert_eq!(machine.step(Event::Tick, now + LOSS_SETTLE), []);
+    assert_eq!(machine.recovery(), Some(Recovery::Of(vec![0, 3])));
+    // They do not form the group.
+    let late = now + RECOVER_TIMEOUT;
+    assert_eq!(machine.deadline(), Some(late));
+    assert_eq!(
+        machine.step(Event::Tick, late),
+        [send(signal::SIGTERM, &[1, 2])]
+    );
+    assert_eq!(
+        (machine.recovery(), machine.cause()),
+        (None, Some(Cause::Failure(1)))
+    );
+}
+
+#[test]
+fn a_rank_that_hangs_is_killed_before_the_others_continue() {
+    let (mut machine, now) = recovering(3, 1);
+    machine.step(blamed(0, &[1]), now);
+    machine.step(blamed(2, &[1]), now);
+    let later = now + Duration::from_millis(500);
+    assert_eq!(
+        machine.step(Event::Tick, later),
+        [send(signal::SIGKILL, &[1])]
+    );
+    machine.step(Event::Tick, later + LOSS_SETTLE);
+    assert_eq!(machine.recovery(), Some(Recovery::Of(vec![0, 2])));
+}
+
+#[test]
+fn survivors_that_do_not_continue_end_as_without_recovery() {
+    let lost = || ended(1, End::Signal(signal::SIGKILL));
+    // One ends with an error of its own, or the program's end.
+    for code in [0, 1] {
+        let (mut machine, now) = recovering(3, 1);
+        machine.step(lost(), now);
+        machine.step(ended(0, End::Code(code)), now);
+        assert_eq!(machine.recovery(), None);
+        assert_eq!(machine.cause(), Some(Cause::Failure(1)));
+    }
+    // There are too few.
+    let (mut machine, now) = recovering(3, 2);
+    machine.step(lost(), now);
+    machine.step(ended(0, End::Signal(signal::SIGKILL)), now);
+    assert_eq!(machine.recovery(), None);
+    // One has finished, or was preempted, or has not joined.
+    let (mut machine, now) = recovering(3, 1);
+    machine.step(Event::Closed(0), now);
+    machine.step(lost(), now);
+    assert_eq!(machine.recovery(), None);
+    let (mut machine, now) = recovering(3, 1);
+    machine.step(ended(1, End::PREEMPTED), now);
+    machine.step(Event::Tick, now + Duration::from_secs(1));
+    assert_eq!(machine.recovery(), None);
+}
+
+#[test]
+fn ranks_that_have_not_joined_do_not_continue() {
+    let (machine, now) = machine(3);
+    let mut machine = machine.with_survivors(NonZeroUsize::new(1));
+    machine.step(Event::Joined(1), now);
+    machine.step(ended(1, End::Signal(signal::SIGKILL)), now);
+    machine.step(Event::Tick, now + JOIN_DELAY);
+    assert_eq!(machine.recovery(), None);
+}
+
+#[test]
+fn a_signal_ends_a_group_that_recovers() {
+    let (mut machine, now) = recovering(2, 1);
+    machine.step(ended(1, End::Signal(signal::SIGKILL)), now);
+    let actions = machine.step(Event::Signal(signal::SIGINT), now);
+    assert_eq!(actions, [send(signal::SIGINT, &[0, 1])]);
+    assert_eq!((machine.recovery(), machine.exit_code()), (None, 137));
+}
