@@ -1,7 +1,7 @@
 //! The training of `mnist.rs`, made to survive being stopped or killed: started again, it resumes from its last
 //! checkpoint. When it is asked to stop, by SIGTERM for example, it saves at once and exits with code 75, which asks
-//! for a restart. When the launcher changes the number of processes, those that stay continue without a restart. With
-//! `--track`, all attempts are recorded as one run.
+//! for a restart. When the launcher changes the number of processes, or one of them dies, those that stay continue
+//! without a restart. With `--track`, all attempts are recorded as one run.
 //!
 //! ```text
 //! cargo run --release -p accel-launch -- --num-processes 2 --max-restarts 3 \
@@ -108,7 +108,14 @@ fn train(
         for batch in train.epoch(epoch) {
             let batch = batch?;
             let loss = cross_entropy(model.forward(batch.images.clone()), batch.targets.clone());
-            let gradients = accelerator.backward(loss, &model, &batch)?;
+            let gradients = match accelerator.backward(loss, &model, &batch) {
+                Ok(gradients) => gradients,
+                Err(lost) if lost.is_peer_lost() => {
+                    let next = accelerator.recover((&model, &optimizer, &train, Object(&best)))?;
+                    return Ok(ControlFlow::Continue(next));
+                }
+                Err(error) => return Err(error.into()),
+            };
             reporter.step(epoch, gradients.loss(), lr, gradients.samples())?;
             model = optimizer.step(lr, model, gradients);
             if accelerator.regroup_pending()? {

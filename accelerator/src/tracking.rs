@@ -7,6 +7,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::Duration;
 
+use accelerator_collective::ProcessGroup;
+use accelerator_collective::internal::GroupExt;
+use accelerator_host::sync::Mutex;
 use accelerator_track::internal::SystemSampler;
 use accelerator_track::{CsvFile, Run, RunBuilder, RunMark, Sink, TensorBoard};
 use serde::{Deserialize, Serialize};
@@ -20,6 +23,19 @@ pub(crate) struct Tracking {
     state: RwLock<TrackingState>,
     /// The greatest step that this rank has logged, and 1; 0 where it has logged none.
     steps: AtomicU64,
+    /// The values that this rank has logged at its greatest step, if the run may continue on it: rank 0 may be lost before it
+    /// has recorded them. `None` if it cannot.
+    latest: Option<Mutex<Vec<LoggedValues>>>,
+}
+
+/// The arguments of a call that logs values.
+#[derive(Clone, Debug)]
+struct LoggedValues {
+    kind: String,
+    /// Each with the number of samples, if it is a mean.
+    values: Vec<(String, f64, Option<u64>)>,
+    step: u64,
+    epoch: Option<f64>,
 }
 
 #[derive(Debug, Default)]
@@ -29,6 +45,10 @@ struct TrackingState {
     sampler: Option<SystemSampler>,
     /// The mark of the checkpoint that was resumed before there was a run.
     resumed: Option<RunMark>,
+    /// A text for the run, and its step.
+    recovery: Option<(String, u64)>,
+    /// Values that the run may lack when it continues.
+    unrecorded: Vec<LoggedValues>,
 }
 
 #[derive(Clone, Debug, Deserialize, Serialize)]
@@ -46,11 +66,14 @@ pub(crate) enum RunEnding {
 }
 
 impl Tracking {
-    pub(crate) fn new(rank: usize) -> Self {
+    /// The knowledge of a rank of this group.
+    pub(crate) fn new(group: &ProcessGroup) -> Self {
+        let may_continue = group.rank() > 0 && group.continues_on_loss();
         Self {
-            rank,
+            rank: group.rank(),
             state: RwLock::default(),
             steps: AtomicU64::new(0),
+            latest: may_continue.then(Mutex::default),
         }
     }
 
@@ -77,6 +100,23 @@ impl Tracking {
                 start(resumed)?
             }
         };
+        let recorded = run.mark().ok().and_then(|mark| mark.step);
+        for LoggedValues {
+            kind,
+            values,
+            step,
+            epoch,
+        } in state.unrecorded.drain(..)
+        {
+            if recorded < Some(step) {
+                let values = values.iter();
+                let values = values.map(|(name, value, count)| (&**name, *value, *count));
+                run.log_values(&kind, values, step, epoch);
+            }
+        }
+        if let Some((text, step)) = state.recovery.take() {
+            run.log_text(RECOVERY, &text, step);
+        }
         let place = RunPlace::of(&run);
         state.run = Some(run);
         Ok(place)
@@ -118,6 +158,32 @@ impl Tracking {
             .fetch_max(step.saturating_add(1), Ordering::Relaxed);
     }
 
+    /// Logs values on rank 0; the other ranks note the step.
+    pub(crate) fn log<'a>(
+        &self,
+        kind: &str,
+        values: impl IntoIterator<Item = (&'a str, f64, Option<u64>)>,
+        step: u64,
+        epoch: Option<f64>,
+    ) {
+        self.note(step);
+        let Some(latest) = &self.latest else {
+            self.with(|run| run.log_values(kind, values, step, epoch));
+            return;
+        };
+        let values = values.into_iter();
+        let values = values.map(|(name, value, count)| (name.to_owned(), value, count));
+        let logged = LoggedValues {
+            kind: kind.to_owned(),
+            values: values.collect(),
+            step,
+            epoch,
+        };
+        let mut latest = latest.lock();
+        latest.retain(|before| before.step >= step);
+        latest.push(logged);
+    }
+
     pub(crate) fn writes(&self) -> bool {
         self.read().run.is_some()
     }
@@ -144,6 +210,25 @@ impl Tracking {
             step: self.steps.load(Ordering::Relaxed).checked_sub(1),
             ..place.mark.clone()
         })
+    }
+
+    /// Lets the run that the lost rank 0 wrote continue on this rank, which was another one in the group before.
+    pub(crate) fn continue_from(&self, before: &Self, mark: Option<RunMark>) {
+        self.resume(mark);
+        if let (Some(mut state), Some(latest)) = (self.write(), &before.latest) {
+            state.unrecorded = latest.lock().clone();
+        }
+    }
+
+    /// Records in the run, now or when it continues, that ranks have been lost and the others continue.
+    pub(crate) fn recovered(&self, text: String, step: u64) {
+        if self
+            .with(|run| run.log_text(RECOVERY, &text, step))
+            .is_none()
+            && let Some(mut state) = self.write()
+        {
+            state.recovery = Some((text, step));
+        }
     }
 
     pub(crate) fn checkpoint_saved(&self, mark: &RunMark) {
@@ -207,6 +292,9 @@ impl Tracking {
         Some(self.state.write().unwrap_or_else(PoisonError::into_inner))
     }
 }
+
+/// The key of the texts about losses.
+const RECOVERY: &str = "job/recovery";
 
 thread_local! {
     /// The number of calls of [`Tracking::with`] that this thread is in.

@@ -8,8 +8,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
 
+use accelerator::checkpoint::Position;
 use accelerator::metric::Mean;
 use accelerator::nn::Unit;
+use accelerator::optim::Scheduled;
 use accelerator::plan::sample_rng_seed;
 use accelerator::prelude::*;
 use burn::data::dataloader::batcher::Batcher;
@@ -41,10 +43,16 @@ pub struct TrainingJob {
     pub save_every: u64,
     pub dropout: f64,
     pub optimizer: OptimizerKind,
+    /// Continues in the same processes with another number of ranks.
+    pub live: bool,
+    /// Trains in f64.
+    pub double: bool,
     /// The pause before each batch, so that a signal arrives while the job trains.
     pub pause_ms: u64,
     /// The signals that rank 0 sends to ranks, before any restart of the launcher.
     pub notices: Vec<Notice>,
+    /// The rank that is killed so many milliseconds after the first notice, too.
+    pub second_kill: Option<(usize, u64)>,
     /// A file that preempts the job.
     pub leave: Option<PathBuf>,
     /// The name of its run, if it has one.
@@ -99,10 +107,12 @@ pub struct TrainingResult {
     pub held: usize,
 }
 
-/// An optimizer step of a rank, with the samples that it used.
+/// The batch of a rank in an optimizer step, with its samples. A step that was not finished has records, too.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub struct StepRecord {
     pub restart: u64,
+    /// The number of groups of ranks before, in this attempt.
+    pub group: u64,
     pub epoch: u64,
     /// The number of the step, from 1.
     pub step: u64,
@@ -111,12 +121,37 @@ pub struct StepRecord {
     pub samples: Vec<u64>,
 }
 
-/// Trains from the newest checkpoint to the end, or until a rank is preempted; returns the exit code.
+/// Trains from the newest checkpoint to the end, or until a rank is preempted; returns the exit code. Continues after the
+/// loss of other ranks, and with another number of them, if the launcher lets it.
 ///
 /// # Errors
 ///
 /// The errors of the library.
-pub fn train(accelerator: &Accelerator, job: &TrainingJob) -> Result<ExitCode> {
+pub fn train(mut accelerator: Accelerator, job: &TrainingJob) -> Result<ExitCode> {
+    watch(&accelerator, job)?;
+    let mut group = 0;
+    loop {
+        let begun = Training::begin(&accelerator, job, &mut group);
+        let next = match begun {
+            Ok(mut training) => match training.run(&accelerator) {
+                Ok(Turn::Ended(code)) => return Ok(code),
+                Ok(Turn::Regroups) => match accelerator.regroup(training.parts())? {
+                    Some(next) => next,
+                    None => return Ok(ExitCode::SUCCESS),
+                },
+                Err(lost) if lost.is_peer_lost() => accelerator.recover(training.parts())?,
+                Err(error) => return Err(error),
+            },
+            Err(lost) if lost.is_peer_lost() => accelerator.recover(())?,
+            Err(error) => return Err(error),
+        };
+        accelerator = next;
+        group += 1;
+    }
+}
+
+/// Watches for what preempts the job.
+fn watch(accelerator: &Accelerator, job: &TrainingJob) -> Result<()> {
     let mut preemption = Preemption::new();
     if let Some(path) = &job.leave {
         preemption = preemption.with_file(path);
@@ -124,119 +159,218 @@ pub fn train(accelerator: &Accelerator, job: &TrainingJob) -> Result<ExitCode> {
     if let Some(seconds) = job.seconds {
         preemption = preemption.with_deadline(SystemTime::now() + Duration::from_secs(seconds));
     }
-    accelerator.on_preemption(preemption)?;
-    let notifier = Arc::new(Notifier::new(accelerator, job)?);
-    let device = accelerator.device();
-    let model = Net::new(&device, job.dropout);
-    let optimizer = match job.optimizer {
-        OptimizerKind::AdamW => AdamWConfig::new().with_weight_decay(0.01).init(),
-        OptimizerKind::Sgd => SgdConfig::new().init(),
-    };
-    let schedule = StepLrSchedulerConfig::new(0.02, 7)
-        .with_gamma(0.9)
-        .init()
-        .expect("a valid schedule");
-    let loader = |count, seed: Option<u64>| {
-        let builder = LoaderBuilder::new(RowBatcher).batch_size(job.batch_size);
-        let builder = match seed {
-            Some(seed) => builder.shuffle(seed).num_workers(2).prefetch(3),
-            None => builder,
+    accelerator.on_preemption(preemption)
+}
+
+/// The end of a program's part in a group.
+enum Turn {
+    Ended(ExitCode),
+    /// The number of ranks changes.
+    Regroups,
+}
+
+/// A training in one group of ranks.
+struct Training<'a> {
+    job: &'a TrainingJob,
+    group: u64,
+    notifier: Arc<Notifier>,
+    checkpoints: Checkpoints,
+    position: Position,
+    model: Net,
+    optimizer: PreparedOptimizer<Scheduled>,
+    train: PreparedLoader<RowBatch>,
+    valid: PreparedLoader<RowBatch>,
+    history: Vec<u64>,
+}
+
+impl<'a> Training<'a> {
+    /// Begins in the group of this number, as far as the rank knows: one that has joined the job learns it.
+    fn begin(accelerator: &Accelerator, job: &'a TrainingJob, group: &mut u64) -> Result<Self> {
+        *group = accelerator
+            .gather_object(group)?
+            .into_iter()
+            .fold(0, u64::max);
+        let notifies = *group == 0 && accelerator.restarts() == 0;
+        let notifier = Arc::new(Notifier::new(accelerator, job, notifies)?);
+        let device = accelerator.device();
+        let model = Net::new(&device, job.dropout);
+        let optimizer = match job.optimizer {
+            OptimizerKind::AdamW => AdamWConfig::new().with_weight_decay(0.01).init(),
+            OptimizerKind::Sgd => SgdConfig::new().init(),
         };
-        builder.build(Rows { count })
-    };
-    let (model, optimizer, train, valid) = accelerator.prepare((
-        model,
-        (optimizer, schedule),
-        loader(job.samples, Some(11)),
-        loader(job.samples / 4, None),
-    ))?;
-
-    if let Some(name) = &job.run {
-        accelerator.init_trackers(name, &serde_json::json!({ "epochs": job.epochs }))?;
-    }
-    let saves = AtomicU64::new(0);
-    let in_save = notifier.clone();
-    let checkpoints = Checkpoints::new(&job.checkpoints)
-        .with_total_limit(3)
-        .before_save(move |_| {
-            in_save.reach(Place::Save(saves.fetch_add(1, Ordering::Relaxed)));
-            Ok(())
-        });
-    let parts = (model, optimizer, train, valid, Object(Vec::<u64>::new()));
-    let (parts, position) = accelerator.resume(&checkpoints, parts)?;
-    let (mut model, mut optimizer, train, valid, Object(mut history)) = parts;
-
-    let log = job
-        .result
-        .with_file_name(format!("rank-{}.jsonl", accelerator.rank()));
-    let mut log = std::fs::OpenOptions::new()
-        .create(true)
-        .append(true)
-        .open(log)
-        .expect("a writable folder");
-    let mut window = Vec::new();
-    for (evaluations, epoch) in (position.epoch()..job.epochs).enumerate() {
-        for batch in train.epoch(epoch) {
-            let batch = batch?;
-            std::thread::sleep(Duration::from_millis(job.pause_ms));
-            if window.is_empty() {
-                notifier.reach(Place::Step(optimizer.steps() - position.step()));
-            }
-            window.extend_from_slice(batch.real_indices());
-            let loss = loss(&model, &batch);
-            let gradients = accelerator.backward(loss, &model, &batch)?.clip_norm(1.0);
-            if gradients.is_accumulating() {
-                continue;
-            }
-            let trained = gradients.loss();
-            model = optimizer.step(model, gradients);
-            let step = StepRecord {
-                restart: accelerator.restarts(),
-                epoch,
-                step: optimizer.steps(),
-                rank: accelerator.rank(),
-                world_size: accelerator.world_size(),
-                samples: std::mem::take(&mut window),
+        let schedule = StepLrSchedulerConfig::new(0.02, 7)
+            .with_gamma(0.9)
+            .init()
+            .expect("a valid schedule");
+        let loader = |count, seed: Option<u64>| {
+            let builder = LoaderBuilder::new(RowBatcher).batch_size(job.batch_size);
+            let builder = match seed {
+                Some(seed) => builder.shuffle(seed).num_workers(2).prefetch(3),
+                None => builder,
             };
-            if let Some(loss) = trained {
-                accelerator.log("train", [("loss", loss)], step.step, epoch as f64);
+            builder.build(Rows { count })
+        };
+        let (model, optimizer, train, valid) = accelerator.prepare((
+            model,
+            (optimizer, schedule),
+            loader(job.samples, Some(11)),
+            loader(job.samples / 4, None),
+        ))?;
+
+        if let Some(name) = &job.run {
+            accelerator.init_trackers(name, &serde_json::json!({ "epochs": job.epochs }))?;
+        }
+        let saves = AtomicU64::new(0);
+        let in_save = notifier.clone();
+        let checkpoints = Checkpoints::new(&job.checkpoints)
+            .with_total_limit(3)
+            .before_save(move |_| {
+                in_save.reach(Place::Save(saves.fetch_add(1, Ordering::Relaxed)));
+                Ok(())
+            });
+        let parts = (model, optimizer, train, valid, Object(Vec::<u64>::new()));
+        let (parts, position) = accelerator.resume(&checkpoints, parts)?;
+        let (model, optimizer, train, valid, Object(history)) = parts;
+        Ok(Self {
+            job,
+            group: *group,
+            notifier,
+            checkpoints,
+            position,
+            model,
+            optimizer,
+            train,
+            valid,
+            history,
+        })
+    }
+
+    #[expect(
+        clippy::type_complexity,
+        reason = "an alias would be one more name to look up"
+    )]
+    fn parts(
+        &self,
+    ) -> (
+        &Net,
+        &PreparedOptimizer<Scheduled>,
+        &PreparedLoader<RowBatch>,
+        &PreparedLoader<RowBatch>,
+        Object<&Vec<u64>>,
+    ) {
+        let history = Object(&self.history);
+        (
+            &self.model,
+            &self.optimizer,
+            &self.train,
+            &self.valid,
+            history,
+        )
+    }
+
+    fn run(&mut self, accelerator: &Accelerator) -> Result<Turn> {
+        let job = self.job;
+        let log = job
+            .result
+            .with_file_name(format!("rank-{}.jsonl", accelerator.rank()));
+        let mut log = std::fs::OpenOptions::new()
+            .create(true)
+            .append(true)
+            .open(log)
+            .expect("a writable folder");
+        let mut is_begun = false;
+        if self.history.len() < self.position.epoch() as usize {
+            // A rank was lost after the last step of the epoch.
+            self.evaluate(accelerator, self.position.epoch() - 1)?;
+        }
+        for epoch in self.position.epoch()..job.epochs {
+            for batch in self.train.epoch(epoch) {
+                let batch = batch?;
+                std::thread::sleep(Duration::from_millis(job.pause_ms));
+                if !is_begun {
+                    let step = self.optimizer.steps() - self.position.step();
+                    self.notifier.reach(Place::Step(step));
+                }
+                is_begun = true;
+                // Before the other ranks can finish the step without this one.
+                let step = StepRecord {
+                    restart: accelerator.restarts(),
+                    group: self.group,
+                    epoch,
+                    step: self.optimizer.steps() + 1,
+                    rank: accelerator.rank(),
+                    world_size: accelerator.world_size(),
+                    samples: batch.real_indices().to_vec(),
+                };
+                let line = serde_json::to_string(&step).expect("plain data");
+                writeln!(log, "{line}").expect("a writable folder");
+                let loss = loss(&self.model, &batch);
+                let gradients = accelerator
+                    .backward(loss, &self.model, &batch)?
+                    .clip_norm(1.0);
+                if gradients.is_accumulating() {
+                    continue;
+                }
+                is_begun = false;
+                let trained = gradients.loss();
+                self.model = self.optimizer.step(self.model.clone(), gradients);
+                if let Some(loss) = trained {
+                    accelerator.log("train", [("loss", loss)], step.step, epoch as f64);
+                }
+                if job.live && accelerator.regroup_pending()? {
+                    return Ok(Turn::Regroups);
+                }
+                let preempted = accelerator.preempted()?;
+                if preempted || self.optimizer.steps().is_multiple_of(job.save_every) {
+                    accelerator.save_state(&self.checkpoints, self.parts())?;
+                }
+                if preempted {
+                    return accelerator.finish_preempted().map(Turn::Ended);
+                }
             }
-            let line = serde_json::to_string(&step).expect("plain data");
-            writeln!(log, "{line}").expect("a writable folder");
-            let preempted = accelerator.preempted()?;
-            if preempted || optimizer.steps().is_multiple_of(job.save_every) {
-                let parts = (&model, &optimizer, &train, &valid, Object(&history));
-                accelerator.save_state(&checkpoints, parts)?;
-            }
-            if preempted {
-                return accelerator.finish_preempted();
+            self.evaluate(accelerator, epoch)?;
+            if accelerator.preempted()? {
+                accelerator.save_state(&self.checkpoints, self.parts())?;
+                return accelerator.finish_preempted().map(Turn::Ended);
             }
         }
-        // Reads the second loader between epochs of the first.
+        self.write(accelerator)?;
+        accelerator.finish()?;
+        Ok(Turn::Ended(ExitCode::SUCCESS))
+    }
+
+    /// Reads the second loader between epochs of the first.
+    fn evaluate(&mut self, accelerator: &Accelerator, epoch: u64) -> Result<()> {
         let mut seen = Mean::new();
-        for batch in valid.epoch(epoch) {
+        for batch in self.valid.epoch(epoch) {
             let batch = batch?;
-            notifier.reach(Place::Evaluation(evaluations as u64));
-            let loss = loss(&model, &batch);
+            self.notifier.reach(Place::Evaluation(
+                epoch.saturating_sub(self.position.epoch()),
+            ));
+            let loss = loss(&self.model, &batch);
             seen.update(loss.into_scalar::<f64>(), batch.real());
         }
         let seen = accelerator.reduce_metric(seen)?;
         let samples = seen.samples() as u64;
         let means = [("loss", seen.value(), samples)];
-        accelerator.log_means("valid", means, optimizer.steps(), (epoch + 1) as f64);
-        history.push(samples);
-        if accelerator.preempted()? {
-            let parts = (&model, &optimizer, &train, &valid, Object(&history));
-            accelerator.save_state(&checkpoints, parts)?;
-            return accelerator.finish_preempted();
-        }
+        let steps = self.optimizer.steps();
+        accelerator.log_means("valid", means, steps, (epoch + 1) as f64);
+        self.history.push(samples);
+        Ok(())
     }
-    let held = model.num_params();
-    // Units may be sharded, and a file has whole parameters.
-    let file = job.result.with_file_name("result.safetensors");
-    accelerator.save_model(&model, &file)?;
-    let model = accelerator.load_model(Net::new(&device, job.dropout), &file)?;
-    if accelerator.is_main_process() {
+
+    /// Writes the result.
+    fn write(&self, accelerator: &Accelerator) -> Result<()> {
+        let job = self.job;
+        let held = self.model.num_params();
+        // Units may be sharded, and a file has whole parameters.
+        let file = job.result.with_file_name("result.safetensors");
+        accelerator.save_model(&self.model, &file)?;
+        let device = accelerator.device();
+        let model = accelerator.load_model(Net::new(&device, job.dropout), &file)?;
+        if !accelerator.is_main_process() {
+            return Ok(());
+        }
         let bits = |values: Vec<f64>| values.into_iter().map(f64::to_bits).collect();
         let (mut parameters, mut weights) = (Vec::new(), Vec::new());
         let model = model.valid();
@@ -248,17 +382,16 @@ pub fn train(accelerator: &Accelerator, job: &TrainingJob) -> Result<ExitCode> {
         let result = TrainingResult {
             parameters: bits(parameters),
             weights: bits(weights),
-            steps: optimizer.steps(),
-            history,
+            steps: self.optimizer.steps(),
+            history: self.history.clone(),
             restarts: accelerator.restarts(),
             world_size: accelerator.world_size(),
             held,
         };
         let text = serde_json::to_string(&result).expect("plain data");
         std::fs::write(&job.result, text).expect("a writable folder");
+        Ok(())
     }
-    accelerator.finish()?;
-    Ok(ExitCode::SUCCESS)
 }
 
 /// Sends the notices of a job, on rank 0 and before any restart.
@@ -266,14 +399,20 @@ struct Notifier {
     due: Vec<Notice>,
     /// The process ids of all ranks.
     pids: Vec<u32>,
+    second_kill: Option<(usize, u64)>,
 }
 
 impl Notifier {
-    fn new(accelerator: &Accelerator, job: &TrainingJob) -> Result<Self> {
+    fn new(accelerator: &Accelerator, job: &TrainingJob, notifies: bool) -> Result<Self> {
         let pids = accelerator.gather_object(&std::process::id())?;
-        let sends = accelerator.is_main_process() && accelerator.restarts() == 0;
+        let sends = accelerator.is_main_process() && notifies;
         let due = job.notices.iter().filter(|_| sends).cloned().collect();
-        Ok(Self { due, pids })
+        let second_kill = job.second_kill;
+        Ok(Self {
+            due,
+            pids,
+            second_kill,
+        })
     }
 
     fn reach(&self, place: Place) {
@@ -283,6 +422,16 @@ impl Notifier {
             kill.arg(self.pids[notice.rank].to_string());
             let status = kill.status().expect("the program `kill`");
             assert!(status.success(), "{kill:?}");
+            if let Some((rank, after)) = self.second_kill {
+                let command = format!(
+                    "sleep {}; kill -KILL {}",
+                    after as f64 / 1000.0,
+                    self.pids[rank]
+                );
+                let mut later = Command::new("sh");
+                // Its parent may have ended by then.
+                later.args(["-c", &command]).spawn().expect("a shell");
+            }
         }
     }
 }

@@ -180,7 +180,9 @@ impl Accelerator {
         checkpoints: impl Into<Checkpoints>,
         parts: P,
     ) -> Result<(P, Position)> {
-        checkpoint::resume(&self.shared.checkpoints, &checkpoints.into(), parts)
+        let resumed = checkpoint::resume(&self.shared.checkpoints, &checkpoints.into(), parts)?;
+        drop(self.shared.brought.lock().take());
+        Ok(resumed)
     }
 
     /// Resumes a loader alone, before there is an optimizer. A [plan](Self::plan), and a schedule over its steps,

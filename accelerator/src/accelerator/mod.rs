@@ -13,6 +13,7 @@ mod profile;
 #[cfg(feature = "progress")]
 mod progress;
 mod rank_processes;
+mod recover;
 mod trackers;
 mod training;
 mod variables;
@@ -35,7 +36,7 @@ pub(crate) use self::rank_processes::{
     GRACE, ProcessRole, RankProcesses, receive_from_parent, send, send_to_parent,
 };
 pub use self::rank_processes::{launch, launch_processes};
-use crate::checkpoint::CheckpointContext;
+use crate::checkpoint::{CheckpointContext, SurvivorState};
 use crate::context::Context;
 use crate::core::device::BackendKind;
 use crate::core::error::{self, Result};
@@ -68,6 +69,8 @@ pub struct Accelerator {
 pub(crate) struct Shared {
     /// Set if the last `backward` left its window open.
     accumulates: AtomicBool,
+    /// The state that this rank has brought along after a loss, until the program resumes from it.
+    brought: Mutex<Option<SurvivorState>>,
     builder: AcceleratorBuilder,
     checkpoints: Arc<CheckpointContext>,
     pub(crate) context: Arc<Context>,

@@ -1,3 +1,4 @@
+use accelerator_collective::internal::GroupExt;
 use accelerator_host::{LAUNCH_ID, variable};
 use accelerator_track::{Capture, Histogram, Run, RunMark, digest_folder};
 use burn::module::Module;
@@ -90,8 +91,9 @@ impl Accelerator {
         step: u64,
         epoch: impl Into<Option<f64>>,
     ) {
-        self.shared.tracking.note(step);
-        self.tracker(|run| run.log(kind, metrics, step, epoch));
+        let values = metrics.into_iter();
+        let values = values.map(|(name, value)| (name, value, None));
+        self.shared.tracking.log(kind, values, step, epoch.into());
     }
 
     /// Logs means, each with the number of samples behind it, such as a [metric](crate::metric::Mean) over all ranks.
@@ -123,8 +125,9 @@ impl Accelerator {
         step: u64,
         epoch: impl Into<Option<f64>>,
     ) {
-        self.shared.tracking.note(step);
-        self.tracker(|run| run.log_means(kind, means, step, epoch));
+        let values = means.into_iter();
+        let values = values.map(|(name, value, count)| (name, value, Some(count)));
+        self.shared.tracking.log(kind, values, step, epoch.into());
     }
 
     /// Logs a histogram of each parameter of a model: `parameters/layer.weight`. Rank 0 alone reads its own, which are
@@ -255,6 +258,9 @@ impl Accelerator {
         }
         if let Some(mark) = mark {
             run = run.resume(&mark);
+        }
+        if self.group().continues_on_loss() {
+            run = run.prompt();
         }
         for tracker in &settings.trackers {
             run = tracker.attach(run)?;

@@ -239,6 +239,13 @@ impl<T: DeserializeOwned> Resume<module::Part> for PerRank<T> {
     }
 }
 
+// Nothing is saved; for `recover`.
+impl Save<()> for () {
+    fn collect(&self, _snapshot: &mut Snapshot<'_>) -> Result<()> {
+        Ok(())
+    }
+}
+
 macro_rules! tuples {
     ($($part:ident $kind:ident),+) => {
         impl<$($part, $kind),+> Save<($($kind,)+)> for ($($part,)+)

@@ -1,9 +1,12 @@
+use core::fmt;
 use core::num::NonZeroUsize;
 use std::path::Path;
 use std::sync::{Arc, Weak};
 use std::time::Instant;
 
+use accelerator_collective::internal::GroupExt;
 use accelerator_manifest::Draft;
+use accelerator_track::RunMark;
 use serde::{Deserialize, Serialize};
 
 use super::parts::DynSave;
@@ -69,12 +72,7 @@ pub(crate) fn save_emergency(
     settings: &Checkpoints,
     parts: &dyn DynSave,
 ) -> Result<Option<Saved>> {
-    let loss = loss(context)?;
-    if !context.device_reducer.is_sound() {
-        let message = "the last step may have been taken with sums that the lost rank has left incomplete on \
-            the GPUs, so it is not kept: continue from the last checkpoint";
-        return Err(Error::new(Kind::Collective, message).with_source(loss));
-    }
+    let loss = sound_loss(context)?;
     let mut lost = context.group().lost();
     context.join();
     let writer = loop {
@@ -97,12 +95,111 @@ pub(crate) fn save_emergency(
             return Err(Error::new(Kind::Collective, message).with_source(loss));
         }
     }
-    let mut snapshot = Snapshot::new(context, SnapshotMode::Emergency);
-    parts.collect(&mut snapshot)?;
-    let taken = snapshot.taken;
+    let taken = take_alone(context, parts)?;
     let draft = write::begin(settings, context, SnapshotMode::Emergency)?;
     let job = job(context, SnapshotMode::Emergency);
     write::write(draft, &taken, settings, job).map(Some)
+}
+
+/// The state of a rank after its last complete step, which it brings into the next group after the loss of another
+/// rank. See [`Accelerator::recover`](crate::Accelerator::recover).
+pub(crate) struct SurvivorState {
+    loss: accelerator_collective::Error,
+    taken: TakenSnapshot,
+    job: JobInfo,
+    /// The rank under which the state holds what is this rank's own.
+    rank: usize,
+    since: Instant,
+}
+
+impl fmt::Debug for SurvivorState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SurvivorState")
+            .field("step", &self.step())
+            .finish_non_exhaustive()
+    }
+}
+
+impl SurvivorState {
+    /// Takes the state of this rank after a loss, without communication, if the launcher lets survivors continue.
+    ///
+    /// If the rank has not resumed yet from the state that it `brought` into this group, it is still that one.
+    #[track_caller]
+    pub(crate) fn take(
+        context: &CheckpointContext,
+        parts: &dyn DynSave,
+        brought: Option<Self>,
+    ) -> Result<Self> {
+        if !context.group().continues_on_loss() {
+            return Err(loss(context)?.into());
+        }
+        let loss = sound_loss(context)?;
+        context.join();
+        if let Some(brought) = brought {
+            return Ok(Self { loss, ..brought });
+        }
+        let since = Instant::now();
+        Ok(Self {
+            loss,
+            taken: take_alone(context, parts)?,
+            job: job(context, SnapshotMode::Regular),
+            rank: context.rank(),
+            since,
+        })
+    }
+
+    /// Makes the state of rank 0 of the next group the one from which it resumes, with the values of all ranks that are
+    /// a rank's own. The others keep theirs until they have resumed: rank 0 may be lost before.
+    ///
+    /// Ranks differ by at most one step, since none ends a step without the others. Rank 0's step is the one that the
+    /// run of the program has logged.
+    #[track_caller]
+    pub(crate) fn bring_to(&mut self, next: &CheckpointContext) -> Result<()> {
+        let (rank, ranks) = (next.rank(), next.world_size());
+        self.taken.renumber(self.rank, rank, ranks);
+        self.rank = rank;
+        if ranks > 1 {
+            let group = next.group().for_purpose("continue after a loss");
+            let reports = group.all_gather_object(&self.taken.report(Path::new(""), rank))?;
+            let main = &reports[0];
+            for (rank, report) in reports.iter().enumerate() {
+                if report.is_beside(main) {
+                    main.compare(report, rank)?;
+                }
+            }
+            self.taken.complete(&reports);
+            self.taken.gather(next.group())?;
+        }
+        from_main(next, "continue after a loss", || {
+            if self.taken.parts.is_empty() {
+                return Ok(());
+            }
+            let live = write::keep(&self.taken, &self.job, self.since)?;
+            next.go_on_from(Some(Arc::new(live)));
+            Ok(())
+        })
+    }
+
+    /// The error of a rank that was to continue, and does not.
+    pub(crate) fn not_continued(self, error: accelerator_collective::Error) -> Error {
+        let message = format!("the survivors do not continue ({error}); {}", self.loss);
+        Error::new(Kind::Collective, message).with_source(self.loss)
+    }
+
+    /// The number of optimizer steps after which it was taken.
+    pub(crate) fn step(&self) -> u64 {
+        self.taken.step()
+    }
+
+    /// The number of ranks of the group in which it was taken.
+    pub(crate) fn ranks(&self) -> usize {
+        self.job.world_size.get()
+    }
+
+    /// The run at that step, as far as this rank knows it.
+    pub(crate) fn run(&self) -> Option<&RunMark> {
+        self.job.run.as_ref()
+    }
 }
 
 /// Phase 1 of a save into a folder, in which rank 0 begins a draft.
@@ -176,6 +273,25 @@ fn count(votes: Vec<Vote>) -> Result<Vec<SnapshotReport>> {
     Ok(reports)
 }
 
+/// Takes a snapshot of what this rank has after its last complete step.
+fn take_alone(context: &CheckpointContext, parts: &dyn DynSave) -> Result<TakenSnapshot> {
+    let mut snapshot = Snapshot::new(context, SnapshotMode::Emergency);
+    parts.collect(&mut snapshot)?;
+    Ok(snapshot.taken)
+}
+
+/// The same, if the last step is known to be complete.
+#[track_caller]
+fn sound_loss(context: &CheckpointContext) -> Result<accelerator_collective::Error> {
+    let loss = loss(context)?;
+    if context.device_reducer.is_sound() {
+        return Ok(loss);
+    }
+    let message = "the last step may have been taken with sums that the lost rank has left incomplete on \
+        the GPUs, so it is not kept: continue from the last checkpoint";
+    Err(Error::new(Kind::Collective, message).with_source(loss))
+}
+
 /// The loss with which the group failed. In a group that failed, nothing is sent.
 #[track_caller]
 fn loss(context: &CheckpointContext) -> Result<accelerator_collective::Error> {
@@ -183,8 +299,8 @@ fn loss(context: &CheckpointContext) -> Result<accelerator_collective::Error> {
         Err(error) if error.is_peer_lost() => Ok(error),
         Err(error) => Err(error.into()),
         Ok(()) => Err(Error::misuse(
-            "save_emergency is for the ranks that are left when another one is lost, and none is: \
-             use `save_state`",
+            "`save_emergency` and `recover` are for the ranks that are left when another one is lost, and none is: \
+             use `save_state`, or `regroup`",
         )),
     }
 }

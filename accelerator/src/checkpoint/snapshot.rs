@@ -299,6 +299,20 @@ impl TakenSnapshot {
         }
     }
 
+    /// Makes what is a rank's own, of `rank`, that of rank `next` among `ranks`.
+    pub(super) fn renumber(&mut self, rank: usize, next: usize, ranks: usize) {
+        for part in &mut self.parts {
+            let values = match part {
+                SnapshotPart::PerRank(values) => values,
+                SnapshotPart::Model { hooks, .. } if !hooks.is_empty() => hooks,
+                _ => continue,
+            };
+            let own = values.get_mut(rank).and_then(Option::take);
+            *values = vec![None; ranks];
+            values[next] = own;
+        }
+    }
+
     pub(super) fn complete(&mut self, reports: &[SnapshotReport]) {
         for (at, part) in self.parts.iter_mut().enumerate() {
             let SnapshotPart::PerRank(values) = part else {
@@ -367,6 +381,21 @@ impl SnapshotPart {
 }
 
 impl SnapshotReport {
+    /// Returns `true` if both have parts, after the same optimizer steps.
+    pub(super) fn is_beside(&self, other: &Self) -> bool {
+        let have_parts = !self.parts.is_empty() && !other.parts.is_empty();
+        have_parts && self.steps() == other.steps()
+    }
+
+    /// Returns the optimizer steps of all parts together.
+    fn steps(&self) -> u64 {
+        let steps = self.parts.iter().map(|part| match part {
+            PartReport::Model { steps } | PartReport::Optimizer { steps } => *steps,
+            PartReport::Loader(_) | PartReport::Object | PartReport::PerRank(_) => 0,
+        });
+        steps.sum()
+    }
+
     /// Checks that all ranks save into one folder. Rank 0 alone writes, so the others' would stay empty.
     pub(super) fn compare_folders(reports: &[Self]) -> Result<()> {
         if reports

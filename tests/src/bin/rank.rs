@@ -109,14 +109,16 @@ fn main() -> Result<ExitCode> {
         ["train-resumable", job] => {
             let job: accelerator_tests::resumable::TrainingJob =
                 serde_json::from_str(job).expect("a job");
-            let accelerator = Accelerator::builder()
+            let mut builder = Accelerator::builder()
                 .runs_folder(job.result.with_file_name("runs"))
                 .log_with([Tracker::Csv])
                 .device(BackendKind::Flex)
                 .accumulation_steps(2)
-                .seed(5)
-                .build()?;
-            return accelerator_tests::resumable::train(&accelerator, &job);
+                .seed(5);
+            if job.double {
+                builder = builder.dtype(FloatDType::F64);
+            }
+            return accelerator_tests::resumable::train(builder.build()?, &job);
         }
         ["learner", job] => {
             let job = serde_json::from_str(job).expect("a job");

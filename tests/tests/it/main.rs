@@ -13,6 +13,7 @@ mod learner;
 mod operator;
 mod preemption;
 mod progress;
+mod recovery;
 mod restart;
 mod traces;
 mod trainers;

@@ -48,7 +48,7 @@ fn result(job: &TrainingJob, ended: &Ended) -> TrainingResult {
     serde_json::from_slice(&std::fs::read(&job.result).unwrap()).unwrap()
 }
 
-/// Returns the records of each step, from the last attempt of the job that ran it.
+/// Returns the records of each step, from the last group of ranks that ran it.
 fn history(folder: &Path) -> BTreeMap<u64, Vec<StepRecord>> {
     let mut steps: BTreeMap<u64, Vec<StepRecord>> = BTreeMap::new();
     for entry in std::fs::read_dir(folder).unwrap() {
@@ -66,9 +66,10 @@ fn history(folder: &Path) -> BTreeMap<u64, Vec<StepRecord>> {
         }
     }
     for parts in steps.values_mut() {
-        let last = parts.iter().map(|step| step.restart).max();
-        parts.retain(|step| Some(step.restart) == last);
-        assert_eq!(parts.len(), parts[0].world_size, "{parts:?}");
+        let last = parts.iter().map(|step| (step.restart, step.group)).max();
+        parts.retain(|step| Some((step.restart, step.group)) == last);
+        let ranks: BTreeSet<usize> = parts.iter().map(|step| step.rank).collect();
+        assert_eq!(ranks.len(), parts[0].world_size, "{parts:?}");
     }
     steps
 }

@@ -176,13 +176,14 @@ impl AcceleratorBuilder {
         let reduction =
             ReduceContext::new(context.clone(), device_reducer, overlap, settings.reduce);
         let reduction = Arc::new(reduction);
-        let tracking = Arc::new(Tracking::new(context.rank()));
+        let tracking = Arc::new(Tracking::new(&context.group));
         Ok(Accelerator {
             shared: Arc::new(Shared {
                 accumulates: AtomicBool::new(false),
                 builder: self.clone(),
                 checkpoints: Arc::new(CheckpointContext::new(reduction.clone(), tracking.clone())),
                 context,
+                brought: Mutex::default(),
                 groups: Mutex::default(),
                 optimizers: OptimizerCount::default(),
                 reduction,
