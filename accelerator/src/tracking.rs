@@ -23,8 +23,8 @@ pub(crate) struct Tracking {
     state: RwLock<TrackingState>,
     /// The greatest step that this rank has logged, and 1; 0 where it has logged none.
     steps: AtomicU64,
-    /// The values that this rank has logged at its greatest step, if the run may continue on it: rank 0 may be lost before it
-    /// has recorded them. `None` if it cannot.
+    /// The values that this rank has logged at its greatest step, which rank 0 may not have recorded when it is lost.
+    /// `None` if the run cannot continue on this rank.
     latest: Option<Mutex<Vec<LoggedValues>>>,
 }
 
@@ -32,7 +32,7 @@ pub(crate) struct Tracking {
 #[derive(Clone, Debug)]
 struct LoggedValues {
     kind: String,
-    /// Each with the number of samples, if it is a mean.
+    /// Names and values; a mean also has its number of samples.
     values: Vec<(String, f64, Option<u64>)>,
     step: u64,
     epoch: Option<f64>,
@@ -45,7 +45,7 @@ struct TrackingState {
     sampler: Option<SystemSampler>,
     /// The mark of the checkpoint that was resumed before there was a run.
     resumed: Option<RunMark>,
-    /// A text for the run, and its step.
+    /// A text about a loss that the run has yet to record, and its step.
     recovery: Option<(String, u64)>,
     /// Values that the run may lack when it continues.
     unrecorded: Vec<LoggedValues>,
@@ -66,7 +66,7 @@ pub(crate) enum RunEnding {
 }
 
 impl Tracking {
-    /// The knowledge of a rank of this group.
+    /// Creates the knowledge of this rank of the group.
     pub(crate) fn new(group: &ProcessGroup) -> Self {
         let may_continue = group.rank() > 0 && group.continues_on_loss();
         Self {
@@ -100,20 +100,7 @@ impl Tracking {
                 start(resumed)?
             }
         };
-        let recorded = run.mark().ok().and_then(|mark| mark.step);
-        for LoggedValues {
-            kind,
-            values,
-            step,
-            epoch,
-        } in state.unrecorded.drain(..)
-        {
-            if recorded < Some(step) {
-                let values = values.iter();
-                let values = values.map(|(name, value, count)| (&**name, *value, *count));
-                run.log_values(&kind, values, step, epoch);
-            }
-        }
+        record(&run, &std::mem::take(&mut state.unrecorded));
         if let Some((text, step)) = state.recovery.take() {
             run.log_text(RECOVERY, &text, step);
         }
@@ -181,7 +168,9 @@ impl Tracking {
         };
         let mut latest = latest.lock();
         latest.retain(|before| before.step >= step);
-        latest.push(logged);
+        if latest.len() < MOST_REMEMBERED {
+            latest.push(logged);
+        }
     }
 
     pub(crate) fn writes(&self) -> bool {
@@ -212,7 +201,7 @@ impl Tracking {
         })
     }
 
-    /// Lets the run that the lost rank 0 wrote continue on this rank, which was another one in the group before.
+    /// Continues the run of the lost rank 0 on this rank; `before` is this rank's knowledge in the failed group.
     pub(crate) fn continue_from(&self, before: &Self, mark: Option<RunMark>) {
         self.resume(mark);
         if let (Some(mut state), Some(latest)) = (self.write(), &before.latest) {
@@ -220,7 +209,7 @@ impl Tracking {
         }
     }
 
-    /// Records in the run, now or when it continues, that ranks have been lost and the others continue.
+    /// Records in the run, now or when it continues, that ranks were lost and the others continue.
     pub(crate) fn recovered(&self, text: String, step: u64) {
         if self
             .with(|run| run.log_text(RECOVERY, &text, step))
@@ -292,6 +281,25 @@ impl Tracking {
         Some(self.state.write().unwrap_or_else(PoisonError::into_inner))
     }
 }
+
+/// Logs the values that a run lacks.
+fn record(run: &Run, unrecorded: &[LoggedValues]) {
+    if unrecorded.is_empty() {
+        return;
+    }
+    let recorded = run.mark().ok().and_then(|mark| mark.step);
+    for logged in unrecorded
+        .iter()
+        .filter(|logged| recorded < Some(logged.step))
+    {
+        let values = logged.values.iter();
+        let values = values.map(|(name, value, count)| (&**name, *value, *count));
+        run.log_values(&logged.kind, values, logged.step, logged.epoch);
+    }
+}
+
+/// The most calls that a rank remembers.
+const MOST_REMEMBERED: usize = 256;
 
 /// The key of the texts about losses.
 const RECOVERY: &str = "job/recovery";

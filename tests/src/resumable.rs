@@ -51,7 +51,7 @@ pub struct TrainingJob {
     pub pause_ms: u64,
     /// The signals that rank 0 sends to ranks, before any restart of the launcher.
     pub notices: Vec<Notice>,
-    /// The rank that is killed so many milliseconds after the first notice, too.
+    /// Another rank to kill, and the milliseconds between the first notice and its end.
     pub second_kill: Option<(usize, u64)>,
     /// A file that preempts the job.
     pub leave: Option<PathBuf>,
@@ -111,7 +111,7 @@ pub struct TrainingResult {
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub struct StepRecord {
     pub restart: u64,
-    /// The number of groups of ranks before, in this attempt.
+    /// The number of earlier groups of ranks in this attempt.
     pub group: u64,
     pub epoch: u64,
     /// The number of the step, from 1.
@@ -121,8 +121,8 @@ pub struct StepRecord {
     pub samples: Vec<u64>,
 }
 
-/// Trains from the newest checkpoint to the end, or until a rank is preempted; returns the exit code. Continues after the
-/// loss of other ranks, and with another number of them, if the launcher lets it.
+/// Trains from the newest checkpoint to the end, or until a rank is preempted; returns the exit code. Continues after
+/// the loss of other ranks, and with another number of ranks, if the launcher allows it.
 ///
 /// # Errors
 ///
@@ -162,14 +162,14 @@ fn watch(accelerator: &Accelerator, job: &TrainingJob) -> Result<()> {
     accelerator.on_preemption(preemption)
 }
 
-/// The end of a program's part in a group.
+/// The reason why a program's part in a group ends.
 enum Turn {
     Ended(ExitCode),
     /// The number of ranks changes.
     Regroups,
 }
 
-/// A training in one group of ranks.
+/// The training in one group of ranks.
 struct Training<'a> {
     job: &'a TrainingJob,
     group: u64,
@@ -184,7 +184,7 @@ struct Training<'a> {
 }
 
 impl<'a> Training<'a> {
-    /// Begins in the group of this number, as far as the rank knows: one that has joined the job learns it.
+    /// Begins in the group with this number, which a rank that has just joined the job learns from the others.
     fn begin(accelerator: &Accelerator, job: &'a TrainingJob, group: &mut u64) -> Result<Self> {
         *group = accelerator
             .gather_object(group)?
@@ -292,7 +292,7 @@ impl<'a> Training<'a> {
                     self.notifier.reach(Place::Step(step));
                 }
                 is_begun = true;
-                // Before the other ranks can finish the step without this one.
+                // Recorded before `backward`, after which the other ranks can finish the step without this one.
                 let step = StepRecord {
                     restart: accelerator.restarts(),
                     group: self.group,
@@ -429,7 +429,7 @@ impl Notifier {
                     self.pids[rank]
                 );
                 let mut later = Command::new("sh");
-                // Its parent may have ended by then.
+                // This process may have ended by then.
                 later.args(["-c", &command]).spawn().expect("a shell");
             }
         }

@@ -57,8 +57,11 @@ pub const PREFIX: &str = "ACCEL_";
 /// are started again. It is `EX_TEMPFAIL` of `sysexits.h`.
 pub const PREEMPTED_EXIT_CODE: u8 = 75;
 
-/// The value of [`ON_LOSS`] in a place that the launcher gives to a rank after the loss of another one.
+/// The value of [`ON_LOSS`] in the places that the launcher gives to the survivors of a lost rank.
 pub const SURVIVOR: &str = "survivor";
+
+/// The value of [`ON_LOSS`] in place of a place, for ranks that do not continue after all.
+pub const NO_SURVIVOR: &str = "end";
 
 /// The variable, with its value, that makes Python write output at once instead of in blocks. Ranks and trials get it
 /// if it is not set: the launcher and the search read their output through pipes while they run.

@@ -58,10 +58,10 @@ variables! {
         "how single operations handle values that they need in backward; recompute: those of cheap ones are recomputed";
     OVERLAP, Ranks, OneOf(&["auto", "on", "off"]), default "auto", code "overlap":
         "whether gradients are sent during backward; auto: between hosts, and on CUDA devices";
+    ON_LOSS, SetByLauncher, OneOf(&["continue", "survivor"]), default "none", code "":
+        "set if ranks may continue after the loss of another; survivor: this rank does so";
     OVERSUBSCRIBE_GPUS, LauncherAndRanks, Switch, default "0", code "oversubscription":
         "whether more ranks than GPUs may share them";
-    ON_LOSS, SetByLauncher, OneOf(&["continue", "survivor"]), default "none", code "":
-        "set where ranks may continue after the loss of another; survivor: this one does";
     PORT, SetByLauncher, Port, default "--master-port", code "":
         "the port of the store";
     PRECISION, Ranks, OneOf(&["no", "f16", "bf16"]), default "no", code "precision":

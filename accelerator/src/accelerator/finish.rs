@@ -3,7 +3,7 @@ use core::time::Duration;
 use accelerator_collective::internal::{GroupExt, NextPlace};
 
 use super::Accelerator;
-use crate::checkpoint::{self, DynSave, Save, SavedAs};
+use crate::checkpoint::{self, DynSave, Save, SavedAs, SurvivorState};
 use crate::core::error::{self, Error, Kind, Result};
 use crate::reduce::SeenUpdates;
 use crate::tracking::RunEnding;
@@ -247,6 +247,12 @@ impl Accelerator {
             ));
         }
         let live = checkpoint::keep(&self.shared.checkpoints, parts)?;
+        // If a rank is lost before the program has resumed, rank 0 may be another one. Of state that lies on several ranks,
+        // nobody can keep the whole.
+        let brought = match self.group().continues_on_loss() {
+            true => SurvivorState::take(&self.shared.checkpoints, parts).ok(),
+            false => None,
+        };
         let place = self.group().next_place(PLACE_TIMEOUT)?;
         let leads = matches!(&place, NextPlace::Join(launch) if launch.topology.is_main());
         if self.is_main_process() && !leads {
@@ -266,6 +272,7 @@ impl Accelerator {
         let ranks = next.world_size().to_string();
         next.tracker(|run| run.set_tag("world", &ranks));
         next.shared.checkpoints.go_on_from(live);
+        *next.shared.brought.lock() = brought;
         tracing::info!(before = %self.topology(), now = %next.topology(), "joined the next group");
         Ok(Some(next))
     }

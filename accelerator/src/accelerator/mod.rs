@@ -69,7 +69,7 @@ pub struct Accelerator {
 pub(crate) struct Shared {
     /// Set if the last `backward` left its window open.
     accumulates: AtomicBool,
-    /// The state that this rank has brought along after a loss, until the program resumes from it.
+    /// The state that this rank has brought from the failed group, until the program resumes from it.
     brought: Mutex<Option<SurvivorState>>,
     builder: AcceleratorBuilder,
     checkpoints: Arc<CheckpointContext>,

@@ -3,31 +3,34 @@ use core::time::Duration;
 use accelerator_collective::internal::GroupExt;
 
 use super::Accelerator;
-use crate::checkpoint::{DynSave, Save, SavedAs, SurvivorState};
-use crate::core::error::Result;
+use crate::checkpoint::{self, DynSave, Save, SavedAs, SurvivorState};
+use crate::core::error::{Error, Kind, Result};
 use crate::tracking::RunEnding;
 
 /// A job that continues after the loss of a rank.
 impl Accelerator {
-    /// Continues in the same process after the [loss of another rank](crate::Error::is_peer_lost): joins the other
-    /// survivors in a next group, if the launcher was started with `--on-loss continue`. Otherwise it returns the loss as an
-    /// error at once, so a program can always call it. Call it when [`backward`](Self::backward) or another call has
-    /// returned such an error; all survivors get one.
+    /// Continues in the same process after the [loss of another rank](crate::Error::is_peer_lost). If the launcher was
+    /// started with `--on-loss continue`, this rank joins the other survivors in a next group. Otherwise, `recover`
+    /// returns the loss as an error at once, so a program can always call it. Call it when [`backward`](Self::backward)
+    /// or another call has returned such an error; all survivors get one.
     ///
-    /// `parts` are those of [`save_state`](Self::save_state). They are taken as after the last complete step: the step in
-    /// which the rank was lost is not in them, and its batch comes again. With the new accelerator, the program prepares its
-    /// parts anew, and [`resume`](Self::resume) continues from that state, as after [`regroup`](Self::regroup): the rest of
-    /// the epoch is divided among the survivors, and each sample is used once. Nothing is written. If a rank is lost before
-    /// `resume` has returned, call `recover(())`: it continues from the same state, and at the beginning of a job, where
-    /// there is none, as `resume` does without it.
+    /// `parts` are those of [`save_state`](Self::save_state), in their state after the last complete step. The step in
+    /// which the rank was lost is not included, and its batch is used again. With the new accelerator, the program
+    /// prepares its parts anew, and [`resume`](Self::resume) continues from that state, as after
+    /// [`regroup`](Self::regroup): the rest of the epoch is divided among the survivors, and each sample is used once.
+    /// `recover` writes no files.
     ///
-    /// - The survivors are numbered without gaps, in the order of their ranks. The lowest one is rank 0, and its last
-    ///   complete step counts. The others may have finished one step more, which they do again.
-    /// - [`PerRank`](crate::checkpoint::PerRank) values, and what a [`CommHook`](crate::CommHook) keeps, stay with the
-    ///   process. Those of the lost rank are lost. Running statistics of a batch norm are rank 0's own.
-    /// - The [run](Self::init_trackers) continues, and gets a text `recovery`. If rank 0 was lost, call
-    ///   [`init_trackers`](Self::init_trackers) again, as after a restart.
-    /// - If the launcher starts another process for the lost rank, the job grows by [`regroup`](Self::regroup).
+    /// If a rank is lost before `resume` has returned, call `recover(())`, and the next `resume` continues from the
+    /// same state. At the beginning of a job there is no such state yet, and `resume` does what it does without
+    /// `recover`.
+    ///
+    /// - The survivors are numbered without gaps, in the order of their ranks. The lowest one becomes rank 0, and all
+    ///   continue from its last complete step. The others may have finished one more step, which they repeat.
+    /// - [`PerRank`](crate::checkpoint::PerRank) values, and the state of a [`CommHook`](crate::CommHook), stay with
+    ///   the process. Those of the lost rank are lost. Running statistics of a batch norm are rank 0's own.
+    /// - The [run](Self::init_trackers) continues, and records the loss in the text `job/recovery`. If rank 0 was lost,
+    ///   call [`init_trackers`](Self::init_trackers) again, as after a restart.
+    /// - If the launcher starts another process for the lost rank, the job grows with [`regroup`](Self::regroup).
     ///
     /// ```
     /// use accelerator::prelude::*;
@@ -79,12 +82,12 @@ impl Accelerator {
     ///
     /// # Errors
     ///
-    /// [`Error::is_peer_lost`](crate::Error::is_peer_lost) with the loss if the launcher does not let the survivors
-    /// continue: it was not told to, or fewer are left than it was told. End the program with it, and the launcher handles
-    /// the failure as without `recover`.
-    /// [`Error::is_misuse`](crate::Error::is_misuse) if no rank is lost, or if a part of the state is lost with the rank:
-    /// sharded units, or a sharded optimizer. The errors of [`save_state`](Self::save_state), except those of files, and of
-    /// [`AcceleratorBuilder::build`](crate::AcceleratorBuilder::build).
+    /// [`Error::is_peer_lost`](crate::Error::is_peer_lost), with the loss, if the launcher does not let the survivors
+    /// continue: it runs without `--on-loss continue`, or fewer ranks are left than the MIN of `continue:MIN`. End the
+    /// program with this error, and the launcher handles the failure as it does without `recover`.
+    /// [`Error::is_misuse`](crate::Error::is_misuse) if no rank is lost, or if part of the state is lost with the rank
+    /// (sharded units, a sharded optimizer, or ranks that [train apart](crate::local)). The errors of [`save_state`](Self::save_state), except those of files,
+    /// and of [`AcceleratorBuilder::build`](crate::AcceleratorBuilder::build).
     #[track_caller]
     pub fn recover<K>(&self, parts: impl Save<K>) -> Result<Self> {
         self.recover_with(&SavedAs::new(parts))
@@ -92,19 +95,25 @@ impl Accelerator {
 
     #[track_caller]
     fn recover_with(&self, parts: &dyn DynSave) -> Result<Self> {
-        let brought = self.shared.brought.lock().take();
-        let mut state = SurvivorState::take(&self.shared.checkpoints, parts, brought)?;
-        let lost = self.group().lost();
+        let checkpoints = &self.shared.checkpoints;
+        let loss = checkpoint::loss_to_survive(checkpoints)?;
+        // Until the program has resumed, the state is the one that was brought into this group.
+        let mut state = match self.shared.brought.lock().take() {
+            Some(brought) => brought,
+            None => SurvivorState::take(checkpoints, parts)?,
+        };
         let mut last = self.clone();
         let mut timeout = FIRST_PLACE_TIMEOUT;
         let mut failure = None;
         let next = loop {
             let launch = match last.group().survivors_place(timeout) {
                 Ok(launch) => launch,
-                Err(error) => return Err(failure.unwrap_or_else(|| state.not_continued(error))),
+                Err(error) => return Err(failure.unwrap_or_else(|| not_continued(&error, loss))),
             };
             timeout = NEXT_PLACE_TIMEOUT;
             let builder = self.shared.builder.clone().launched_as(launch);
+            let builder =
+                builder.keep_device(self.backend_kind(), self.shared.context.device.clone());
             let next = match builder.build() {
                 Ok(next) => next,
                 // Another rank of that group was lost, and the launcher forms a smaller one.
@@ -122,13 +131,13 @@ impl Accelerator {
                 Err(error) => return Err(error),
             }
         };
-        self.end_for(&next, &state, &lost)?;
+        self.end_for(&next, &state)?;
         *next.shared.brought.lock() = Some(state);
         Ok(next)
     }
 
-    /// Ends this group, which has failed, and hands over to that of the survivors.
-    fn end_for(&self, next: &Self, state: &SurvivorState, lost: &[usize]) -> Result<()> {
+    /// Ends this group, which has failed, and hands over to the group of the survivors.
+    fn end_for(&self, next: &Self, state: &SurvivorState) -> Result<()> {
         let [old, new] = [&self.shared, &next.shared];
         old.context.timeline.end(None);
         old.context.group.close()?;
@@ -138,16 +147,14 @@ impl Accelerator {
         let ranks = next.world_size();
         if next.is_main_process() {
             if !new.tracking.writes() {
-                // The run that the lost rank 0 wrote.
+                // Rank 0 was lost, so this rank continues the run.
                 new.tracking
                     .continue_from(&old.tracking, state.run().cloned());
             }
-            let lost: Vec<String> = lost.iter().map(ToString::to_string).collect();
-            let (lost, before, step) = (lost.join(", "), state.ranks(), state.step());
-            new.tracking.recovered(
-                format!("lost of {before} ranks: {lost}; {ranks} continue after step {step}"),
-                step,
-            );
+            let (before, step) = (state.ranks(), state.step());
+            let lost = before.saturating_sub(ranks);
+            let text = format!("lost {lost} of {before} ranks; {ranks} continue after step {step}");
+            new.tracking.recovered(text, step);
             next.tracker(|run| run.set_tag("world", &ranks.to_string()));
         }
         tracing::info!(before = %self.topology(), now = %next.topology(), "joined the other survivors");
@@ -155,8 +162,18 @@ impl Accelerator {
     }
 }
 
-/// The launcher waits for the last evidence of the loss first, and then tells all ranks at about the same time.
+/// The error of a rank that was to continue but does not.
+fn not_continued(
+    why: &accelerator_collective::Error,
+    loss: accelerator_collective::Error,
+) -> Error {
+    let message = format!("the survivors do not continue ({why}); {loss}");
+    Error::new(Kind::Collective, message).with_source(loss)
+}
+
+/// The time for the first place. The launcher waits until the evidence of the loss is complete, then gives all ranks
+/// their places at about the same time.
 const FIRST_PLACE_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// The time for a newer place, after a group that was not complete.
+/// The time for a newer place, if the previous group was never complete.
 const NEXT_PLACE_TIMEOUT: Duration = Duration::from_secs(10);

@@ -70,7 +70,9 @@ pub use self::parts::{Object, PerRank, Resume, Save};
 pub use self::position::{Position, Rescale, WorldChange};
 pub(crate) use self::restorer::Restorer;
 pub(crate) use self::resume::{resume, resume_loader};
-pub(crate) use self::save::{SurvivorState, keep, save, save_async, save_emergency};
+pub(crate) use self::save::{
+    SurvivorState, keep, loss_to_survive, save, save_async, save_emergency,
+};
 pub(crate) use self::saving::CheckpointContext;
 pub use self::saving::{Saved, Saving};
 pub use self::settings::Checkpoints;

@@ -239,7 +239,7 @@ impl<T: DeserializeOwned> Resume<module::Part> for PerRank<T> {
     }
 }
 
-// Nothing is saved; for `recover`.
+// Saves nothing, for `recover(())`.
 impl Save<()> for () {
     fn collect(&self, _snapshot: &mut Snapshot<'_>) -> Result<()> {
         Ok(())

@@ -96,6 +96,7 @@ pub(crate) fn save_emergency(
         }
     }
     let taken = take_alone(context, parts)?;
+    taken.check_parts()?;
     let draft = write::begin(settings, context, SnapshotMode::Emergency)?;
     let job = job(context, SnapshotMode::Emergency);
     write::write(draft, &taken, settings, job).map(Some)
@@ -104,10 +105,9 @@ pub(crate) fn save_emergency(
 /// The state of a rank after its last complete step, which it brings into the next group after the loss of another
 /// rank. See [`Accelerator::recover`](crate::Accelerator::recover).
 pub(crate) struct SurvivorState {
-    loss: accelerator_collective::Error,
     taken: TakenSnapshot,
     job: JobInfo,
-    /// The rank under which the state holds what is this rank's own.
+    /// The rank under which the state holds this rank's own values.
     rank: usize,
     since: Instant,
 }
@@ -121,38 +121,33 @@ impl fmt::Debug for SurvivorState {
 }
 
 impl SurvivorState {
-    /// Takes the state of this rank after a loss, without communication, if the launcher lets survivors continue.
-    ///
-    /// If the rank has not resumed yet from the state that it `brought` into this group, it is still that one.
-    #[track_caller]
-    pub(crate) fn take(
-        context: &CheckpointContext,
-        parts: &dyn DynSave,
-        brought: Option<Self>,
-    ) -> Result<Self> {
-        if !context.group().continues_on_loss() {
-            return Err(loss(context)?.into());
-        }
-        let loss = sound_loss(context)?;
-        context.join();
-        if let Some(brought) = brought {
-            return Ok(Self { loss, ..brought });
+    /// Takes the state of this rank, without communication.
+    pub(crate) fn take(context: &CheckpointContext, parts: &dyn DynSave) -> Result<Self> {
+        if context.models.is_any_apart() {
+            return Err(Error::misuse(
+                "the ranks cannot continue without the lost one: they train apart, and what each has learned since the last \
+                 average is only on that rank; resume from the last checkpoint",
+            ));
         }
         let since = Instant::now();
+        let taken = take_alone(context, parts).map_err(|error| {
+            let message = "the ranks cannot continue without the lost one, which held part of the state; \
+                resume from the last checkpoint";
+            Error::misuse(message).with_source(error)
+        })?;
         Ok(Self {
-            loss,
-            taken: take_alone(context, parts)?,
+            taken,
             job: job(context, SnapshotMode::Regular),
             rank: context.rank(),
             since,
         })
     }
 
-    /// Makes the state of rank 0 of the next group the one from which it resumes, with the values of all ranks that are
-    /// a rank's own. The others keep theirs until they have resumed: rank 0 may be lost before.
+    /// Makes the next group resume from the state of its rank 0, to which all ranks add their own values. The other
+    /// ranks keep their states until they have resumed, since rank 0 may be lost before then.
     ///
     /// Ranks differ by at most one step, since none ends a step without the others. Rank 0's step is the one that the
-    /// run of the program has logged.
+    /// program's run has logged.
     #[track_caller]
     pub(crate) fn bring_to(&mut self, next: &CheckpointContext) -> Result<()> {
         let (rank, ranks) = (next.rank(), next.world_size());
@@ -161,14 +156,14 @@ impl SurvivorState {
         if ranks > 1 {
             let group = next.group().for_purpose("continue after a loss");
             let reports = group.all_gather_object(&self.taken.report(Path::new(""), rank))?;
-            let main = &reports[0];
             for (rank, report) in reports.iter().enumerate() {
-                if report.is_beside(main) {
-                    main.compare(report, rank)?;
-                }
+                reports[0].compare_survivor(report, rank)?;
             }
             self.taken.complete(&reports);
-            self.taken.gather(next.group())?;
+            // All have the same parts, or rank 0 has none.
+            if reports.iter().all(SnapshotReport::has_parts) {
+                self.taken.gather(next.group())?;
+            }
         }
         from_main(next, "continue after a loss", || {
             if self.taken.parts.is_empty() {
@@ -178,12 +173,6 @@ impl SurvivorState {
             next.go_on_from(Some(Arc::new(live)));
             Ok(())
         })
-    }
-
-    /// The error of a rank that was to continue, and does not.
-    pub(crate) fn not_continued(self, error: accelerator_collective::Error) -> Error {
-        let message = format!("the survivors do not continue ({error}); {}", self.loss);
-        Error::new(Kind::Collective, message).with_source(self.loss)
     }
 
     /// The number of optimizer steps after which it was taken.
@@ -231,6 +220,7 @@ fn prepare<T>(
     let complete = context.device_reducer.confirm();
     let complete = complete.and_then(|()| context.forward_collectives.check());
     let collected = collected.and_then(|()| taken.check_between_steps());
+    let collected = collected.and_then(|()| taken.check_parts());
     let begun = complete.and(collected);
     let begun = begun.and_then(|()| is_main.then(begin).transpose());
     let mine = match &begun {
@@ -280,7 +270,20 @@ fn take_alone(context: &CheckpointContext, parts: &dyn DynSave) -> Result<TakenS
     Ok(snapshot.taken)
 }
 
-/// The same, if the last step is known to be complete.
+/// Returns the loss with which the group failed, on a rank that may continue after it. Waits for a save that the rank writes.
+#[track_caller]
+pub(crate) fn loss_to_survive(
+    context: &CheckpointContext,
+) -> Result<accelerator_collective::Error> {
+    if !context.group().continues_on_loss() {
+        return Err(loss(context)?.into());
+    }
+    let loss = sound_loss(context)?;
+    context.join();
+    Ok(loss)
+}
+
+/// Returns the loss with which the group failed, if the last step is known to be complete.
 #[track_caller]
 fn sound_loss(context: &CheckpointContext) -> Result<accelerator_collective::Error> {
     let loss = loss(context)?;
@@ -299,8 +302,8 @@ fn loss(context: &CheckpointContext) -> Result<accelerator_collective::Error> {
         Err(error) if error.is_peer_lost() => Ok(error),
         Err(error) => Err(error.into()),
         Ok(()) => Err(Error::misuse(
-            "`save_emergency` and `recover` are for the ranks that are left when another one is lost, and none is: \
-             use `save_state`, or `regroup`",
+            "`save_emergency` and `recover` are for the survivors of a lost rank, and no rank is lost: \
+             use `save_state` or `regroup`",
         )),
     }
 }

@@ -1,4 +1,5 @@
 use core::fmt;
+use core::mem::discriminant;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -11,7 +12,7 @@ use super::saving::CheckpointContext;
 use super::state_file::{HookState, PartKind, PartState, SavedModel, StateFile, encode};
 use crate::core::agreement::sides;
 use crate::core::dyn_module::DynModule;
-use crate::core::error::{Error, Result};
+use crate::core::error::{Error, Kind, Result};
 use crate::core::partition::is_sharded;
 use crate::data::LoaderState;
 use crate::model::{Layout, ModelSnapshot};
@@ -278,6 +279,16 @@ impl TakenSnapshot {
         Ok(())
     }
 
+    /// Refuses to save nothing.
+    pub(super) fn check_parts(&self) -> Result<()> {
+        match self.parts.is_empty() {
+            true => Err(Error::misuse(
+                "there is nothing to save: pass the parts of the training",
+            )),
+            false => Ok(()),
+        }
+    }
+
     pub(super) fn report(&self, folder: &Path, rank: usize) -> SnapshotReport {
         let parts = self.parts.iter().map(|part| match part {
             SnapshotPart::Loader(loader_state) => {
@@ -299,7 +310,7 @@ impl TakenSnapshot {
         }
     }
 
-    /// Makes what is a rank's own, of `rank`, that of rank `next` among `ranks`.
+    /// Assigns the own values of `rank` to rank `next` of `ranks`, and drops those of the other ranks.
     pub(super) fn renumber(&mut self, rank: usize, next: usize, ranks: usize) {
         for part in &mut self.parts {
             let values = match part {
@@ -381,19 +392,31 @@ impl SnapshotPart {
 }
 
 impl SnapshotReport {
-    /// Returns `true` if both have parts, after the same optimizer steps.
-    pub(super) fn is_beside(&self, other: &Self) -> bool {
-        let have_parts = !self.parts.is_empty() && !other.parts.is_empty();
-        have_parts && self.steps() == other.steps()
+    pub(super) fn has_parts(&self) -> bool {
+        !self.parts.is_empty()
     }
 
-    /// Returns the optimizer steps of all parts together.
-    fn steps(&self) -> u64 {
-        let steps = self.parts.iter().map(|part| match part {
-            PartReport::Model { steps } | PartReport::Optimizer { steps } => *steps,
-            PartReport::Loader(_) | PartReport::Object | PartReport::PerRank(_) => 0,
-        });
-        steps.sum()
+    /// Checks that `rank` can continue from the state of rank 0, whose report this is. They may be one step apart, or at the
+    /// two sides of an epoch's end.
+    pub(super) fn compare_survivor(&self, other: &Self, rank: usize) -> Result<()> {
+        if !other.has_parts() {
+            return Ok(());
+        }
+        if !self.has_parts() {
+            return Err(Error::new(
+                Kind::Collective,
+                "the lowest rank that is left has not got the state of the training yet, so the others cannot continue from \
+                 it: resume from the last checkpoint",
+            ));
+        }
+        let are_alike =
+            |pair: (&PartReport, &PartReport)| discriminant(pair.0) == discriminant(pair.1);
+        let is_same = self.parts.len() == other.parts.len()
+            && self.parts.iter().zip(&other.parts).all(are_alike);
+        match is_same {
+            true => Ok(()),
+            false => self.compare(other, rank),
+        }
     }
 
     /// Checks that all ranks save into one folder. Rank 0 alone writes, so the others' would stay empty.

@@ -317,7 +317,7 @@ impl HeadSpawner<'_> {
         Ok(())
     }
 
-    /// Proposes a group of host 0 and `hosts`; `former` gives the ranks of each host, by their numbers in the running group.
+    /// Proposes a group of host 0 and `hosts`; `former` lists the ranks of each host, numbered as in the running group.
     fn propose(
         &self,
         hosts: Vec<Arc<Host>>,
@@ -425,7 +425,7 @@ impl Spawner for HeadSpawner<'_> {
             .admission
             .is_enough(hosts.len() + newcomers.len() + 1);
         // The job ends if it needs a host that wants to leave.
-        if !is_enough || !(is_growing || is_leaving) {
+        if is_leaving && !is_enough || !(is_growing || is_leaving) {
             return None;
         }
         let shown = |hosts: &[&Arc<Host>]| {
@@ -446,7 +446,7 @@ impl Spawner for HeadSpawner<'_> {
         }
         let old_place =
             |host: &Arc<Host>| members.hosts.iter().position(|old| Arc::ptr_eq(old, host));
-        // Of a host that has lost ranks, the others.
+        // A host that has lost ranks keeps its other ones.
         let mut former: Vec<Vec<_>> = vec![members.layout.ranks_of(0).map(Some).collect()];
         former.extend(hosts.iter().map(|host| match old_place(host) {
             Some(place) => members.layout.ranks_of(place + 1).map(Some).collect(),
@@ -582,7 +582,20 @@ impl Spawner for HeadSpawner<'_> {
             .borrow_mut()
             .extend(new.map(|host| (host.session, Instant::now())));
         for host in running.iter().flat_map(|running| &running.hosts) {
-            if !next.has(host) {
+            if next.has(host) {
+                continue;
+            }
+            if host.leaves().is_none() && host.has_ended() {
+                // All its ranks were lost, and its launcher may start others.
+                let mut taken_in = self.taken_in.borrow_mut();
+                if taken_in
+                    .remove(&host.session)
+                    .is_some_and(|at| at.elapsed() < TRIAL)
+                {
+                    host.postpone();
+                }
+                host.end(Signal::KILL, Duration::ZERO);
+            } else {
                 host.has_left();
             }
         }

@@ -274,7 +274,7 @@ pub(super) struct Plan {
     pub(super) host: usize,
     /// The state that its ranks read if their number may change.
     pub(super) elastic: Option<Elastic>,
-    /// The least number of ranks that continue after the loss of others.
+    /// The smallest number of ranks that may continue after a loss; `None` if the job does not continue.
     pub(super) survivors: Option<NonZeroUsize>,
     /// The host of the store, as this host reaches it.
     pub(super) store_host: String,

@@ -36,6 +36,12 @@ const DEFAULT_RESTART_DELAY: Duration = Duration::from_secs(1);
 /// Time before a job that has shrunk tries to grow again by default.
 const DEFAULT_REGROW_AFTER: Duration = Duration::from_secs(60);
 
+/// The shortest time before a process replaces a lost one, after the second loss.
+const LEAST_REGROW: Duration = Duration::from_secs(1);
+
+/// The longest such time, unless a longer one was asked for.
+const MOST_REGROW: Duration = Duration::from_secs(600);
+
 /// Restarts of a job that may shrink, by default.
 const DEFAULT_RESTARTS: u64 = 3;
 
@@ -54,12 +60,14 @@ pub(crate) struct Settings {
     pub(crate) most_ranks: NonZeroUsize,
     /// The time after which the job first tries to grow again.
     pub(crate) regrow_after: Duration,
-    /// The least number of ranks that continue after the loss of others; `None` if none do.
+    /// The smallest number of ranks that may continue after a loss; `None` if the job does not continue.
     pub(crate) survivors: Option<NonZeroUsize>,
     /// The state of an elastic job, for the ranks that are started.
     pub(crate) elastic: Option<Elastic>,
     /// The number of groups of ranks that were begun earlier in this attempt.
     pub(crate) regroups: u64,
+    /// The number of times that ranks of this attempt were lost and the others have continued.
+    pub(crate) losses: u32,
     /// The number of restarts so far.
     pub(crate) restart: u64,
     pub(crate) max_restarts: u64,
@@ -282,6 +290,7 @@ impl Settings {
             survivors: options.survivors(),
             elastic: options.is_elastic().then_some(Elastic::Running),
             regroups: 0,
+            losses: 0,
             restart: 0,
             max_restarts,
             restart_delay,
@@ -303,6 +312,19 @@ impl Settings {
             log_dir: options.log_dir.clone(),
             on_output_error: options.on_output_error,
             table: table.rows,
+        }
+    }
+
+    /// Returns the time after which the job first tries to grow again. After the second loss it is longer each time: a process
+    /// that replaces a lost one may be lost again and again.
+    pub(crate) fn regrow_wait(&self) -> Duration {
+        match self.losses {
+            0 | 1 => self.regrow_after,
+            losses => {
+                let least = self.regrow_after.max(LEAST_REGROW);
+                let doublings = (losses - 2).min(16);
+                (least * (1 << doublings)).min(self.regrow_after.max(MOST_REGROW))
+            }
         }
     }
 

@@ -309,7 +309,7 @@ pub(crate) struct Options {
 pub(crate) enum OnLoss {
     /// All ranks end.
     End,
-    /// The others continue, if there are so many.
+    /// The others continue if at least this many are left.
     Continue(NonZeroUsize),
 }
 
@@ -399,7 +399,7 @@ impl Options {
             (
                 self.regrow_after.is_some() && !is_elastic,
                 "--regrow-after",
-                "the number of ranks changes with --num-processes MIN:MAX, --nnodes MIN:MAX or --on-loss continue only",
+                "the number of ranks changes only with --num-processes MIN:MAX, --nnodes MIN:MAX or --on-loss continue",
             ),
         ];
         match idle.into_iter().find(|(is_idle, ..)| *is_idle) {
@@ -416,7 +416,7 @@ impl Options {
         self.survivors().is_some() || ranges.any(Processes::is_range)
     }
 
-    /// Returns the least number of ranks that continue after the loss of others; `None` if none do.
+    /// Returns the smallest number of ranks that may continue after a loss; `None` if the job does not continue.
     pub(crate) fn survivors(&self) -> Option<NonZeroUsize> {
         match self.on_loss {
             Some(OnLoss::Continue(least)) => Some(least),

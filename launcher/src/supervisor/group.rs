@@ -38,7 +38,7 @@ pub(super) trait Observer {
     /// `rank`, whose process this is, has ended.
     fn ended(&mut self, _rank: usize, _process: &dyn RankProcess, _end: End, _ended_by: EndedBy) {}
 
-    /// Returns the least number of ranks that continue after the loss of others; `None` if none do.
+    /// Returns the smallest number of ranks that may continue after a loss; `None` if the group does not continue.
     fn least_survivors(&self) -> Option<NonZeroUsize> {
         None
     }
@@ -48,9 +48,9 @@ pub(super) trait Observer {
     /// These ranks take long to end.
     fn waiting(&mut self, _ranks: &[usize]) {}
 
-    /// Returns `true` if another group takes over the running processes. Called after each event.
-    fn poll_regroup(&mut self, _phase: GroupPhase) -> bool {
-        false
+    /// Advances the next group, and returns how the running one continues. Called after each event.
+    fn poll_regroup(&mut self, _phase: GroupPhase) -> NextStep {
+        NextStep::Run
     }
 
     /// Returns the time of the next call of [`poll_regroup`](Self::poll_regroup), if nothing happens before.
@@ -59,13 +59,28 @@ pub(super) trait Observer {
     }
 }
 
+/// The next step of a running group.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum NextStep {
+    /// It runs on.
+    Run,
+    /// Another group takes over its processes.
+    HandOver,
+    /// Its survivors cannot form a group.
+    GiveUp,
+    /// These survivors hang, and count as lost.
+    Lose(Vec<usize>),
+}
+
 /// The phase of a group's run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum GroupPhase {
     /// Nothing has failed, and some of its processes run.
     Running,
-    /// Some ranks were lost, and these are to continue without them.
+    /// Some ranks were lost; the ranks given here are to continue without them.
     Recovering(Vec<usize>),
+    /// Something has failed, and the other ranks may continue.
+    Settling,
     /// Its processes have ended, or are about to.
     Ending,
 }
@@ -186,12 +201,22 @@ pub(super) fn supervise(
                 Action::Waiting(ranks) => observer.waiting(&ranks),
             }
         }
-        is_taken_over = observer.poll_regroup(match (machine.is_running(), machine.recovery()) {
+        let phase = match (machine.is_running(), machine.recovery()) {
             (true, _) => GroupPhase::Running,
             (false, None) => GroupPhase::Ending,
-            (false, Some(Recovery::Settling)) => continue,
+            (false, Some(Recovery::Settling)) => GroupPhase::Settling,
             (false, Some(Recovery::Of(survivors))) => GroupPhase::Recovering(survivors),
-        });
+        };
+        match observer.poll_regroup(phase) {
+            NextStep::Run => {}
+            NextStep::HandOver => is_taken_over = true,
+            NextStep::GiveUp => machine.abandon_recovery(),
+            NextStep::Lose(ranks) => {
+                machine.lose(&ranks);
+                let members = ranks.into_iter().filter_map(|rank| group.get(rank));
+                members.for_each(|process| end_group(&**process, Signal::KILL));
+            }
+        }
     }
     let mut outcome = GroupOutcome {
         left_behind: LeftBehind::default(),

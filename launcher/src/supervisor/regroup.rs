@@ -10,11 +10,11 @@ use std::path::Path;
 use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 
-use accelerator_host::{ON_LOSS, SURVIVOR};
+use accelerator_host::{NO_SURVIVOR, ON_LOSS, SURVIVOR};
 use rustix::process::Signal;
 
 use super::attempt::{Attempt, Carried, last_lines, read_output};
-use super::group::{GroupOutcome, Watch, watch};
+use super::group::{GroupOutcome, NextStep, Watch, watch};
 use super::leftovers::end_group;
 use super::spawner::{Growth, Resize, Spawner};
 use super::store::{Store, StoreHandle};
@@ -32,6 +32,10 @@ const JOIN_TIMEOUT: Duration = Duration::from_secs(600);
 /// The same limit while other hosts wait for their turn.
 const JOIN_TIMEOUT_WITH_OTHERS: Duration = Duration::from_secs(30);
 
+/// The time in which survivors of a loss must follow the first of them that has joined. A rank learns of the loss at the
+/// end of its step.
+const SURVIVORS_JOIN_WITHIN: Duration = Duration::from_secs(60);
+
 /// The interval at which the launcher checks if they are late.
 const JOIN_POLL: Duration = Duration::from_secs(1);
 
@@ -40,12 +44,6 @@ const NOTE_AFTER: Duration = Duration::from_secs(60);
 
 /// The shortest time between two tries.
 const LEAST_RETRY: Duration = Duration::from_millis(100);
-
-/// The least time after a loss before another process is started for the lost rank, if the one before was lost, too.
-const LEAST_REGROW: Duration = Duration::from_secs(1);
-
-/// The most time for the same.
-const MOST_REGROW: Duration = Duration::from_secs(600);
 
 /// The reason for another group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -62,8 +60,8 @@ pub(super) struct Regrouping<'a> {
     package_dir: Option<&'a Path>,
     /// The settings of the running group.
     settings: &'a Settings,
-    /// Set if no group can be formed of the ranks that are left.
-    has_no_recovery: bool,
+    /// True if the ranks that are left after a loss know that they do not continue.
+    has_refused: bool,
     output: Output,
     store: &'a Store,
     /// Wakes the main thread.
@@ -92,9 +90,11 @@ pub(super) struct NextGroup {
     /// The number of streams of the new ranks that are read.
     readers: usize,
     joined: BTreeSet<usize>,
+    /// The time at which the first rank joined.
+    first_joined: Option<Instant>,
     /// The events of its ranks so far.
     seen: Vec<Event>,
-    /// True if the running group has lost the ranks that are not in it.
+    /// True if this group has the survivors of a loss in the running group.
     is_recovery: bool,
     /// True if the ranks of the running group know their places in it.
     is_told: bool,
@@ -114,19 +114,20 @@ impl<'a> Regrouping<'a> {
         store: &'a Store,
         events: Sender<Event>,
     ) -> Self {
-        let shrunk = settings.layout.hosts() == 1 && settings.ranks < settings.most_ranks;
+        let is_alone = settings.layout.hosts() == 1 && !spawner.has_hosts();
+        let shrunk = is_alone && settings.ranks < settings.most_ranks;
         Self {
             spawner,
             package_dir,
             settings,
-            has_no_recovery: false,
+            has_refused: false,
             output,
             store,
             events,
             next: None,
             was_told: false,
-            retry_at: shrunk.then(|| Instant::now() + settings.regrow_after),
-            retry_after: settings.regrow_after,
+            retry_at: shrunk.then(|| Instant::now() + settings.regrow_wait()),
+            retry_after: settings.regrow_wait(),
             given_up: 0,
             given_up_readers: 0,
             stepped_at: Instant::now(),
@@ -190,35 +191,54 @@ impl<'a> Regrouping<'a> {
         next.is_complete()
     }
 
-    /// Forms the group of the ranks that are left after a loss; returns `true` once it is complete.
-    pub(super) fn recover(&mut self, survivors: &[usize]) -> bool {
+    /// Forms a group of the `survivors` of a loss. `lost` has a text for each rank that has ended since the last call.
+    pub(super) fn recover(&mut self, survivors: &[usize], lost: &[String]) -> NextStep {
+        self.stepped_at = Instant::now();
         let is_of = |next: &NextGroup| {
-            next.is_recovery
-                && next
-                    .former
-                    .iter()
-                    .flatten()
-                    .copied()
-                    .eq(survivors.iter().copied())
+            let former = next.former.iter().flatten().copied();
+            next.is_recovery && former.eq(survivors.iter().copied())
         };
-        if !self.next.as_ref().is_some_and(is_of) && !self.has_no_recovery {
+        if !self.next.as_ref().is_some_and(is_of) {
             self.give_up(None);
-            match self.spawner.without_lost(survivors) {
-                Some(resize) => self.begin(resize, Reason::Loss),
-                None => self.has_no_recovery = true,
+            let Some(resize) = self.spawner.without_lost(survivors) else {
+                return NextStep::GiveUp;
+            };
+            if !lost.is_empty() {
+                self.output.note(&lost.join("; "));
             }
+            self.begin(resize, Reason::Loss);
         }
         let Some(next) = &mut self.next else {
-            return false;
+            return NextStep::GiveUp;
         };
         // Survivors that end are events of the running group.
         let _ = next.receive();
         next.note_wait();
-        next.is_complete()
+        let late = next.late();
+        match (next.is_complete(), late.is_empty()) {
+            (true, _) => NextStep::HandOver,
+            (false, true) => NextStep::Run,
+            (false, false) => {
+                self.output
+                    .note(&format!("{} did not join the others", list(&late)));
+                NextStep::Lose(late)
+            }
+        }
+    }
+
+    /// Tells the ranks that are left after a loss, once, that they do not continue.
+    pub(super) fn refuse_survivors(&mut self) {
+        if self.settings.survivors.is_some() && !std::mem::replace(&mut self.has_refused, true) {
+            for rank in 0..self.settings.layout.ranks() {
+                let refusal = (ON_LOSS.name.to_owned(), NO_SURVIVOR.to_owned());
+                self.store.handle().tell_next_place(rank, vec![refusal]);
+            }
+        }
     }
 
     /// Ends the ranks that were to join: the group has failed or ended, or it continues without them because of `why`.
     pub(super) fn give_up(&mut self, why: Option<String>) {
+        self.stepped_at = Instant::now();
         let Some(next) = self.next.take() else {
             return;
         };
@@ -253,7 +273,7 @@ impl<'a> Regrouping<'a> {
             .note(&format!("{why}, and tries again in {seconds} s"));
     }
 
-    /// Returns the least number of ranks that continue after the loss of others; `None` if none do.
+    /// Returns the smallest number of ranks that may continue after a loss; `None` if the group does not continue.
     pub(super) fn least_survivors(&self) -> Option<NonZeroUsize> {
         self.settings.survivors
     }
@@ -289,7 +309,7 @@ impl<'a> Regrouping<'a> {
                 .collect(),
             why: format!("tries to have {most} ranks again"),
         };
-        let is_alone = self.settings.layout.hosts() == 1;
+        let is_alone = self.settings.layout.hosts() == 1 && !self.spawner.has_hosts();
         let of_hosts = self.spawner.resize(Growth::Now);
         of_hosts.or_else(|| (is_alone && own < most.get()).then(regrown))
     }
@@ -307,10 +327,10 @@ impl<'a> Regrouping<'a> {
             Err(error) if reason == Reason::Loss => {
                 self.spawner.drop_next();
                 self.given_up += 1;
-                self.has_no_recovery = true;
                 let error = chain(&error);
-                self.output
-                    .note(&format!("the job cannot continue so: {error}"));
+                self.output.note(&format!(
+                    "the job cannot continue with the survivors: {error}"
+                ));
             }
             Err(error) => {
                 self.spawner.drop_next();
@@ -348,7 +368,7 @@ impl NextGroup {
         }
         for (mut process, _) in group.into_iter().flatten() {
             if self.is_recovery {
-                // It has ended; what it has started ends with it.
+                // The process has ended, and the drop ends what it started.
                 drop(process);
             } else {
                 // The process ends by itself, and its host with it.
@@ -394,11 +414,7 @@ impl NextGroup {
     fn begin(of: &Regrouping<'_>, resize: Resize, reason: Reason) -> Result<Self> {
         let Resize { layout, former, .. } = resize;
         let mut settings = of.settings.regrouped(layout, of.given_up);
-        if reason == Reason::Loss {
-            // A slot whose ranks are lost again and again is tried less and less often.
-            let regrow_after = settings.regrow_after * 2;
-            settings.regrow_after = regrow_after.clamp(LEAST_REGROW, MOST_REGROW);
-        }
+        settings.losses += u32::from(reason == Reason::Loss);
         let channel = Channel::new();
         let wake = of.events.clone();
         let attempt = Attempt::next(&of.output, of.store, settings, &former, &channel, wake)?;
@@ -417,6 +433,7 @@ impl NextGroup {
             former,
             readers: 0,
             joined: BTreeSet::new(),
+            first_joined: None,
             seen: Vec::new(),
             is_recovery: reason == Reason::Loss,
             is_told: false,
@@ -441,6 +458,7 @@ impl NextGroup {
             match event {
                 Event::Joined(rank) => {
                     self.joined.insert(rank);
+                    self.first_joined.get_or_insert_with(Instant::now);
                 }
                 Event::Ended { rank, end } => {
                     let text = format!("it ended with {end}");
@@ -459,6 +477,19 @@ impl NextGroup {
             self.seen.push(event);
         }
         None
+    }
+
+    /// Returns the survivors, by their ranks in the running group, that have not followed the first one in time: they hang.
+    fn late(&self) -> Vec<usize> {
+        let is_over = |at: Instant| self.is_recovery && at.elapsed() >= SURVIVORS_JOIN_WITHIN;
+        if !self.first_joined.is_some_and(is_over) {
+            return Vec::new();
+        }
+        let ranks = self.former.iter().enumerate();
+        ranks
+            .filter(|(rank, _)| !self.joined.contains(rank))
+            .filter_map(|(_, former)| *former)
+            .collect()
     }
 
     fn is_complete(&self) -> bool {
@@ -481,7 +512,11 @@ impl NextGroup {
 
     fn deadline(&self) -> Option<Instant> {
         match self.is_told {
-            true => self.note_at,
+            true => {
+                let late_at = self.first_joined.filter(|_| self.is_recovery);
+                let late_at = late_at.map(|at| at + SURVIVORS_JOIN_WITHIN);
+                self.note_at.into_iter().chain(late_at).min()
+            }
             // The limit shrinks if another host waits, so it is checked again soon.
             false => Some(Instant::now() + JOIN_POLL),
         }
@@ -515,9 +550,11 @@ impl NextGroup {
         let port = self.attempt.store.address().port();
         for former in 0..running.layout.ranks() {
             let rank = self.former.iter().position(|&known| known == Some(former));
-            let place = rank.map(|rank| spawner.place(rank, settings, port));
-            let mut place = place.unwrap_or_default();
+            let mut place = rank.map_or_else(Vec::new, |rank| spawner.place(rank, settings, port));
             if self.is_recovery {
+                if rank.is_none() {
+                    continue;
+                }
                 place.push((ON_LOSS.name.to_owned(), SURVIVOR.to_owned()));
             }
             store.tell_next_place(former, place);

@@ -9,7 +9,9 @@ use accelerator_collective::internal::FlightRecords;
 use rustix::process::Signal;
 
 use super::attempt::{Attempt, last_lines, start, wait_until};
-use super::group::{EndedBy, GroupOutcome, GroupPhase, Observer, StoppedRanksMonitor, supervise};
+use super::group::{
+    EndedBy, GroupOutcome, GroupPhase, NextStep, Observer, StoppedRanksMonitor, supervise,
+};
 use super::group_machine::Cause;
 use super::leftovers::{KillScope, Swept};
 use super::regroup::Regrouping;
@@ -107,6 +109,7 @@ impl Attempt {
             store_handle,
             absent: Vec::new(),
             has_asked_operations: false,
+            lost: Vec::new(),
             regrouping: Regrouping::new(
                 spawner,
                 package_dir,
@@ -200,6 +203,8 @@ struct ExitReporter<'a> {
     /// Ranks that ended with code 0 before any had joined: perhaps none will.
     absent: Vec<usize>,
     has_asked_operations: bool,
+    /// The ranks that have ended, and how, for the note that the others continue.
+    lost: Vec<String>,
     regrouping: Regrouping<'a>,
 }
 
@@ -224,22 +229,39 @@ impl Observer for ExitReporter<'_> {
         self.regrouping.least_survivors()
     }
 
-    fn poll_regroup(&mut self, phase: GroupPhase) -> bool {
+    fn poll_regroup(&mut self, phase: GroupPhase) -> NextStep {
         match phase {
             GroupPhase::Running => {
                 self.has_asked_operations = false;
-                self.regrouping.step()
+                match self.regrouping.step() {
+                    true => NextStep::HandOver,
+                    false => NextStep::Run,
+                }
             }
-            GroupPhase::Recovering(survivors) => self.regrouping.recover(&survivors),
+            GroupPhase::Settling => {
+                self.ask_operations();
+                NextStep::Run
+            }
+            GroupPhase::Recovering(survivors) => {
+                let lost = std::mem::take(&mut self.lost);
+                self.regrouping.recover(&survivors, &lost)
+            }
             GroupPhase::Ending => {
                 self.ask_operations();
                 self.regrouping.give_up(None);
-                false
+                self.regrouping.refuse_survivors();
+                NextStep::Run
             }
         }
     }
 
     fn ended(&mut self, rank: usize, process: &dyn RankProcess, end: End, ended_by: EndedBy) {
+        let text = process.loss().unwrap_or_else(|| match end {
+            End::Signal(_) => format!("was {end}"),
+            _ => format!("ended with {end}"),
+        });
+        self.lost
+            .push(format!("rank {rank} (process {}) {text}", process.pid()));
         // If the rank is on its way to the next group, the others wait for it there.
         if let (Some((store_handle, Some(rank))), true) =
             (self.regrouping.told(rank), end != End::Code(0))

@@ -39,13 +39,13 @@ pub(crate) trait Spawner {
     /// Lets hosts go whose ranks have left the job; ends the job if it needs a host that wants to leave.
     fn let_go(&self) {}
 
-    /// The ranks that the job should have now on other hosts, if they are not those of the running group: hosts want to
-    /// leave, or have come.
+    /// The ranks that the job should have now on other hosts, if they differ from those of the running group because
+    /// hosts want to leave or have come.
     fn resize(&self, _growth: Growth) -> Option<Resize> {
         None
     }
 
-    /// The group of these ranks, which are left of the running one after a loss.
+    /// The group of the `survivors` of a loss, numbered as in the running group.
     fn without_lost(&self, survivors: &[usize]) -> Option<Resize> {
         Some(Resize {
             layout: Layout::new(vec![survivors.len()]),

@@ -81,7 +81,7 @@ fn rank() {
     }
 }
 
-/// The end of the steps in a group.
+/// The reason why a rank's steps in a group end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Turn {
     Ended,
@@ -89,10 +89,11 @@ enum Turn {
     Regroups,
 }
 
-/// Returns the group of the survivors after a loss, or ends the process with it.
+/// Returns the group of the survivors of a loss, or prints the error and ends the process.
 fn recovered(group: &ProcessGroup, lost: &accelerator_collective::Error) -> ProcessGroup {
     let next = || {
-        if !lost.is_peer_lost() || !group.continues_on_loss() {
+        let ends = std::env::var("WAY").is_ok_and(|way| way == "end");
+        if !lost.is_peer_lost() || !group.continues_on_loss() || ends {
             return Err(lost.clone());
         }
         let launch = group.survivors_place(Duration::from_secs(20))?;
@@ -385,7 +386,7 @@ fn a_new_process_replaces_a_lost_rank() {
 }
 
 #[test]
-fn a_rank_that_hangs_is_killed_for_the_others_to_continue() {
+fn a_rank_that_hangs_is_killed_and_the_others_continue() {
     let folder = Folder::new();
     let options = "-n 2 --on-loss continue --regrow-after 600";
     let mut command = folder.command(&format!("{options} {}", program()));
@@ -403,33 +404,34 @@ fn a_rank_that_hangs_is_killed_for_the_others_to_continue() {
 #[test]
 fn too_few_survivors_end_and_are_restarted() {
     let folder = Folder::new();
-    let options = "-n 2 --on-loss continue:2 --restart-delay 0";
+    let options = "-n 2 --on-loss continue:2 --restart-delay 0 --grace 60";
     let run = folder.start(&format!("{options} {}", program()));
     let (two, _) = group_of(&folder, 2, 0.0);
     signal(&two[1], Signal::KILL);
+    // It does not wait for its place until the grace period is over.
+    run.wait_until_it_says("the launcher does not let the ranks continue that are left");
     run.wait_until_it_says("restart 1 of 3");
     folder.write("stop", "");
     run.end().expect(0).says("restart 1 of 3");
 }
 
 #[test]
-fn a_program_that_cannot_continue_ends_with_the_loss() {
+fn a_program_that_does_not_continue_ends_with_the_loss() {
     let folder = Folder::new();
-    folder.script(
-        "rank.sh",
-        "echo $$ >> pids; [ $RANK = 1 ] && exec sleep 600; while [ ! -e lost ]; do sleep 0.05; done; exit 5",
-    );
-    let run = folder.start("-n 2 --on-loss continue --max-restarts 0 rank.sh");
-    folder.wait_for_lines("pids", 2);
-    // It has not joined a group.
-    let pids = folder.read("pids");
-    folder.write("lost", "");
-    run.end().expect(5);
-    pids.lines().for_each(wait_until_dead);
+    let options = "-n 3 --on-loss continue --max-restarts 0 --grace 60";
+    let mut command = folder.command(&format!("{options} {}", program()));
+    command.env("WAY", "end");
+    let run = Run::start(command);
+    let (three, _) = group_of(&folder, 3, 0.0);
+    signal(&three[2], Signal::KILL);
+    run.end().expect(137);
+    for pid in &three {
+        wait_until_dead(pid);
+    }
 }
 
 #[test]
-fn a_job_continues_without_a_lost_host_and_without_its_own_rank() {
+fn a_job_continues_without_a_lost_host_and_without_ranks_of_host_0() {
     let hosts = Hosts::new(3);
     let folder = &hosts.folder;
     let options = "--nproc-per-node 1 --on-loss continue --max-restarts 0";
@@ -444,7 +446,7 @@ fn a_job_continues_without_a_lost_host_and_without_its_own_rank() {
     let again = start(&hosts, 1, options);
     let (all, step) = group_of(folder, 3, step + 1.0);
     assert_eq!(all[..2], two[..]);
-    // No rank of host 0 is left, and its launcher serves the others.
+    // No rank of host 0 is left, but its launcher still serves the others.
     signal(&all[0], Signal::KILL);
     let (rest, _) = group_of(folder, 2, step);
     assert_eq!(rest[..], all[1..]);
@@ -453,4 +455,23 @@ fn a_job_continues_without_a_lost_host_and_without_its_own_rank() {
     again.end().expect(0);
     let ended = head.end().expect(0);
     assert!(!ended.stderr.contains("restart"), "{ended:?}");
+}
+
+/// The launcher of a host that has lost all its ranks starts others.
+#[test]
+fn a_host_whose_rank_was_lost_is_taken_in_again() {
+    let hosts = Hosts::new(2);
+    let folder = &hosts.folder;
+    let options = "--nproc-per-node 1 --on-loss continue --max-restarts 0";
+    let head = start(&hosts, 0, options);
+    let second = start(&hosts, 1, options);
+    let (two, _) = group_of(folder, 2, 0.0);
+    signal(&two[1], Signal::KILL);
+    let (one, step) = group_of(folder, 1, 0.0);
+    assert_eq!(one[..], two[..1]);
+    let (again, _) = group_of(folder, 2, step + 1.0);
+    assert_eq!(again[..1], one[..]);
+    folder.write("stop", "");
+    second.end().expect(0);
+    head.end().expect(0);
 }

@@ -2,6 +2,7 @@
 
 use std::path::Path;
 use std::process::Command;
+use std::time::{Duration, Instant};
 
 use accelerator::plan::sample_rng_seed;
 use accelerator::track::{RunHistory, RunStatus};
@@ -32,12 +33,13 @@ fn job(folder: &Path, notices: Vec<Notice>) -> TrainingJob {
 }
 
 fn launch(options: &[&str], job: &TrainingJob) -> Ended {
+    let hangs = job.notices.iter().any(|notice| notice.signal == "STOP");
     let mut command = Command::new(launcher());
     command
         .args(options)
         .arg(env!("CARGO_BIN_EXE_rank"))
         .args(["train-resumable", &serde_json::to_string(job).unwrap()])
-        .env("ACCEL_LIVENESS_TIMEOUT", "1");
+        .env("ACCEL_LIVENESS_TIMEOUT", if hangs { "1" } else { "5" });
     processes::run(command)
 }
 
@@ -58,7 +60,7 @@ fn signal(signal: &str, rank: usize, place: Place) -> Notice {
     }
 }
 
-/// Without restarts and replacements.
+/// Options for a job without restarts and replacements.
 const ALONE: [&str; 8] = [
     "-n",
     "3",
@@ -70,7 +72,7 @@ const ALONE: [&str; 8] = [
     "600",
 ];
 
-/// Returns the result of three ranks that are not disturbed.
+/// Returns the result of an undisturbed job of three ranks.
 fn undisturbed() -> TrainingResult {
     let folder = tempfile::tempdir().unwrap();
     let job = job(folder.path(), Vec::new());
@@ -79,7 +81,7 @@ fn undisturbed() -> TrainingResult {
     result
 }
 
-/// Runs a job with these notices, and checks that so many ranks end it with the same training.
+/// Runs a job with these notices, and checks that `ranks` ranks finish it with the same training as the `whole` job.
 fn recovers(options: &[&str], notices: Vec<Notice>, ranks: usize, whole: &TrainingResult) -> Ended {
     let folder = tempfile::tempdir().unwrap();
     let job = job(folder.path(), notices);
@@ -104,20 +106,32 @@ fn assert_close(result: &TrainingResult, whole: &TrainingResult, what: &str) {
     }
 }
 
-/// Checks that the job is one run with each step once, and that the run tells of the loss.
+/// Checks that the job is one run with each step once, and that the run records the loss.
 fn check_run(folder: &Path, what: &str) {
-    let run = RunHistory::read(folder.join("runs/digits")).unwrap();
-    assert_eq!(run.status(), RunStatus::Finished, "{what}");
-    let steps = run.series("train/loss").unwrap().points.iter();
-    let steps: Vec<u64> = steps.map(|point| point.step).collect();
-    assert_eq!(steps, (1..=STEPS).collect::<Vec<u64>>(), "{what}");
+    let run = finished_run(folder, what);
     assert!(
         run.media.iter().any(|text| text.key == "job/recovery"),
         "{what}"
     );
 }
 
-/// Each rank is killed in the first, the last and a middle step, and at a drawn one. `SEEDS=100` draws more.
+/// Returns the run of a job that has finished, with each step once. A rank that is lost while it begins a run leaves another
+/// one behind.
+fn finished_run(folder: &Path, what: &str) -> RunHistory {
+    let runs = std::fs::read_dir(folder.join("runs")).unwrap();
+    let runs = runs.filter_map(|entry| RunHistory::read(entry.unwrap().path()).ok());
+    let mut runs: Vec<_> = runs
+        .filter(|run| run.status() == RunStatus::Finished)
+        .collect();
+    assert_eq!(runs.len(), 1, "{what}");
+    let run = runs.remove(0);
+    let steps = run.series("train/loss").unwrap().points.iter();
+    let steps: Vec<u64> = steps.map(|point| point.step).collect();
+    assert_eq!(steps, (1..=STEPS).collect::<Vec<u64>>(), "{what}");
+    run
+}
+
+/// Kills each rank in the first, a middle and the last step, and a drawn rank in a drawn step (`SEEDS=100` draws more).
 #[test]
 fn any_of_three_ranks_may_be_killed_without_a_checkpoint() {
     let whole = undisturbed();
@@ -206,7 +220,7 @@ fn another_process_replaces_a_lost_rank() {
     for rank in 0..3 {
         let folder = tempfile::tempdir().unwrap();
         let job = TrainingJob {
-            // The process must be there before the job ends.
+            // The new process must join before the job ends.
             pause_ms: 100,
             ..job(folder.path(), vec![kill(rank, Place::Step(1))])
         };
@@ -228,9 +242,12 @@ fn another_process_replaces_a_lost_rank() {
 #[test]
 fn a_rank_may_be_lost_while_the_others_recover() {
     let whole = undisturbed();
+    let mut lost_two = 0;
     for seed in 0..6 {
         let folder = tempfile::tempdir().unwrap();
         let job = TrainingJob {
+            // The job must not end before the second loss.
+            pause_ms: 20,
             batch_size: 6,
             second_kill: Some((2, 40 + 25 * seed)),
             ..job(folder.path(), vec![kill(1, Place::Step(5))])
@@ -248,9 +265,99 @@ fn a_rank_may_be_lost_while_the_others_recover() {
         let ended = launch(&options, &job);
         let result = result(&job, &ended);
         let what = &ended.stderr;
-        // In the moment in which the group has met and not begun, the job restarts.
+        // The job restarts if the rank is lost after the group has met and before it has begun.
         assert!(result.restarts < 2, "{what}");
         assert_exact(folder.path(), &job);
         assert_close(&result, &whole, what);
+        lost_two += u32::from(result.world_size == 2);
     }
+    assert!(lost_two > 0, "the second rank was never lost in a recovery");
+}
+
+/// Ranks are killed and stopped at drawn times, whatever they do then. `SCHEDULES=200` draws more.
+#[test]
+fn jobs_end_well_whenever_their_ranks_are_lost() {
+    let whole = undisturbed();
+    let schedules = std::env::var("SCHEDULES").map_or(4, |schedules| schedules.parse().unwrap());
+    let (mut losses, mut restarts) = (0, 0);
+    for seed in 0..schedules {
+        let folder = tempfile::tempdir().unwrap();
+        let job = TrainingJob {
+            save_every: 4,
+            pause_ms: 15,
+            ..job(folder.path(), Vec::new())
+        };
+        let options = ["-n", "3", "--on-loss", "continue", "--max-restarts", "20"];
+        let options = [&options[..], &["--restart-delay", "0", "--grace", "1"]].concat();
+        let (ended, struck) = std::thread::scope(|scope| {
+            let struck = scope.spawn(|| strike(folder.path(), seed));
+            (launch(&options, &job), struck.join().unwrap())
+        });
+        let what = format!("seed {seed}, {struck:?}: {}", ended.stderr);
+        let result = result(&job, &ended);
+        assert_exact(folder.path(), &job);
+        assert_close(&result, &whole, &what);
+        finished_run(folder.path(), &what);
+        assert!(ranks_of(folder.path()).is_empty(), "{what}");
+        losses += struck.len();
+        restarts += result.restarts;
+    }
+    println!("{losses} ranks were lost, with {restarts} restarts");
+    assert!(losses > 0 && restarts < losses as u64);
+}
+
+/// Strikes up to three ranks of a job, one after the other; returns the signals.
+fn strike(folder: &Path, seed: u64) -> Vec<&'static str> {
+    let mut drawn = 0;
+    let mut draw = |below: u64| {
+        drawn += 1;
+        sample_rng_seed(seed, 1, drawn) % below
+    };
+    let has_begun = || {
+        let file = |rank| std::fs::metadata(folder.join(format!("rank-{rank}.jsonl")));
+        (0..3).any(|rank| file(rank).is_ok_and(|file| file.len() > 0))
+    };
+    let until = Instant::now() + Duration::from_secs(60);
+    // A job that begins with fewer ranks has smaller batches.
+    while !has_begun() && Instant::now() < until {
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    let mut struck = Vec::new();
+    for _ in 0..=draw(3) {
+        let pause = Duration::from_millis(30 + draw(350));
+        std::thread::sleep(pause);
+        let ranks = ranks_of(folder);
+        let Some(rank) = ranks.get(draw(ranks.len().max(1) as u64) as usize) else {
+            continue;
+        };
+        // If no other rank runs, nobody notices that one is stopped.
+        let signal = match draw(4) {
+            0 if ranks.len() > 1 => "STOP",
+            _ => "KILL",
+        };
+        let mut kill = Command::new("kill");
+        let status = kill.args(["-s", signal]).arg(rank.to_string()).status();
+        if status.unwrap().success() {
+            struck.push(signal);
+        }
+        let until = Instant::now() + Duration::from_secs(60);
+        while signal == "STOP" && ranks_of(folder).contains(rank) && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+    struck
+}
+
+/// Returns the processes of the ranks of a job that run.
+fn ranks_of(folder: &Path) -> Vec<u32> {
+    let of_job = |pid: &u32| {
+        let read = |name: &str| std::fs::read_to_string(format!("/proc/{pid}/{name}"));
+        let words = read("cmdline").unwrap_or_default();
+        // The arguments of one that has ended are gone.
+        let program = words.split('\0').next().unwrap_or_default();
+        program == env!("CARGO_BIN_EXE_rank") && words.contains(folder.to_str().unwrap())
+    };
+    let entries = std::fs::read_dir("/proc").unwrap();
+    let pids = entries.filter_map(|entry| entry.unwrap().file_name().to_str()?.parse().ok());
+    pids.filter(of_job).collect()
 }

@@ -79,11 +79,11 @@ pub trait GroupExt: Sized {
     /// A rendezvous error if none comes in time; a topology error if the launcher gives an impossible place.
     fn next_place(&self, timeout: Duration) -> Result<NextPlace>;
 
-    /// Returns `true` if the launcher may give ranks that survive the loss of another one places in a next group.
+    /// Returns `true` if the launcher may give the survivors of a lost rank places in a next group.
     fn continues_on_loss(&self) -> bool;
 
-    /// Waits up to `timeout` for the place that the launcher gives this rank after the loss of another one. Called again, it
-    /// waits for a newer place: the launcher gives one if the next group has lost a rank before it was complete.
+    /// Waits up to `timeout` for the place that the launcher gives this rank after the loss of another one. A second
+    /// call waits for a newer place: the launcher gives one if the next group loses a rank before it is complete.
     ///
     /// # Errors
     ///
@@ -402,11 +402,11 @@ impl GroupExt for ProcessGroup {
 
     fn has_next_place(&self) -> bool {
         let store = self.handle.rank_state.store.as_ref();
-        store.is_some_and(|store| store.has_next_place())
+        store.is_some_and(|store| store.has_next_place(|told| of_loss(told).is_none()))
     }
 
     fn next_place(&self, timeout: Duration) -> Result<NextPlace> {
-        let told = told_place(self, timeout, |_| true)?;
+        let told = told_place(self, timeout, |told| of_loss(told).is_none())?;
         if told.is_empty() {
             return Ok(NextPlace::Leave);
         }
@@ -418,11 +418,13 @@ impl GroupExt for ProcessGroup {
     }
 
     fn survivors_place(&self, timeout: Duration) -> Result<Launch> {
-        let is_survivors = |told: &[(String, String)]| {
-            told.iter()
-                .any(|(name, value)| name == ON_LOSS.name && value == SURVIVOR)
-        };
-        launch_at(told_place(self, timeout, is_survivors)?)
+        let told = told_place(self, timeout, |told| of_loss(told).is_some())?;
+        if of_loss(&told) != Some(SURVIVOR) {
+            return Err(Error::rendezvous(
+                "the launcher does not let the ranks continue that are left",
+            ));
+        }
+        launch_at(told)
     }
 
     fn token(&self, purpose: &str) -> Option<Token> {
@@ -556,7 +558,7 @@ impl ProcessGroup {
     }
 }
 
-/// Waits for the variables of the place that the launcher gives this rank, if they are `wanted`.
+/// Waits for the variables of this rank's place in a next group, and ignores a place that is not `wanted`.
 fn told_place(
     group: &ProcessGroup,
     timeout: Duration,
@@ -571,6 +573,12 @@ fn told_place(
             Seconds(timeout)
         ))
     })
+}
+
+/// Returns how ranks continue after a loss, if the launcher has told these variables for that.
+fn of_loss(told: &[(String, String)]) -> Option<&str> {
+    let found = told.iter().find(|(name, _)| name == ON_LOSS.name);
+    found.map(|(_, value)| value.as_str())
 }
 
 /// The launch with these variables, which take precedence over the environment.

@@ -32,7 +32,7 @@ pub struct GroupOptions {
     pub(super) busy_timeout: Duration,
     warn_after: Duration,
     pub(super) transport: TransportKind,
-    /// The launch's value.
+    /// Copied from the launch.
     pub(super) on_loss: OnLoss,
 }
 

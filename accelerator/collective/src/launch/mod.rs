@@ -69,7 +69,7 @@ use crate::{
 /// | `ACCEL_LIVENESS_TIMEOUT` | after how many seconds of silence a rank counts as lost |
 /// | `ACCEL_RESTART`, `ACCEL_MAX_RESTARTS` | how often the job was restarted, and may be; set by the launcher |
 /// | `ACCEL_ELASTIC` | `running` if the launcher may give ranks a place in a next group, `joining` if the others are already running |
-/// | `ACCEL_ON_LOSS` | `continue` if the launcher may give the survivors of a lost rank places in a next group, `survivor` in such a place |
+/// | `ACCEL_ON_LOSS` | `continue` if the launcher may give the survivors of a lost rank places in a next group, `survivor` if it has given this rank one |
 /// | `ACCEL_SET_BY_LAUNCHER` | which variables the launcher has set itself, separated by commas: a program that does not know one of them is older than the launcher and ignores it |
 ///
 /// `ACCEL_FAULTS`, faults to inject for tests, is read by `burn-accelerate-fault`.
@@ -332,7 +332,7 @@ pub(crate) enum OnLoss {
     End,
     /// The launcher may give the survivors places in a next group.
     Continue,
-    /// The same, and this process has survived the loss of another.
+    /// The same as `Continue`, in a process that has survived such a loss.
     Survivor,
 }
 

@@ -111,13 +111,14 @@ impl StoreClient {
         self.0.connection.known.lock().unread_notices.pop_front()
     }
 
-    /// Returns `true` if the store has told this rank's place in the next group.
-    pub(crate) fn has_next_place(&self) -> bool {
-        self.0.connection.known.lock().next_place.is_some()
+    /// Returns `true` if the store has told this rank's place in the next group, and it is `wanted`.
+    pub(crate) fn has_next_place(&self, wanted: impl Fn(&[(String, String)]) -> bool) -> bool {
+        let known = self.0.connection.known.lock();
+        known.next_place.as_ref().is_some_and(|place| wanted(place))
     }
 
-    /// Waits for the launch variables of that place, and takes them; they are empty if this rank has none in the next
-    /// group. Passes over a place that is not `wanted`.
+    /// Waits for the launch variables of that place and takes them; they are empty if this rank has no place in the
+    /// next group. Discards a place that is not `wanted`.
     pub(crate) fn next_place(
         &self,
         timeout: Duration,
@@ -125,14 +126,14 @@ impl StoreClient {
     ) -> Option<Vec<(String, String)>> {
         let connection = &self.0.connection;
         let waiting = |known: &mut ClientState| {
-            known.next_place.take_if(|place| !wanted(place));
-            known.end == ConnectionEnd::Open && known.next_place.is_none()
+            let is_wanted = known.next_place.as_ref().is_some_and(|place| wanted(place));
+            known.end == ConnectionEnd::Open && !is_wanted
         };
         let mut known =
             connection
                 .changed
                 .wait_timeout_while(connection.known.lock(), timeout, waiting);
-        known.next_place.take()
+        known.next_place.take_if(|place| wanted(place))
     }
 
     /// Calls `wake` on the reading thread after every message that changes the state: there may be an

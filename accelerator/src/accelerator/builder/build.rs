@@ -54,7 +54,10 @@ impl AcceleratorBuilder {
         settings.accumulation_steps = self.steps(launch.topology.world_size())?;
         let open = |place: &Topology| self.open_device(place, &settings);
         let place = Some(&launch.topology).filter(|place| place.is_local_known());
-        let opened = place.map(open).transpose()?;
+        let opened = match &self.kept_device {
+            Some(kept) => Some(kept.clone()),
+            None => place.map(open).transpose()?,
+        };
         // Each rank writes the files of its cycles, and rank 0 that of a whole run.
         if launch.topology.is_main() || settings.trace.schedule.is_some() {
             check_trace(&settings)?;

@@ -9,7 +9,7 @@ use accelerator_host::{
     COMPRESSION, OFFLOAD_FOLDER, OPERATIONS, OVERLAP, PRECISION, REDUCTION, TRACE, TRACE_SCHEDULE,
     UNITS,
 };
-use burn::tensor::FloatDType;
+use burn::tensor::{Device, FloatDType};
 
 use crate::accelerator::variables::{self, agreed};
 use crate::context::WindowSize;
@@ -72,6 +72,8 @@ pub struct AcceleratorBuilder {
     global_batch: Option<GlobalBatch>,
     hook: Option<HookFactory>,
     launch: Option<Launch>,
+    /// The device of this process in the group before.
+    kept_device: Option<(BackendKind, Device)>,
     loss_scale: LossScale,
     offload_folder: Option<PathBuf>,
     operations: Option<Operations>,
@@ -111,6 +113,7 @@ impl AcceleratorBuilder {
             global_batch: None,
             hook: None,
             launch: None,
+            kept_device: None,
             loss_scale: LossScale::new(),
             offload_folder: None,
             operations: None,
@@ -243,6 +246,12 @@ impl AcceleratorBuilder {
     /// ```
     pub fn launched_as(mut self, launch: Launch) -> Self {
         self.launch = Some(launch);
+        self
+    }
+
+    /// Keeps a device whose memory this process uses: its local rank may change.
+    pub(crate) fn keep_device(mut self, kind: BackendKind, device: Device) -> Self {
+        self.kept_device = Some((kind, device));
         self
     }
 

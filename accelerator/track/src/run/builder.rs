@@ -181,8 +181,8 @@ impl RunBuilder {
         self
     }
 
-    /// Writes each entry at once, in place of several times a second: for a process that may be killed while another one
-    /// continues the run.
+    /// Writes each entry at once instead of several times a second. Use it if this process may be killed and another
+    /// one may then continue the run.
     pub fn prompt(mut self) -> Self {
         self.settings.pace = Pace::Prompt;
         self

@@ -124,7 +124,7 @@ impl Run {
         self.log_values(kind, means, step, epoch.into());
     }
 
-    /// Logs values, those that are means with the number of samples.
+    /// Logs values; each mean comes with its number of samples.
     #[doc(hidden)]
     pub fn log_values<'a>(
         &self,

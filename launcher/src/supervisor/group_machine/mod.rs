@@ -23,11 +23,15 @@ const WAITING_NOTICE_AFTER: Duration = Duration::from_secs(1);
 /// The time for which a process may outlive SIGKILL (a device driver can hold it) before it is abandoned.
 const ABANDON_AFTER: Duration = Duration::from_secs(10);
 
-/// The time between the loss of a rank and the moment at which the others are told to continue: ranks of one host are
-/// lost one after the other.
+/// The time between the loss of a rank and the recovery of the others. They do not continue at once, because ranks of
+/// one host are lost one after the other.
 const LOSS_SETTLE: Duration = Duration::from_millis(50);
 
-/// The time in which all survivors must have formed the next group. A rank learns of the loss at the end of its step.
+/// The time for which the others wait until a rank that was killed has ended.
+const LOST_ENDS_WITHIN: Duration = Duration::from_secs(5);
+
+/// The time within which all survivors must form the next group. It is long because a rank learns of the loss only at
+/// the end of its step.
 const RECOVER_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// An action for the caller.
@@ -59,7 +63,7 @@ pub(crate) enum Cause {
 /// The recovery of a group from a loss.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Recovery {
-    /// Others may have been lost, too.
+    /// More ranks may turn out to be lost.
     Settling,
     /// These ranks form the next group.
     Of(Vec<usize>),
@@ -80,7 +84,7 @@ pub(super) struct GroupMachine {
     has_forwarded: bool,
     /// The class of the failure that the group is ended for.
     class: Option<FailureClass>,
-    /// The least number of ranks that continue after the loss of others; `None` if none do.
+    /// The smallest number of ranks that may continue after a loss; `None` if the group does not continue.
     least_survivors: Option<NonZeroUsize>,
 }
 
@@ -101,7 +105,7 @@ impl GroupMachine {
         }
     }
 
-    /// Lets the other members continue after the loss of some, if at least so many are left.
+    /// Lets the other members continue after a loss if at least `least_survivors` are left.
     pub(super) fn with_survivors(self, least_survivors: Option<NonZeroUsize>) -> Self {
         Self {
             least_survivors,
@@ -157,13 +161,30 @@ impl GroupMachine {
             && self.members.iter().any(|member| member.end.is_none())
     }
 
-    /// Returns how the group continues after a loss; `None` if nothing was lost, or it does not continue.
+    /// Returns how the group continues after a loss; `None` if no rank was lost or the group does not continue.
     pub(super) fn recovery(&self) -> Option<Recovery> {
         match self.phase {
             Phase::Recovering { ready_at: None, .. } => Some(Recovery::Of(self.survivors())),
             Phase::Recovering { .. } => Some(Recovery::Settling),
             Phase::Diagnosing { .. } if self.least_survivors.is_some() => Some(Recovery::Settling),
             _ => None,
+        }
+    }
+
+    /// Counts survivors as lost, which the caller kills.
+    pub(super) fn lose(&mut self, ranks: &[usize]) {
+        for rank in ranks {
+            if let Some(member) = self.members.get_mut(*rank) {
+                member.signalled = true;
+                member.is_survivor = false;
+            }
+        }
+    }
+
+    /// Ends the group with the next step: its survivors cannot continue.
+    pub(super) fn abandon_recovery(&mut self) {
+        if let Phase::Recovering { until, .. } = &mut self.phase {
+            *until = Instant::now();
         }
     }
 
@@ -309,13 +330,16 @@ impl GroupMachine {
                     | FailureClass::Secondary
             )
         );
-        if let Phase::Grace { cause, .. } | Phase::Terminating { cause, .. } = &mut self.phase
-            && matches!(cause, Cause::Failure(_))
-            && follows
-        {
-            *cause = Cause::Failure(rank);
-            self.class = Some(FailureClass::HostLost);
+        match &mut self.phase {
+            Phase::Recovering { failed_rank, .. } if follows => *failed_rank = rank,
+            Phase::Grace { cause, .. } | Phase::Terminating { cause, .. }
+                if follows && matches!(cause, Cause::Failure(_)) =>
+            {
+                *cause = Cause::Failure(rank);
+            }
+            _ => return,
         }
+        self.class = Some(FailureClass::HostLost);
     }
 
     fn signal(&mut self, signal: i32, now: Instant, actions: &mut Vec<Action>) {
@@ -326,9 +350,9 @@ impl GroupMachine {
                 let cause = Cause::Failure(root_cause.rank);
                 self.terminate_all(cause, signal, now, actions);
             }
-            Phase::Recovering { failed_rank, .. } => {
-                let cause = Cause::Failure(*failed_rank);
-                self.terminate_all(cause, signal, now, actions);
+            // The loss would have been survived.
+            Phase::Recovering { .. } => {
+                self.terminate_all(Cause::Signal(signal), signal, now, actions);
             }
             Phase::Grace { cause, .. } => {
                 let cause = *cause;
@@ -436,8 +460,7 @@ impl GroupMachine {
         }
     }
 
-    /// Ends all but the ranks that learn of the failure from the store: those get the grace period.
-    /// Returns `true` if the others can continue without the rank that failed first, and those that ended with it.
+    /// Returns `true` if the others can continue without the rank that failed first and those that ended with it.
     fn may_recover(&self, failed_rank: usize) -> bool {
         let Some(least) = self.least_survivors else {
             return false;
@@ -459,7 +482,7 @@ impl GroupMachine {
             member.signalled |= rank == failed_rank;
             member.is_survivor = member.end.is_none() && !member.signalled;
         }
-        // One that only hangs must not come back.
+        // A rank that only hangs must not come back.
         let lost = self.members.iter().enumerate();
         let lost = lost.filter_map(|(rank, member)| (!member.is_survivor).then_some(rank));
         actions.push(Action::Signal {
@@ -469,6 +492,7 @@ impl GroupMachine {
         self.phase = Phase::Recovering {
             failed_rank,
             ready_at: Some(now + LOSS_SETTLE),
+            waits_for_lost: false,
             until: now + RECOVER_TIMEOUT,
         };
     }
@@ -480,21 +504,35 @@ impl GroupMachine {
         let gave_up =
             |member: &Member| member.is_survivor && matches!(member.end, Some(End::Code(_)));
         let has_given_up = self.members.iter().any(gave_up);
+        let is_lost = |member: &&Member| !member.is_survivor;
+        let mut lost = self.members.iter().filter(is_lost);
+        let are_lost_ended = lost.all(|member| member.end.is_some());
         let Phase::Recovering {
             failed_rank,
             ready_at,
+            waits_for_lost,
             until,
         } = &mut self.phase
         else {
             return;
         };
-        ready_at.take_if(|at| now >= *at);
+        if ready_at.is_some_and(|at| now >= at) {
+            // What it holds, such as the lock of a run, is free when it has ended.
+            *ready_at = match are_lost_ended || *waits_for_lost {
+                true => None,
+                false => Some(now + LOST_ENDS_WITHIN),
+            };
+            *waits_for_lost = true;
+        } else if *waits_for_lost && are_lost_ended {
+            *ready_at = None;
+        }
         if !are_enough || has_given_up || now >= *until {
             let failed_rank = *failed_rank;
             self.start_grace(failed_rank, now, actions);
         }
     }
 
+    /// Ends all but the ranks that learn of the failure from the store: those get the grace period.
     fn start_grace(&mut self, failed_rank: usize, now: Instant, actions: &mut Vec<Action>) {
         let survives = |rank: usize, member: &Member| {
             member.has_joined && member.end.is_none() && rank != failed_rank
@@ -603,7 +641,7 @@ struct Member {
     has_joined: bool,
     /// True if it has closed its group.
     has_closed: bool,
-    /// True if it was to continue after the loss of another.
+    /// True if it is to continue after the loss of another member.
     is_survivor: bool,
 }
 
@@ -617,10 +655,12 @@ enum Phase {
         root_cause: RootCause,
         until: Instant,
     },
-    /// A rank was lost, and the others are to form a group without it; `ready_at` is `None` once they can be told.
+    /// A rank was lost, and the others are to form a group without it; `ready_at` is `None` once they can get places.
     Recovering {
         failed_rank: usize,
         ready_at: Option<Instant>,
+        /// True if that moment has passed before, and the lost ranks had not ended.
+        waits_for_lost: bool,
         until: Instant,
     },
     /// A rank failed; ranks that learned of it from the store may end by themselves, the others got SIGTERM.

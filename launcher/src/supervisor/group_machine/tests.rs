@@ -462,7 +462,7 @@ fn a_host_that_is_lost_is_the_cause_of_what_its_ranks_were_blamed_for() {
     );
 }
 
-/// A group of which at least so many members continue after a loss, all of which have joined.
+/// A group whose members have all joined, and which continues after a loss if `least` of them are left.
 fn recovering(size: usize, least: usize) -> (GroupMachine, Instant) {
     let (machine, now) = machine(size);
     let mut machine = machine.with_survivors(NonZeroUsize::new(least));
@@ -471,7 +471,7 @@ fn recovering(size: usize, least: usize) -> (GroupMachine, Instant) {
 }
 
 #[test]
-fn survivors_are_told_after_a_moment_in_which_others_can_be_lost() {
+fn survivors_get_places_after_a_delay_in_which_others_can_be_lost() {
     let (mut machine, now) = recovering(4, 2);
     let lost = ended(1, End::Signal(signal::SIGKILL));
     assert_eq!(machine.step(lost, now), [send(signal::SIGKILL, &[1])]);
@@ -480,7 +480,7 @@ fn survivors_are_told_after_a_moment_in_which_others_can_be_lost() {
     assert_eq!(machine.deadline(), Some(now + LOSS_SETTLE));
     assert_eq!(machine.step(Event::Tick, now + LOSS_SETTLE), []);
     assert_eq!(machine.recovery(), Some(Recovery::Of(vec![0, 3])));
-    // They do not form the group.
+    // They do not form the group in time.
     let late = now + RECOVER_TIMEOUT;
     assert_eq!(machine.deadline(), Some(late));
     assert_eq!(
@@ -504,13 +504,16 @@ fn a_rank_that_hangs_is_killed_before_the_others_continue() {
         [send(signal::SIGKILL, &[1])]
     );
     machine.step(Event::Tick, later + LOSS_SETTLE);
+    // It has not ended yet.
+    assert_eq!(machine.recovery(), Some(Recovery::Settling));
+    machine.step(ended(1, End::Signal(signal::SIGKILL)), later + LOSS_SETTLE);
     assert_eq!(machine.recovery(), Some(Recovery::Of(vec![0, 2])));
 }
 
 #[test]
 fn survivors_that_do_not_continue_end_as_without_recovery() {
     let lost = || ended(1, End::Signal(signal::SIGKILL));
-    // One ends with an error of its own, or the program's end.
+    // One ends with an error of its own, or because its program is complete.
     for code in [0, 1] {
         let (mut machine, now) = recovering(3, 1);
         machine.step(lost(), now);
@@ -518,12 +521,12 @@ fn survivors_that_do_not_continue_end_as_without_recovery() {
         assert_eq!(machine.recovery(), None);
         assert_eq!(machine.cause(), Some(Cause::Failure(1)));
     }
-    // There are too few.
+    // Too few are left.
     let (mut machine, now) = recovering(3, 2);
     machine.step(lost(), now);
     machine.step(ended(0, End::Signal(signal::SIGKILL)), now);
     assert_eq!(machine.recovery(), None);
-    // One has finished, or was preempted, or has not joined.
+    // One has finished, or was preempted.
     let (mut machine, now) = recovering(3, 1);
     machine.step(Event::Closed(0), now);
     machine.step(lost(), now);
@@ -550,5 +553,5 @@ fn a_signal_ends_a_group_that_recovers() {
     machine.step(ended(1, End::Signal(signal::SIGKILL)), now);
     let actions = machine.step(Event::Signal(signal::SIGINT), now);
     assert_eq!(actions, [send(signal::SIGINT, &[0, 1])]);
-    assert_eq!((machine.recovery(), machine.exit_code()), (None, 137));
+    assert_eq!((machine.recovery(), machine.exit_code()), (None, 130));
 }
