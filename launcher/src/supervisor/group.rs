@@ -49,8 +49,8 @@ pub(super) trait Observer {
     fn waiting(&mut self, _ranks: &[usize]) {}
 
     /// Advances the next group, and returns how the running one continues. Called after each event.
-    fn poll_regroup(&mut self, _phase: GroupPhase) -> NextStep {
-        NextStep::Run
+    fn poll_regroup(&mut self, _phase: GroupPhase) -> GroupStep {
+        GroupStep::Run
     }
 
     /// Returns the time of the next call of [`poll_regroup`](Self::poll_regroup), if nothing happens before.
@@ -61,7 +61,7 @@ pub(super) trait Observer {
 
 /// The next step of a running group.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum NextStep {
+pub(super) enum GroupStep {
     /// It runs on.
     Run,
     /// Another group takes over its processes.
@@ -208,10 +208,10 @@ pub(super) fn supervise(
             (false, Some(Recovery::Of(survivors))) => GroupPhase::Recovering(survivors),
         };
         match observer.poll_regroup(phase) {
-            NextStep::Run => {}
-            NextStep::HandOver => is_taken_over = true,
-            NextStep::GiveUp => machine.abandon_recovery(),
-            NextStep::Lose(ranks) => {
+            GroupStep::Run => {}
+            GroupStep::HandOver => is_taken_over = true,
+            GroupStep::GiveUp => machine.abandon_recovery(),
+            GroupStep::Lose(ranks) => {
                 machine.lose(&ranks);
                 let members = ranks.into_iter().filter_map(|rank| group.get(rank));
                 members.for_each(|process| end_group(&**process, Signal::KILL));

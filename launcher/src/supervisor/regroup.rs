@@ -14,7 +14,7 @@ use accelerator_host::{NO_SURVIVOR, ON_LOSS, SURVIVOR};
 use rustix::process::Signal;
 
 use super::attempt::{Attempt, Carried, last_lines, read_output};
-use super::group::{GroupOutcome, NextStep, Watch, watch};
+use super::group::{GroupOutcome, GroupStep, Watch, watch};
 use super::leftovers::end_group;
 use super::spawner::{Growth, Resize, Spawner};
 use super::store::{Store, StoreHandle};
@@ -192,7 +192,7 @@ impl<'a> Regrouping<'a> {
     }
 
     /// Forms a group of the `survivors` of a loss. `lost` has a text for each rank that has ended since the last call.
-    pub(super) fn recover(&mut self, survivors: &[usize], lost: &[String]) -> NextStep {
+    pub(super) fn recover(&mut self, survivors: &[usize], lost: &[String]) -> GroupStep {
         self.stepped_at = Instant::now();
         let is_of = |next: &NextGroup| {
             let former = next.former.iter().flatten().copied();
@@ -201,7 +201,7 @@ impl<'a> Regrouping<'a> {
         if !self.next.as_ref().is_some_and(is_of) {
             self.give_up(None);
             let Some(resize) = self.spawner.without_lost(survivors) else {
-                return NextStep::GiveUp;
+                return GroupStep::GiveUp;
             };
             if !lost.is_empty() {
                 self.output.note(&lost.join("; "));
@@ -209,19 +209,19 @@ impl<'a> Regrouping<'a> {
             self.begin(resize, Reason::Loss);
         }
         let Some(next) = &mut self.next else {
-            return NextStep::GiveUp;
+            return GroupStep::GiveUp;
         };
         // Survivors that end are events of the running group.
         let _ = next.receive();
         next.note_wait();
         let late = next.late();
         match (next.is_complete(), late.is_empty()) {
-            (true, _) => NextStep::HandOver,
-            (false, true) => NextStep::Run,
+            (true, _) => GroupStep::HandOver,
+            (false, true) => GroupStep::Run,
             (false, false) => {
                 self.output
                     .note(&format!("{} did not join the others", list(&late)));
-                NextStep::Lose(late)
+                GroupStep::Lose(late)
             }
         }
     }

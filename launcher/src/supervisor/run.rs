@@ -10,7 +10,7 @@ use rustix::process::Signal;
 
 use super::attempt::{Attempt, last_lines, start, wait_until};
 use super::group::{
-    EndedBy, GroupOutcome, GroupPhase, NextStep, Observer, StoppedRanksMonitor, supervise,
+    EndedBy, GroupOutcome, GroupPhase, GroupStep, Observer, StoppedRanksMonitor, supervise,
 };
 use super::group_machine::Cause;
 use super::leftovers::{KillScope, Swept};
@@ -229,18 +229,18 @@ impl Observer for ExitReporter<'_> {
         self.regrouping.least_survivors()
     }
 
-    fn poll_regroup(&mut self, phase: GroupPhase) -> NextStep {
+    fn poll_regroup(&mut self, phase: GroupPhase) -> GroupStep {
         match phase {
             GroupPhase::Running => {
                 self.has_asked_operations = false;
                 match self.regrouping.step() {
-                    true => NextStep::HandOver,
-                    false => NextStep::Run,
+                    true => GroupStep::HandOver,
+                    false => GroupStep::Run,
                 }
             }
             GroupPhase::Settling => {
                 self.ask_operations();
-                NextStep::Run
+                GroupStep::Run
             }
             GroupPhase::Recovering(survivors) => {
                 let lost = std::mem::take(&mut self.lost);
@@ -250,7 +250,7 @@ impl Observer for ExitReporter<'_> {
                 self.ask_operations();
                 self.regrouping.give_up(None);
                 self.regrouping.refuse_survivors();
-                NextStep::Run
+                GroupStep::Run
             }
         }
     }
