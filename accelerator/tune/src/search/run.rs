@@ -76,7 +76,13 @@ pub(crate) fn run(
             humantime::format_rfc3339_seconds(ended.unwrap_or(SystemTime::UNIX_EPOCH)),
             folder.display()
         ));
-        return Ok(Results::new(view, SearchEnd::Finished));
+        let results = Results::new(view, SearchEnd::Finished);
+        // The search may have been killed before it wrote them.
+        let is_missing = |name: &&str| !folder.join(name).exists();
+        if [RESULTS, REPORT].iter().any(is_missing) {
+            write(&results, &folder)?;
+        }
+        return Ok(results);
     }
     let counts_signals = options.interrupts.is_none();
     let interrupts = options.interrupts.unwrap_or_default();
@@ -129,10 +135,18 @@ pub(crate) fn run(
     };
     console.finish(&view);
     let results = Results::new(view, ending);
-    results.dataframe().to_csv(folder.join("results.csv"))?;
-    results.write_report(folder.join("report.html"))?;
+    write(&results, &folder)?;
     Ok(results)
 }
+
+/// Writes the results into the folder of the search.
+fn write(results: &Results, folder: &Path) -> Result<()> {
+    results.dataframe().to_csv(folder.join(RESULTS))?;
+    results.write_report(folder.join(REPORT))
+}
+
+const RESULTS: &str = "results.csv";
+const REPORT: &str = "report.html";
 
 /// The folder of a search, relative to the folder of all searches.
 pub(super) fn folder_of(name: &str) -> Result<&str> {

@@ -127,6 +127,19 @@ fn kill_after(folder: &Path, arguments: &str, victim: Victim, wait: Duration) {
 }
 
 #[test]
+fn a_search_that_is_killed_before_it_writes_its_results_writes_them_later() {
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().join("out");
+    let arguments = "--num-samples 2 --ordered 1 --slots 1";
+    succeed(&out, arguments);
+    for name in ["results.csv", "report.html"] {
+        fs::remove_file(out.join(name)).unwrap();
+        succeed(&out, arguments);
+        assert!(out.join(name).exists(), "{name}");
+    }
+}
+
+#[test]
 fn a_search_whose_program_is_built_anew_continues_with_the_one_it_began_with() {
     let folder = tempfile::tempdir().unwrap();
     let program = folder.path().join("program");
