@@ -54,12 +54,12 @@ variables! {
         "the network interface at whose address a rank listens for the others";
     OFFLOAD_FOLDER, Ranks, Text("a folder on a local disk"), default "none: everything stays in memory", code "offload_folder":
         "the folder for memory-mapped files with the parameters, gradients and optimizer state of sharded units";
+    ON_LOSS, SetByLauncher, OneOf(&["continue", "survivor"]), default "none", code "":
+        "set if ranks may continue after the loss of another; survivor: this rank does so";
     OPERATIONS, Ranks, OneOf(&["keep", "recompute"]), default "keep", code "operations":
         "how single operations handle values that they need in backward; recompute: those of cheap ones are recomputed";
     OVERLAP, Ranks, OneOf(&["auto", "on", "off"]), default "auto", code "overlap":
         "whether gradients are sent during backward; auto: between hosts, and on CUDA devices";
-    ON_LOSS, SetByLauncher, OneOf(&["continue", "survivor"]), default "none", code "":
-        "set if ranks may continue after the loss of another; survivor: this rank does so";
     OVERSUBSCRIBE_GPUS, LauncherAndRanks, Switch, default "0", code "oversubscription":
         "whether more ranks than GPUs may share them";
     PORT, SetByLauncher, Port, default "--master-port", code "":

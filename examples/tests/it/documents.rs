@@ -79,6 +79,22 @@ mod elastic {
         Ok(None)
     }
 
+    fn train_with_losses(accelerator: &Accelerator) -> Result<Option<Accelerator>> {
+        let (mut model, mut optimizer, train): (Model, Manual, PreparedLoader<Pairs>) = parts();
+        for batch in train.epoch(0) {
+            let batch = batch?;
+            let loss = model.forward(batch.x.clone()).mean();
+            match accelerator.backward(loss, &model, &batch) {
+                Ok(gradients) => model = optimizer.step(1e-2, model, gradients),
+                Err(lost) if lost.is_peer_lost() => {
+                    return accelerator.recover((&model, &optimizer, &train)).map(Some);
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(None)
+    }
+
     fn parts<T>() -> T {
         unreachable!("only compiled")
     }
