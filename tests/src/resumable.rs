@@ -423,14 +423,12 @@ impl Notifier {
             let status = kill.status().expect("the program `kill`");
             assert!(status.success(), "{kill:?}");
             if let Some((rank, after)) = self.second_kill {
-                let command = format!(
-                    "sleep {}; kill -KILL {}",
-                    after as f64 / 1000.0,
-                    self.pids[rank]
-                );
-                let mut later = Command::new("sh");
-                // This process may have ended by then.
-                later.args(["-c", &command]).spawn().expect("a shell");
+                let pid = self.pids[rank].to_string();
+                std::thread::spawn(move || {
+                    std::thread::sleep(Duration::from_millis(after));
+                    // It may have ended.
+                    let _ = Command::new("kill").args(["-KILL", &pid]).status();
+                });
             }
         }
     }

@@ -26,8 +26,9 @@ impl Accelerator {
     ///
     /// - The survivors are numbered without gaps, in the order of their ranks. The lowest one becomes rank 0, and all
     ///   continue from its last complete step. The others may have finished one more step, which they repeat.
-    /// - [`PerRank`](crate::checkpoint::PerRank) values, and the state of a [`CommHook`](crate::CommHook), stay with
-    ///   the process. Those of the lost rank are lost. Running statistics of a batch norm are rank 0's own.
+    /// - [`PerRank`](crate::checkpoint::PerRank) values, and the state of a
+    ///   [`CommunicationHook`](crate::hook::CommunicationHook), stay with the process. Those of the lost rank are lost.
+    ///   Running statistics of a batch norm are rank 0's own.
     /// - The [run](Self::init_trackers) continues, and records the loss in the text `job/recovery`. If rank 0 was lost,
     ///   call [`init_trackers`](Self::init_trackers) again, as after a restart.
     /// - If the launcher starts another process for the lost rank, the job grows with [`regroup`](Self::regroup).
