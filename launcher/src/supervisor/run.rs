@@ -256,12 +256,17 @@ impl Observer for ExitReporter<'_> {
     }
 
     fn ended(&mut self, rank: usize, process: &dyn RankProcess, end: End, ended_by: EndedBy) {
-        let text = process.loss().unwrap_or_else(|| match end {
-            End::Signal(_) => format!("was {end}"),
-            _ => format!("ended with {end}"),
+        let text = process.loss().unwrap_or_else(|| {
+            let how = match end {
+                End::Signal(_) => format!("was {end}"),
+                _ => format!("ended with {end}"),
+            };
+            format!("rank {rank} (process {}) {how}", process.pid())
         });
-        self.lost
-            .push(format!("rank {rank} (process {}) {text}", process.pid()));
+        // A host is lost with all of its ranks.
+        if !self.lost.contains(&text) {
+            self.lost.push(text);
+        }
         // If the rank is on its way to the next group, the others wait for it there.
         if let (Some((store_handle, Some(rank))), true) =
             (self.regrouping.told(rank), end != End::Code(0))
