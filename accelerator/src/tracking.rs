@@ -11,7 +11,7 @@ use accelerator_collective::ProcessGroup;
 use accelerator_collective::internal::GroupExt;
 use accelerator_host::sync::Mutex;
 use accelerator_track::internal::SystemSampler;
-use accelerator_track::{CsvFile, Run, RunBuilder, RunMark, Sink, TensorBoard};
+use accelerator_track::{CsvFile, Run, RunBuilder, RunHistory, RunMark, Sink, TensorBoard};
 use serde::{Deserialize, Serialize};
 
 use crate::core::error;
@@ -287,7 +287,10 @@ fn record(run: &Run, unrecorded: &[LoggedValues]) {
     if unrecorded.is_empty() {
         return;
     }
-    let recorded = run.mark().ok().and_then(|mark| mark.step);
+    // Its mark has the step to which it was rewound, also if the lost rank has not written so far.
+    let _ = run.flush();
+    let recorded = RunHistory::read(run.folder()).ok();
+    let recorded = recorded.and_then(|history| history.last_step());
     for logged in unrecorded
         .iter()
         .filter(|logged| recorded < Some(logged.step))

@@ -216,7 +216,7 @@ impl Journal {
                 Record::Param { set } if at_begin && has_logged => begun_with = Some(set),
                 Record::Param { set } if at_begin => hyperparameters = set,
                 Record::Rewind { to } => {
-                    last_step = last_step.min(to);
+                    last_step = to;
                     begins = at_begin;
                 }
                 record => last_step = last_step.max(record.step()),
@@ -254,7 +254,7 @@ impl Journal {
 
     pub(super) fn append(&mut self, ms: u64, record: Record) {
         self.last_step = match record {
-            Record::Rewind { to } => self.last_step.min(to),
+            Record::Rewind { to } => to,
             _ => self.last_step.max(record.step()),
         };
         self.writer.append(ms, record);
