@@ -7,7 +7,9 @@ use burn::module::Module;
 use serde::Serialize;
 
 use super::{Accelerator, Prepare};
-use crate::checkpoint::{self, Checkpoints, Position, Resume, Save, Saved, SavedAs, Saving};
+use crate::checkpoint::{
+    self, Checkpoints, Position, Resume, Save, Saved, SavedAs, Saving, SurvivorState,
+};
 use crate::core::dyn_module::BoxedModule;
 use crate::core::error::{Error, Result};
 use crate::core::module;
@@ -181,7 +183,13 @@ impl Accelerator {
         parts: P,
     ) -> Result<(P, Position)> {
         let resumed = checkpoint::resume(&self.shared.checkpoints, &checkpoints.into(), parts)?;
-        drop(self.shared.brought.lock().take());
+        let brought = self.shared.brought.lock().take();
+        // What is logged earlier makes a rewind of the run final that the resume would have replaced.
+        if let Some((text, step)) = brought.and_then(SurvivorState::recovery)
+            && self.is_main_process()
+        {
+            self.shared.tracking.recovered(text, step);
+        }
         Ok(resumed)
     }
 

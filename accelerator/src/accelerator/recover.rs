@@ -133,6 +133,7 @@ impl Accelerator {
             }
         };
         self.end_for(&next, &state)?;
+        state.note_recovery(next.world_size());
         *next.shared.brought.lock() = Some(state);
         Ok(next)
     }
@@ -152,10 +153,6 @@ impl Accelerator {
                 new.tracking
                     .continue_from(&old.tracking, state.run().cloned());
             }
-            let (before, step) = (state.ranks(), state.step());
-            let lost = before.saturating_sub(ranks);
-            let text = format!("lost {lost} of {before} ranks; {ranks} continue after step {step}");
-            new.tracking.recovered(text, step);
             next.tracker(|run| run.set_tag("world", &ranks.to_string()));
         }
         tracing::info!(before = %self.topology(), now = %next.topology(), "joined the other survivors");

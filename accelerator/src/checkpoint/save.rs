@@ -110,6 +110,8 @@ pub(crate) struct SurvivorState {
     /// The rank under which the state holds this rank's own values.
     rank: usize,
     since: Instant,
+    /// A text about the loss, for the run.
+    recovery: Option<String>,
 }
 
 impl fmt::Debug for SurvivorState {
@@ -140,6 +142,7 @@ impl SurvivorState {
             job: job(context, SnapshotMode::Regular),
             rank: context.rank(),
             since,
+            recovery: None,
         })
     }
 
@@ -180,9 +183,18 @@ impl SurvivorState {
         self.taken.step()
     }
 
-    /// The number of ranks of the group in which it was taken.
-    pub(crate) fn ranks(&self) -> usize {
-        self.job.world_size.get()
+    /// Notes that this many ranks continue from it after a loss.
+    pub(crate) fn note_recovery(&mut self, ranks: usize) {
+        let (before, step) = (self.job.world_size.get(), self.step());
+        let lost = before.saturating_sub(ranks);
+        let text = format!("lost {lost} of {before} ranks; {ranks} continue after step {step}");
+        self.recovery = Some(text);
+    }
+
+    /// Returns the text about the loss, and its step; `None` if no rank was lost.
+    pub(crate) fn recovery(self) -> Option<(String, u64)> {
+        let step = self.step();
+        Some((self.recovery?, step))
     }
 
     /// The run at that step, as far as this rank knows it.
