@@ -6,7 +6,7 @@ use core::ops::Range;
 
 use burn_flex::FlexTensor;
 
-use super::loops::{self, for_parts, mapped_both, sums, tensor, values, vectorised};
+use super::loops::{self, for_parts, mapped_both, sums, tensor, transpose, values, vectorised};
 use super::math::sum;
 use super::product::{Matrix, Onto, product};
 use crate::backend::{Backprop, Forward};
@@ -450,22 +450,6 @@ fn finish(out: &mut [f32], places: usize, bias: Option<&[f32]>, then: Then) {
                 }
             },
         );
-    }
-}
-
-/// Writes the transpose of a matrix whose rows have length `columns`, block by block, so that both reads and writes use
-/// the cache.
-fn transpose(out: &mut [f32], from: &[f32], columns: usize) {
-    const SIDE: usize = 16;
-    let rows = from.len() / columns;
-    for top in (0..rows).step_by(SIDE) {
-        for left in (0..columns).step_by(SIDE) {
-            for column in left..(left + SIDE).min(columns) {
-                for row in top..(top + SIDE).min(rows) {
-                    out[column * rows + row] = from[row * columns + column];
-                }
-            }
-        }
     }
 }
 

@@ -127,3 +127,21 @@ pub(super) fn sums<const N: usize>(
     });
     all.unwrap_or_else(zeros)
 }
+
+/// Writes the transpose of a matrix whose rows have length `columns`, block by block, so that both reads and writes use
+/// the cache.
+pub(super) fn transpose(out: &mut [f32], from: &[f32], columns: usize) {
+    const SIDE: usize = 16;
+    let rows = from.len() / columns.max(1);
+    for top in (0..rows).step_by(SIDE) {
+        let height = SIDE.min(rows - top);
+        for left in (0..columns).step_by(SIDE) {
+            for column in left..(left + SIDE).min(columns) {
+                let out = &mut out[column * rows + top..][..height];
+                for (row, out) in out.iter_mut().enumerate() {
+                    *out = from[(top + row) * columns + column];
+                }
+            }
+        }
+    }
+}

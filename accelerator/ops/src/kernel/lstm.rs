@@ -2,7 +2,7 @@
 
 use burn_flex::FlexTensor;
 
-use super::loops::{for_each, shape, tensor, values, vectorised};
+use super::loops::{for_each, shape, tensor, transpose, values, vectorised};
 use super::math::{sigmoid, tanh};
 use super::product::{Matrix, Onto, multiplied, product};
 use crate::backend::{Backprop, Forward};
@@ -53,6 +53,9 @@ pub(crate) fn lstm() -> Forward<4> {
                 cells,
                 hidden,
             } = kept;
+            // Each step would otherwise copy the weight in this order.
+            let mut transposed = vec![0.0; width * 4 * width];
+            transpose(&mut transposed, values(&weight), 4 * width);
             let mut d_hidden = vec![0.0; batch * width];
             let mut d_cell = vec![0.0; batch * width];
             let parts = gates.chunks_mut(AT_ONCE * steps * 4 * width);
@@ -64,7 +67,7 @@ pub(crate) fn lstm() -> Forward<4> {
                 batch * steps * 4 * width,
                 parts,
                 |_, (((gates, cells), gradient), first)| {
-                    sequences.back(gates, cells, gradient, values(&weight), first);
+                    sequences.back(gates, cells, gradient, &transposed, first);
                 },
             );
             let d_weight = needs[1].then(|| {
@@ -146,18 +149,18 @@ impl Sequences {
     }
 
     /// Replaces the gates of the given sequences by the gradients of their products, and stores the gradients of the
-    /// states before the first step in `d_hidden` and `d_cell`, which hold zeros on entry.
+    /// states before the first step in `d_hidden` and `d_cell`, which hold zeros on entry. Takes the weight transposed.
     fn back(
         self,
         gates: &mut [f32],
         cells: &[f32],
         gradient: &[f32],
-        weight: &[f32],
+        transposed: &[f32],
         (d_hidden, d_cell): (&mut [f32], &mut [f32]),
     ) {
         let Self { steps, width } = self;
         let batch = d_hidden.len() / width;
-        let weight = Matrix::new(weight, [width, 4 * width], 4 * width).transposed();
+        let weight = Matrix::new(transposed, [4 * width, width], width);
         for row in 0..batch {
             let last = (row * (steps + 1) + steps) * width;
             d_cell[row * width..][..width].copy_from_slice(&gradient[last..][..width]);
