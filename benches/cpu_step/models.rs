@@ -6,7 +6,6 @@ macro_rules! models {
         pub(super) mod $module {
             use burn::module::Module;
             use burn::nn::PaddingConfig2d;
-            use burn::tensor::activation::relu;
             use burn::tensor::{Device, Int, Tensor};
             $($imports)*
 
@@ -230,6 +229,7 @@ models! {
             BatchNorm, BatchNormConfig, Dropout, DropoutConfig, Embedding, EmbeddingConfig, Linear,
             LinearConfig, Lstm, LstmConfig,
         };
+        use burn::tensor::activation::relu;
     ],
     fn rectified(layer: &Conv2d, x: Tensor<4>) -> Tensor<4> {
         relu(layer.forward(x))
@@ -243,6 +243,7 @@ models! {
 models! {
     of_ops,
     [
+        use accelerator::ops::relu;
         use accelerator::ops::nn::{
             BatchNorm, BatchNormConfig, Conv1d, Conv1dConfig, Conv2d, Conv2dConfig, Dropout,
             DropoutConfig, Embedding, EmbeddingConfig, Linear, LinearConfig, Lstm, LstmConfig,

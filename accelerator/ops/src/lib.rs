@@ -127,6 +127,9 @@ activations! {
 
     /// The sigmoid linear unit, `x · σ(x)`, which is also called swish.
     silu = Silu, activation::silu;
+
+    /// The rectified linear unit, the larger of `x` and 0.
+    relu = Relu, activation::relu;
 }
 
 /// Subtracts from each row of `[…, width]` its mean, divides it by its standard deviation, multiplies it by `gamma`, and

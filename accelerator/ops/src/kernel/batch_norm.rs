@@ -4,7 +4,7 @@ use std::sync::{Arc, OnceLock};
 
 use burn_flex::FlexTensor;
 
-use super::loops::{TASK, for_each, for_parts, shape, tensor, values, vectorised};
+use super::loops::{TASK, for_each, shape, tensor, values, vectorised};
 use super::math::{sum, sum_of_pairs};
 use crate::backend::{Backprop, Forward};
 
@@ -16,65 +16,60 @@ pub(crate) fn batch_norm(epsilon: f32, statistics: Statistics) -> Forward<3> {
     Box::new(move |inputs: [FlexTensor; 3]| {
         let [x, gamma, beta] = inputs.map(|input| input.to_contiguous());
         let planes = Planes::of(&x);
-        let mean = planes.means(
-            values(&x),
-            #[inline(always)]
-            |_, x| sum(x, |x| x),
-        );
-        let variance = planes.means(
-            values(&x),
-            #[inline(always)]
-            |channel, x| {
-                let mean = mean[channel];
-                sum(x, |x| (x - mean) * (x - mean))
-            },
-        );
-        let scale = |variance: &f32| 1.0 / (variance + epsilon).sqrt();
-        let scale: Vec<f32> = variance.iter().map(scale).collect();
+        let scale = |variance: f32| 1.0 / (variance + epsilon).sqrt();
         let mut out = vec![0.0; values(&x).len()];
-        planes.for_each(
+        let [mean, variance] = planes.for_channels(
             &mut out,
             [values(&x); 2],
             #[inline(always)]
-            |channel, out, x, _| {
-                let factor = scale[channel] * values(&gamma)[channel];
-                let (mean, shift) = (mean[channel], values(&beta)[channel]);
-                let x = &x[..out.len()];
+            |_, planes| {
+                let mean = planes.mean(
+                    #[inline(always)]
+                    |x, _| sum(x, |x| x),
+                );
+                let variance = planes.mean(
+                    #[inline(always)]
+                    |x, _| sum(x, |x| (x - mean) * (x - mean)),
+                );
+                [mean, variance]
+            },
+            #[inline(always)]
+            |channel, [mean, variance], out, x, _| {
+                let factor = scale(variance) * values(&gamma)[channel];
+                let shift = values(&beta)[channel];
                 for at in 0..out.len() {
                     out[at] = (x[at] - mean).mul_add(factor, shift);
                 }
             },
         );
+        let scale: Vec<f32> = variance.iter().map(|variance| scale(*variance)).collect();
         let output = tensor(out, shape(&x));
         // Nothing else sets them.
         let _ = statistics.set([mean.clone(), variance]);
         let back: Backprop<3> = Box::new(move |gradient, [needs_input, ..]| {
             let gradient = gradient.to_contiguous();
             let g = values(&gradient);
-            let level = planes.means(
-                g,
-                #[inline(always)]
-                |_, g| sum(g, |g| g),
-            );
-            let along = planes.means_of_pairs(
-                values(&x),
-                g,
-                #[inline(always)]
-                |channel, x, g| {
-                    let mean = mean[channel];
-                    scale[channel] * sum_of_pairs(x, g, |sum, x, g| (x - mean).mul_add(g, sum))
-                },
-            );
             let mut dx = vec![0.0; if needs_input { g.len() } else { 0 }];
-            planes.for_each(
+            let [level, along] = planes.for_channels(
                 &mut dx,
                 [values(&x), g],
                 #[inline(always)]
-                |channel, dx, x, g| {
-                    let (mean, level) = (mean[channel], level[channel]);
-                    let slope = -along[channel] * scale[channel];
+                |channel, planes| {
+                    let (mean, scale) = (mean[channel], scale[channel]);
+                    let level = planes.mean(
+                        #[inline(always)]
+                        |_, g| sum(g, |g| g),
+                    );
+                    let along = planes.mean(
+                        #[inline(always)]
+                        |x, g| scale * sum_of_pairs(x, g, |sum, x, g| (x - mean).mul_add(g, sum)),
+                    );
+                    [level, along]
+                },
+                #[inline(always)]
+                |channel, [level, along], dx, x, g| {
+                    let (mean, slope) = (mean[channel], -along * scale[channel]);
                     let factor = scale[channel] * values(&gamma)[channel];
-                    let (x, g) = (&x[..dx.len()], &g[..dx.len()]);
                     for at in 0..dx.len() {
                         dx[at] = (x[at] - mean).mul_add(slope, g[at] - level) * factor;
                     }
@@ -115,58 +110,89 @@ impl Planes {
         (self.batch * self.len) as f32
     }
 
-    /// Returns the mean of each channel. `sum` gets a channel's index and one of its planes.
-    fn means(self, x: &[f32], sum: impl Fn(usize, &[f32]) -> f32 + Sync) -> Vec<f32> {
-        self.means_of_pairs(
-            x,
-            x,
-            #[inline(always)]
-            |channel, x, _| sum(channel, x),
-        )
-    }
-
-    /// Like [`means`](Self::means), but `sum` gets the planes of two inputs.
-    fn means_of_pairs(
-        self,
-        x: &[f32],
-        y: &[f32],
-        sum: impl Fn(usize, &[f32], &[f32]) -> f32 + Sync,
-    ) -> Vec<f32> {
-        let mut means = vec![0.0; self.channels];
-        for_each(x.len(), means.iter_mut(), |channel, mean| {
-            let mut total = 0.0;
-            for item in 0..self.batch {
-                let start = (item * self.channels + channel) * self.len;
-                let (x, y) = (&x[start..][..self.len], &y[start..][..self.len]);
-                total += vectorised(
-                    #[inline(always)]
-                    || sum(channel, x, y),
-                );
-            }
-            *mean = total / self.of_channel();
-        });
-        means
-    }
-
-    /// Calls `work` for each plane of `out`, with its channel and the matching planes of the inputs.
-    fn for_each(
+    /// Computes the statistics of each channel, then calls `work` with them and each of the channel's planes, in `out`
+    /// and in the inputs, while these are in the cache. If `out` is empty, only computes the statistics, and returns them.
+    fn for_channels(
         self,
         out: &mut [f32],
         [x, y]: [&[f32]; 2],
-        work: impl Fn(usize, &mut [f32], &[f32], &[f32]) + Sync,
-    ) {
-        let at_once = (TASK / self.len).max(1);
-        for_parts(out, at_once * self.len, |part, out| {
-            for (at, out) in out.chunks_exact_mut(self.len).enumerate() {
-                let plane = part * at_once + at;
-                let start = plane * self.len;
-                let (x, y) = (&x[start..][..self.len], &y[start..][..self.len]);
-                vectorised(
-                    #[inline(always)]
-                    || work(plane % self.channels, out, x, y),
-                );
+        statistics: impl Fn(usize, Channel<'_>) -> [f32; 2] + Sync,
+        work: impl Fn(usize, [f32; 2], &mut [f32], &[f32], &[f32]) + Sync,
+    ) -> [Vec<f32>; 2] {
+        let Self {
+            batch,
+            channels,
+            len,
+        } = self;
+        let at_once = (TASK / (batch * len).max(1)).clamp(1, channels);
+        let [mut first, mut second] = [(); 2].map(|()| vec![0.0; channels]);
+        let parts = first.chunks_mut(at_once).zip(second.chunks_mut(at_once));
+        let mut parts: Vec<_> = parts.map(|parts| (parts, Vec::new())).collect();
+        for item in out.chunks_exact_mut(channels * len) {
+            for ((_, outs), out) in parts.iter_mut().zip(item.chunks_mut(at_once * len)) {
+                outs.push(out);
             }
-        });
+        }
+        for_each(
+            x.len(),
+            parts.into_iter(),
+            |part, ((first, second), outs)| {
+                let mut outs = outs;
+                for at in 0..first.len() {
+                    let channel = part * at_once + at;
+                    vectorised(
+                        #[inline(always)]
+                        || {
+                            let start = channel * len;
+                            let planes = Channel {
+                                planes: self,
+                                start,
+                                x,
+                                y,
+                            };
+                            let of_channel = statistics(channel, planes);
+                            [first[at], second[at]] = of_channel;
+                            for (item, out) in outs.iter_mut().enumerate() {
+                                let out = &mut out[at * len..][..len];
+                                let (x, y) = planes.of(item);
+                                work(channel, of_channel, out, x, y);
+                            }
+                        },
+                    );
+                }
+            },
+        );
+        [first, second]
+    }
+}
+
+/// The planes of a channel in two tensors.
+#[derive(Clone, Copy)]
+struct Channel<'a> {
+    planes: Planes,
+    /// The position of its first plane.
+    start: usize,
+    x: &'a [f32],
+    y: &'a [f32],
+}
+
+impl<'a> Channel<'a> {
+    #[inline(always)]
+    fn of(self, item: usize) -> (&'a [f32], &'a [f32]) {
+        let Planes { channels, len, .. } = self.planes;
+        let start = self.start + item * channels * len;
+        (&self.x[start..][..len], &self.y[start..][..len])
+    }
+
+    /// Returns the mean of the values that `sum` adds up in each pair of planes.
+    #[inline(always)]
+    fn mean(self, sum: impl Fn(&[f32], &[f32]) -> f32) -> f32 {
+        let mut total = 0.0;
+        for item in 0..self.planes.batch {
+            let (x, y) = self.of(item);
+            total += sum(x, y);
+        }
+        total / self.planes.of_channel()
     }
 }
 

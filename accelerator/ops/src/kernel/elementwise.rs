@@ -12,17 +12,22 @@ pub(crate) enum Elementwise {
     Gelu,
     GeluTanh,
     Silu,
+    Relu,
 }
 
 impl Elementwise {
-    /// Returns the operation, which keeps its input for backward.
+    /// Returns the operation. For backward, it keeps its input; or its output, if that tells the slope.
     pub(crate) fn forward(self) -> Forward<1> {
         Box::new(move |[x]| {
             let x = x.to_contiguous();
             let y = tensor(self.of(values(&x)), shape(&x));
+            let kept = match self {
+                Self::Relu => y.clone(),
+                Self::Gelu | Self::GeluTanh | Self::Silu => x,
+            };
             let back: Backprop<1> = Box::new(move |gradient, _| {
                 let gradient = gradient.to_contiguous();
-                [Some(self.back(&x, &gradient))]
+                [Some(self.back(&kept, &gradient))]
             });
             (y, back)
         })
@@ -35,11 +40,12 @@ impl Elementwise {
             }),
             Self::GeluTanh => mapped(x, |x| x * sigmoid(2.0 * inner(x))),
             Self::Silu => mapped(x, |x| x * sigmoid(x)),
+            Self::Relu => mapped(x, relu),
         }
     }
 
-    fn back(self, x: &FlexTensor, gradient: &FlexTensor) -> FlexTensor {
-        let (of, g) = (values(x), values(gradient));
+    fn back(self, kept: &FlexTensor, gradient: &FlexTensor) -> FlexTensor {
+        let (of, g) = (values(kept), values(gradient));
         let dx = match self {
             Self::Gelu => mapped_both(of, g, |x, g| {
                 let below = 0.5 * (1.0 + erf(x * core::f32::consts::FRAC_1_SQRT_2));
@@ -60,9 +66,23 @@ impl Elementwise {
                 let s = sigmoid(x);
                 g * s * (1.0 - s).mul_add(x, 1.0)
             }),
+            Self::Relu => mapped_both(of, g, through_relu),
         };
-        tensor(dx, shape(x))
+        tensor(dx, shape(kept))
     }
+}
+
+/// Returns the larger of a number and 0, and NaN for NaN.
+#[inline(always)]
+pub(super) fn relu(x: f32) -> f32 {
+    if x <= 0.0 { 0.0 } else { x }
+}
+
+/// Returns the gradient of a number from that of its [`relu`], `y`.
+#[inline(always)]
+pub(super) fn through_relu(y: f32, gradient: f32) -> f32 {
+    // NaN passes.
+    if y <= 0.0 { 0.0 } else { gradient }
 }
 
 const ONE_BY_ROOT_TWO_PI: f32 = 0.398_942_3;

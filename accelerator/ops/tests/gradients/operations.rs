@@ -78,6 +78,11 @@ proptest! {
             |leaves| ops::silu(leaves.at::<2>(0) * size),
             |leaves| activation::silu(leaves.at::<2>(0) * size),
         );
+        assert_same(
+            &data,
+            |leaves| ops::relu(leaves.at::<2>(0) * size),
+            |leaves| activation::relu(leaves.at::<2>(0) * size),
+        );
     }
 
     // The norm of a few numbers hardly depends on them, so its gradients would be mostly rounding errors.
@@ -157,6 +162,7 @@ fn nan_and_infinity_propagate_as_in_burn() {
             activation::gelu as fn(Tensor<2>) -> Tensor<2>,
         ),
         (ops::silu, activation::silu),
+        (ops::relu, activation::relu),
     ] {
         let input = || Tensor::<2>::from_data(data.clone(), &Device::flex());
         let pairs = ours(input()).into_data();
