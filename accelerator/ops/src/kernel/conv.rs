@@ -6,26 +6,12 @@ use core::ops::Range;
 
 use burn_flex::FlexTensor;
 
+use super::elementwise::{relu, through_relu};
 use super::loops::{self, for_parts, mapped_both, sums, tensor, transpose, values, vectorised};
 use super::math::sum;
+use super::patches::{ConvShape, PaddedPlane};
 use super::product::{Matrix, Onto, product};
 use crate::backend::{Backprop, Forward};
-
-/// The sizes of a convolution. Pairs are of height and width.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct ConvShape {
-    pub(crate) batch: usize,
-    pub(crate) channels_in: usize,
-    pub(crate) channels_out: usize,
-    pub(crate) input: [usize; 2],
-    pub(crate) output: [usize; 2],
-    pub(crate) kernel: [usize; 2],
-    pub(crate) stride: [usize; 2],
-    /// The padding above and on the left; that on the other sides follows from the sizes.
-    pub(crate) padding: [usize; 2],
-    pub(crate) dilation: [usize; 2],
-    pub(crate) groups: usize,
-}
 
 /// The activation that follows a convolution in the same operation.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -51,7 +37,8 @@ pub(crate) fn convolution<const N: usize>(shape: ConvShape, then: Then) -> Forwa
         let back: Backprop<N> = Box::new(move |gradient, needs| {
             let mut gradient = gradient.to_contiguous();
             if let Some(y) = &kept {
-                gradient = tensor(through_relu(values(&gradient), values(y)), loops::shape(y));
+                let through = mapped_both(values(y), values(&gradient), through_relu);
+                gradient = tensor(through, loops::shape(y));
             }
             let g = values(&gradient);
             let [x, weight] = [0, 1].map(|input| values(&inputs[input]));
@@ -149,12 +136,21 @@ impl ConvShape {
     fn back_to_input(&self, weight: &[f32], g: &[f32]) -> Vec<f32> {
         let (places, patch, together) = (self.places(), self.patch(), self.images_per_product());
         let of_image = self.image().max(1);
+        let outputs_each = self.channels_out / self.groups;
+        // `[groups, patch, outputs]`. A product of few columns would copy the weight in this order by itself.
+        let transposed = (together < self.batch).then(|| self.transposed_groups(weight, patch));
         let mut dx = vec![0.0; self.batch * self.image()];
         for_parts(&mut dx, together * of_image, |part, dx| {
             let images = Images::new(self, part * together, dx.len() / of_image);
             for group in 0..self.groups {
                 let [inputs, outputs] = self.group(group);
-                let weight = self.weight(weight, &outputs).transposed();
+                let weight = match &transposed {
+                    Some(transposed) => {
+                        let weight = &transposed[group * patch * outputs_each..];
+                        Matrix::new(weight, [patch, outputs_each], outputs_each)
+                    }
+                    None => self.weight(weight, &outputs).transposed(),
+                };
                 let staging = images.staging(&outputs);
                 if self.is_pointwise() && images.count == 1 {
                     let g = self.outputs(g, images, outputs, &mut []);
@@ -167,11 +163,11 @@ impl ConvShape {
                     );
                     continue;
                 }
-                with_scratch(patch * images.columns + staging, |scratch| {
-                    let (patches, staging) = scratch.split_at_mut(patch * images.columns);
+                let sizes = [patch * images.columns, PaddedPlane::of(self).len(), staging];
+                with_scratch(sizes, |[patches, scratch, staging]| {
                     let g = self.outputs(g, images, outputs, staging);
                     product(patches, images.columns, Onto::Nothing, weight, g);
-                    self.add_patches(patches, images, inputs, dx);
+                    self.add_patches(patches, images, inputs, scratch, dx);
                 });
             }
         });
@@ -181,32 +177,47 @@ impl ConvShape {
     fn back_to_weight(&self, x: &[f32], g: &[f32]) -> Vec<f32> {
         let (patch, together) = (self.patch(), self.images_per_product());
         let outputs_each = self.channels_out / self.groups;
+        // The longer side of a product is best that of its rows, `[groups, patch, outputs]`, unless it costs less to
+        // transpose the patches than to transpose the sum.
+        let is_transposed = self.batch * self.places() > outputs_each;
         let parts = self.batch.div_ceil(together);
-        // Transposed, `[groups, patch, outputs]`, so that the longer side is that of the rows.
-        let [transposed] = sums(parts, [self.channels_out * patch], |parts, [dw]| {
-            for part in parts {
+        let [sum] = sums(parts, [self.channels_out * patch], |parts, [dw]| {
+            for (index, part) in parts.enumerate() {
                 let first = part * together;
                 let images = Images::new(self, first, together.min(self.batch - first));
+                let onto = match index {
+                    0 => Onto::Nothing,
+                    _ => Onto::Values,
+                };
                 for group in 0..self.groups {
                     let [inputs, outputs] = self.group(group);
                     let dw = &mut dw[group * patch * outputs_each..];
                     let staging = images.staging(&outputs);
                     self.with_patches(x, images, inputs, staging, |patches, staging| {
-                        let g = self.outputs(g, images, outputs, staging).transposed();
-                        product(dw, outputs_each, Onto::Values, patches, g);
+                        let g = self.outputs(g, images, outputs, staging);
+                        match is_transposed {
+                            true => product(dw, outputs_each, onto, patches, g.transposed()),
+                            false => product(dw, patch, onto, g, patches.transposed()),
+                        }
                     });
                 }
             }
         });
-        let mut dw = vec![0.0; transposed.len()];
-        let group = (patch * outputs_each).max(1);
-        for (dw, from) in dw
-            .chunks_exact_mut(group)
-            .zip(transposed.chunks_exact(group))
-        {
-            transpose(dw, from, outputs_each);
+        match is_transposed {
+            true => self.transposed_groups(&sum, outputs_each),
+            false => sum,
         }
-        dw
+    }
+
+    /// Returns the transposed matrices of the groups, whose rows have length `columns`.
+    fn transposed_groups(&self, matrices: &[f32], columns: usize) -> Vec<f32> {
+        let mut transposed = vec![0.0; matrices.len()];
+        let group = (matrices.len() / self.groups).max(1);
+        let groups = transposed.chunks_exact_mut(group);
+        for (to, from) in groups.zip(matrices.chunks_exact(group)) {
+            transpose(to, from, columns);
+        }
+        transposed
     }
 
     fn back_to_bias(&self, g: &[f32]) -> Vec<f32> {
@@ -242,16 +253,20 @@ impl ConvShape {
             let patches = Matrix::new(&x[channels.start * plane..], sizes, columns);
             return work(patches, &mut []);
         }
-        with_scratch(self.patch() * columns + staging, |scratch| {
-            let (patches, staging) = scratch.split_at_mut(self.patch() * columns);
-            let mut rows = patches.chunks_exact_mut(columns.max(1));
-            self.for_offsets(channels, |channel, offset| {
-                let Some(row) = rows.next() else { return };
-                for (image, places) in row.chunks_exact_mut(self.places()).enumerate() {
+        let padded = PaddedPlane::of(self);
+        let scratch = [self.patch() * columns, padded.len(), staging];
+        with_scratch(scratch, |[patches, scratch, staging]| {
+            let of_channel = self.kernel[0] * self.kernel[1] * columns;
+            for (channel, rows) in channels.zip(patches.chunks_exact_mut(of_channel)) {
+                for image in 0..images.count {
                     let x = &x[image * self.image() + channel * plane..][..plane];
-                    self.copy_plane(places, x, offset);
+                    let x = padded.pad(x, scratch);
+                    for (row, offset) in rows.chunks_exact_mut(columns).zip(padded.offsets()) {
+                        let places = &mut row[image * self.places()..][..self.places()];
+                        padded.copy(places, &x[offset..]);
+                    }
                 }
-            });
+            }
             work(Matrix::new(patches, sizes, columns), staging);
         });
     }
@@ -280,118 +295,27 @@ impl ConvShape {
         Matrix::new(staging, sizes, columns)
     }
 
-    /// Copies what all places see of a channel through one value of the kernel.
-    fn copy_plane(&self, plane: &mut [f32], image: &[f32], offset: [usize; 2]) {
-        if self.stride == [1, 1] && self.input[1] == self.output[1] {
-            return self.shift_plane(plane, image, offset);
-        }
-        let (Seen { start, end, first }, stride) = (self.seen(offset[1]), self.stride[1]);
-        for (place, row) in plane.chunks_exact_mut(self.output[1]).enumerate() {
-            let Some(line) = self.line(place, offset[0]) else {
-                row.fill(0.0);
-                continue;
-            };
-            let line = &image[line * self.input[1]..][..self.input[1]];
-            row[..start].fill(0.0);
-            row[end..].fill(0.0);
-            if stride == 1 {
-                row[start..end].copy_from_slice(&line[first..first + end - start]);
-            } else {
-                for at in start..end {
-                    row[at] = line[first + (at - start) * stride];
+    /// Adds patches back to the images from which they came, with `scratch` for one padded plane.
+    fn add_patches(
+        &self,
+        patches: &[f32],
+        images: Images,
+        channels: Range<usize>,
+        scratch: &mut [f32],
+        dx: &mut [f32],
+    ) {
+        let (plane, padded) = (self.input[0] * self.input[1], PaddedPlane::of(self));
+        let of_channel = self.kernel[0] * self.kernel[1] * images.columns;
+        for (channel, rows) in channels.zip(patches.chunks_exact(of_channel)) {
+            for image in 0..images.count {
+                scratch.fill(0.0);
+                for (row, offset) in rows.chunks_exact(images.columns).zip(padded.offsets()) {
+                    let places = &row[image * self.places()..][..self.places()];
+                    padded.add(places, &mut scratch[offset..]);
                 }
-            }
-        }
-    }
-
-    /// Like [`copy_plane`](Self::copy_plane), for a stride of 1 and an output as wide as the input: copies all lines at
-    /// once, then zeroes the padding.
-    fn shift_plane(&self, plane: &mut [f32], image: &[f32], offset: [usize; 2]) {
-        let (width, Seen { start, end, first }) = (self.input[1], self.seen(offset[1]));
-        let places = 0..self.output[0];
-        let mut lines = places.filter_map(|place| Some((place, self.line(place, offset[0])?)));
-        let Some((top, line)) = lines.next().filter(|_| start < end) else {
-            return plane.fill(0.0);
-        };
-        let bottom = lines.next_back().map_or(top, |(place, _)| place) + 1;
-        let (from, to) = (top * width + start, (bottom - 1) * width + end);
-        plane[..from].fill(0.0);
-        plane[to..].fill(0.0);
-        plane[from..to].copy_from_slice(&image[line * width + first..][..to - from]);
-        for row in plane[top * width..bottom * width].chunks_exact_mut(width) {
-            row[..start].fill(0.0);
-            row[end..].fill(0.0);
-        }
-    }
-
-    /// Adds patches back to the images from which they came.
-    fn add_patches(&self, patches: &[f32], images: Images, channels: Range<usize>, dx: &mut [f32]) {
-        let plane = self.input[0] * self.input[1];
-        let mut rows = patches.chunks_exact(images.columns.max(1));
-        self.for_offsets(channels, |channel, offset| {
-            let Some(row) = rows.next() else { return };
-            for (image, places) in row.chunks_exact(self.places()).enumerate() {
                 let dx = &mut dx[image * self.image() + channel * plane..][..plane];
-                vectorised(
-                    #[inline(always)]
-                    || self.add_plane(places, dx, offset),
-                );
+                padded.unpad(scratch, dx);
             }
-        });
-    }
-
-    #[inline(always)]
-    fn add_plane(&self, plane: &[f32], image: &mut [f32], offset: [usize; 2]) {
-        let (Seen { start, end, first }, stride) = (self.seen(offset[1]), self.stride[1]);
-        for (place, row) in plane.chunks_exact(self.output[1]).enumerate() {
-            let Some(line) = self.line(place, offset[0]) else {
-                continue;
-            };
-            let line = &mut image[line * self.input[1]..][..self.input[1]];
-            let row = &row[start..end];
-            if stride == 1 {
-                let line = &mut line[first..first + row.len()];
-                for at in 0..row.len() {
-                    line[at] += row[at];
-                }
-            } else {
-                for at in 0..row.len() {
-                    line[first + at * stride] += row[at];
-                }
-            }
-        }
-    }
-
-    /// Calls `work` for each value of a patch: with its channel, and its offset in the image from that of the first.
-    fn for_offsets(&self, channels: Range<usize>, mut work: impl FnMut(usize, [usize; 2])) {
-        for channel in channels {
-            for y in 0..self.kernel[0] {
-                for x in 0..self.kernel[1] {
-                    work(channel, [y * self.dilation[0], x * self.dilation[1]]);
-                }
-            }
-        }
-    }
-
-    /// The line of the image that a row of places sees through a value of the kernel, unless it is padding.
-    fn line(&self, place: usize, offset: usize) -> Option<usize> {
-        let line = (place * self.stride[0] + offset).checked_sub(self.padding[0])?;
-        (line < self.input[0]).then_some(line)
-    }
-
-    /// The part of a row of places that sees the image, and not its padding, through a value of the kernel.
-    fn seen(&self, offset: usize) -> Seen {
-        let [stride, padding, width] = [self.stride[1], self.padding[1], self.input[1]];
-        // The place `x` sees the column `x * stride + offset - padding`.
-        let end = (width + padding).saturating_sub(offset).div_ceil(stride);
-        let end = end.min(self.output[1]);
-        let start = padding.saturating_sub(offset).div_ceil(stride).min(end);
-        let first = (start * stride + offset).saturating_sub(padding);
-        Seen {
-            start,
-            end,
-            // Nothing is seen if they are equal.
-            first: if start < end { first } else { 0 },
         }
     }
 }
@@ -422,14 +346,6 @@ impl Images {
     }
 }
 
-/// The places from `start` to `end`, the first of which sees the column `first`.
-#[derive(Clone, Copy)]
-struct Seen {
-    start: usize,
-    end: usize,
-    first: usize,
-}
-
 /// Adds the bias to an image of outputs, and applies what follows.
 fn finish(out: &mut [f32], places: usize, bias: Option<&[f32]>, then: Then) {
     if bias.is_none() && then == Then::Nothing {
@@ -443,9 +359,7 @@ fn finish(out: &mut [f32], places: usize, bias: Option<&[f32]>, then: Then) {
                 Then::Nothing => out.iter_mut().for_each(|out| *out += bias),
                 Then::Relu => {
                     for out in out {
-                        let sum = *out + bias;
-                        // NaN stays.
-                        *out = if sum <= 0.0 { 0.0 } else { sum };
+                        *out = relu(*out + bias);
                     }
                 }
             },
@@ -453,24 +367,19 @@ fn finish(out: &mut [f32], places: usize, bias: Option<&[f32]>, then: Then) {
     }
 }
 
-fn through_relu(gradient: &[f32], output: &[f32]) -> Vec<f32> {
-    mapped_both(gradient, output, |gradient, output| {
-        // NaN passes.
-        if output <= 0.0 { 0.0 } else { gradient }
-    })
-}
-
-/// Calls `work` with values that are this thread's, and may be anything.
-fn with_scratch<R>(len: usize, work: impl FnOnce(&mut [f32]) -> R) -> R {
+/// Calls `work` with slices of these lengths that are this thread's, and hold anything.
+fn with_scratch<const N: usize, R>(lens: [usize; N], work: impl FnOnce([&mut [f32]; N]) -> R) -> R {
     thread_local! {
         static SCRATCH: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
     }
     // Within a product, this thread may be given another image, which then allocates.
     let mut scratch = SCRATCH.with_borrow_mut(take);
+    let len = lens.iter().sum();
     if scratch.len() < len {
         scratch.resize(len, 0.0);
     }
-    let result = work(&mut scratch[..len]);
+    let mut rest = &mut scratch[..];
+    let result = work(lens.map(|len| rest.split_off_mut(..len).unwrap_or_default()));
     SCRATCH.set(scratch);
     result
 }

@@ -131,17 +131,23 @@ pub(super) fn sums<const N: usize>(
 /// Writes the transpose of a matrix whose rows have length `columns`, block by block, so that both reads and writes use
 /// the cache.
 pub(super) fn transpose(out: &mut [f32], from: &[f32], columns: usize) {
-    const SIDE: usize = 16;
+    const SIDE: usize = 32;
     let rows = from.len() / columns.max(1);
-    for top in (0..rows).step_by(SIDE) {
-        let height = SIDE.min(rows - top);
-        for left in (0..columns).step_by(SIDE) {
-            for column in left..(left + SIDE).min(columns) {
-                let out = &mut out[column * rows + top..][..height];
-                for (row, out) in out.iter_mut().enumerate() {
-                    *out = from[(top + row) * columns + column];
+    // Bands of rows of `out`, so that threads can share the work.
+    let band = (TASK / rows.max(1)).next_multiple_of(SIDE);
+    for_parts(out, band * rows, |part, out| {
+        let from = &from[part * band..];
+        let width = out.len() / rows;
+        for top in (0..rows).step_by(SIDE) {
+            let height = SIDE.min(rows - top);
+            for left in (0..width).step_by(SIDE) {
+                for column in left..(left + SIDE).min(width) {
+                    let out = &mut out[column * rows + top..][..height];
+                    for (row, out) in out.iter_mut().enumerate() {
+                        *out = from[(top + row) * columns + column];
+                    }
                 }
             }
         }
-    }
+    });
 }
