@@ -1,9 +1,9 @@
 use accelerator::ops::nn::{
     Conv2d, Conv2dConfig, Dropout, DropoutConfig, Linear, LinearConfig, MaxPool2d, MaxPool2dConfig,
 };
+use accelerator::ops::relu;
 use burn::config::Config;
 use burn::module::{Module, ModuleVisitor, Param};
-use burn::tensor::activation::relu;
 use burn::tensor::{Device, Tensor};
 
 use crate::digits::CLASSES;

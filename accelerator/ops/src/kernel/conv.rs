@@ -86,10 +86,11 @@ impl ConvShape {
     }
 
     /// The number of images whose places together form the columns of one matrix product. With few columns, packing the
-    /// weight costs more than the product.
+    /// weight costs more than the product; but a batch is divided, so that threads share the copying, too.
     fn images_per_product(&self) -> usize {
-        const COLUMNS: usize = 256;
-        (COLUMNS / self.places().max(1)).clamp(1, self.batch.max(1))
+        const COLUMNS: usize = 512;
+        let most = self.batch.div_ceil(2).max(1);
+        (COLUMNS / self.places().max(1)).clamp(1, most)
     }
 
     /// The weight of a group, with one row per output channel.
