@@ -111,7 +111,8 @@ impl Planes {
     }
 
     /// Computes the statistics of each channel, then calls `work` with them and each of the channel's planes, in `out`
-    /// and in the inputs, while these are in the cache. If `out` is empty, only computes the statistics, and returns them.
+    /// and in the inputs, while the inputs are in the cache. Returns the statistics. If `out` is empty, `work` is not
+    /// called.
     fn for_channels(
         self,
         out: &mut [f32],
@@ -136,8 +137,7 @@ impl Planes {
         for_each(
             x.len(),
             parts.into_iter(),
-            |part, ((first, second), outs)| {
-                let mut outs = outs;
+            |part, ((first, second), mut outs)| {
                 for at in 0..first.len() {
                     let channel = part * at_once + at;
                     vectorised(

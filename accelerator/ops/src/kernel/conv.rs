@@ -86,7 +86,7 @@ impl ConvShape {
     }
 
     /// The number of images whose places together form the columns of one matrix product. With few columns, packing the
-    /// weight costs more than the product; but a batch is divided, so that threads share the copying, too.
+    /// weight costs more than the product. A batch is divided at least in two, so that threads share the copying, too.
     fn images_per_product(&self) -> usize {
         const COLUMNS: usize = 512;
         let most = self.batch.div_ceil(2).max(1);
@@ -138,8 +138,8 @@ impl ConvShape {
         let (places, patch, together) = (self.places(), self.patch(), self.images_per_product());
         let of_image = self.image().max(1);
         let outputs_each = self.channels_out / self.groups;
-        // `[groups, patch, outputs]`. A product of few columns would copy the weight in this order by itself.
-        let transposed = (together < self.batch).then(|| self.transposed_groups(weight, patch));
+        // `[groups, patch, outputs]`. Each product would otherwise transpose the weight again; a single one does so itself.
+        let transposed = (self.batch > 1).then(|| self.transposed_groups(weight, patch));
         let mut dx = vec![0.0; self.batch * self.image()];
         for_parts(&mut dx, together * of_image, |part, dx| {
             let images = Images::new(self, part * together, dx.len() / of_image);
@@ -178,8 +178,8 @@ impl ConvShape {
     fn back_to_weight(&self, x: &[f32], g: &[f32]) -> Vec<f32> {
         let (patch, together) = (self.patch(), self.images_per_product());
         let outputs_each = self.channels_out / self.groups;
-        // The longer side of a product is best that of its rows, `[groups, patch, outputs]`, unless it costs less to
-        // transpose the patches than to transpose the sum.
+        // A product is faster if its rows are the longer side: `[groups, patch, outputs]`. The sum must then be transposed,
+        // which pays unless there are so few places that transposing the patches costs less.
         let is_transposed = self.batch * self.places() > outputs_each;
         let parts = self.batch.div_ceil(together);
         let [sum] = sums(parts, [self.channels_out * patch], |parts, [dw]| {
@@ -210,7 +210,7 @@ impl ConvShape {
         }
     }
 
-    /// Returns the transposed matrices of the groups, whose rows have length `columns`.
+    /// Transposes the matrix of each group. The rows of `matrices` have length `columns`.
     fn transposed_groups(&self, matrices: &[f32], columns: usize) -> Vec<f32> {
         let mut transposed = vec![0.0; matrices.len()];
         let group = (matrices.len() / self.groups).max(1);
@@ -368,7 +368,7 @@ fn finish(out: &mut [f32], places: usize, bias: Option<&[f32]>, then: Then) {
     }
 }
 
-/// Calls `work` with slices of these lengths that are this thread's, and hold anything.
+/// Calls `work` with scratch slices of these lengths, which belong to this thread and hold anything.
 fn with_scratch<const N: usize, R>(lens: [usize; N], work: impl FnOnce([&mut [f32]; N]) -> R) -> R {
     thread_local! {
         static SCRATCH: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };

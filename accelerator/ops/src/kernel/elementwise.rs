@@ -16,7 +16,7 @@ pub(crate) enum Elementwise {
 }
 
 impl Elementwise {
-    /// Returns the operation. For backward, it keeps its input; or its output, if that tells the slope.
+    /// Returns the operation. It keeps for backward its input, or its output if that is enough.
     pub(crate) fn forward(self) -> Forward<1> {
         Box::new(move |[x]| {
             let x = x.to_contiguous();
@@ -78,10 +78,10 @@ pub(super) fn relu(x: f32) -> f32 {
     if x <= 0.0 { 0.0 } else { x }
 }
 
-/// Returns the gradient of a number from that of its [`relu`], `y`.
+/// Returns the gradient of a number, given `y`, its [`relu`], and the gradient of `y`.
 #[inline(always)]
 pub(super) fn through_relu(y: f32, gradient: f32) -> f32 {
-    // NaN passes.
+    // The gradient passes if `y` is NaN.
     if y <= 0.0 { 0.0 } else { gradient }
 }
 

@@ -134,7 +134,7 @@ pub(super) fn transpose(out: &mut [f32], from: &[f32], columns: usize) {
     const SIDE: usize = 32;
     let rows = from.len() / columns.max(1);
     // Bands of rows of `out`, so that threads can share the work.
-    let band = (TASK / rows.max(1)).next_multiple_of(SIDE);
+    let band = (TASK / rows.max(1)).max(1).next_multiple_of(SIDE);
     for_parts(out, band * rows, |part, out| {
         let from = &from[part * band..];
         let width = out.len() / rows;
@@ -150,4 +150,21 @@ pub(super) fn transpose(out: &mut [f32], from: &[f32], columns: usize) {
             }
         }
     });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_matrix_of_any_sizes_is_transposed() {
+        for [rows, columns] in [[40_000, 3], [3, 40_000], [33, 65], [1, 7], [1000, 100]] {
+            let from: Vec<f32> = (0..rows * columns).map(|at| at as f32).collect();
+            let mut out = vec![-1.0; from.len()];
+            transpose(&mut out, &from, columns);
+            for (at, value) in out.iter().enumerate() {
+                assert_eq!(*value, from[at % rows * columns + at / rows]);
+            }
+        }
+    }
 }

@@ -53,7 +53,7 @@ pub(crate) fn lstm() -> Forward<4> {
                 cells,
                 hidden,
             } = kept;
-            // Each step would otherwise copy the weight in this order.
+            // Otherwise the product of each step would transpose the weight again.
             let mut transposed = vec![0.0; width * 4 * width];
             transpose(&mut transposed, values(&weight), 4 * width);
             let mut d_hidden = vec![0.0; batch * width];
@@ -149,7 +149,8 @@ impl Sequences {
     }
 
     /// Replaces the gates of the given sequences by the gradients of their products, and stores the gradients of the
-    /// states before the first step in `d_hidden` and `d_cell`, which hold zeros on entry. Takes the weight transposed.
+    /// states before the first step in `d_hidden` and `d_cell`, which hold zeros on entry. `transposed` is the
+    /// transpose of the weight.
     fn back(
         self,
         gates: &mut [f32],

@@ -18,18 +18,18 @@ pub(crate) struct ConvShape {
     pub(crate) groups: usize,
 }
 
-/// A channel of an image with its padding, and the places of a convolution that see it.
+/// The layout of a channel with its padding, and of the places of a convolution that see it.
 pub(super) struct PaddedPlane {
     input: [usize; 2],
     padding: [usize; 2],
     kernel: [usize; 2],
-    /// The height and the width. Padding on the right and at the bottom is only what is seen.
+    /// The height and the width, with only as much padding on the right and at the bottom as places see.
     sizes: [usize; 2],
-    /// The distance in the plane between values of the kernel that are neighbours, below and beside each other.
+    /// The distances in the plane between neighbouring values of the kernel: downwards, and to the right.
     dilation: [usize; 2],
-    /// The distance in the plane between what places that are neighbours see.
+    /// The distances in the plane between what neighbouring places see: downwards, and to the right.
     stride: [usize; 2],
-    /// The number of places beside each other.
+    /// The number of places in a row.
     width: usize,
 }
 
@@ -56,12 +56,15 @@ impl PaddedPlane {
         self.sizes[0] * self.sizes[1]
     }
 
-    /// Returns a plane with its padding, which is written to `scratch` if there is any.
+    /// Returns the plane with its padding: copied to `scratch`, or as it is if it has none.
     pub(super) fn pad<'a>(&self, plane: &'a [f32], scratch: &'a mut [f32]) -> &'a [f32] {
         if self.sizes == self.input {
             return plane;
         }
         scratch.fill(0.0);
+        if plane.is_empty() {
+            return scratch;
+        }
         let (width, [top, left]) = (self.input[1], self.padding);
         let first = top * self.sizes[1] + left;
         copy_rows(
@@ -72,7 +75,7 @@ impl PaddedPlane {
         scratch
     }
 
-    /// The reverse of [`pad`](Self::pad): copies what is not padding to `plane`.
+    /// Copies what is not padding to `plane`, the reverse of [`pad`](Self::pad).
     pub(super) fn unpad(&self, padded: &[f32], plane: &mut [f32]) {
         let (width, [top, left]) = (self.input[1], self.padding);
         let first = top * self.sizes[1] + left;
@@ -104,7 +107,7 @@ impl PaddedPlane {
         }
     }
 
-    /// The reverse of [`copy`](Self::copy): adds the values of the places to the plane.
+    /// Adds the values of the places to the plane, the reverse of [`copy`](Self::copy).
     pub(super) fn add(&self, places: &[f32], plane: &mut [f32]) {
         let [down, right] = self.stride;
         vectorised(
@@ -127,17 +130,18 @@ impl PaddedPlane {
     }
 }
 
-/// Copies `rows` rows of `width` values. With each side comes the distance between its rows.
+/// Copies `rows` rows of `width` values. Each slice comes with the distance between its rows.
 fn copy_rows(
     [rows, width]: [usize; 2],
-    (to, below): (&mut [f32], usize),
-    (from, under): (&[f32], usize),
+    (to, to_stride): (&mut [f32], usize),
+    (from, from_stride): (&[f32], usize),
 ) {
-    // The compiler copies rows whose width it knows without a call.
+    // If the compiler knows the width, it copies a row without a call.
     macro_rules! copy {
         ($width:expr) => {
             for row in 0..rows {
-                to[row * below..][..$width].copy_from_slice(&from[row * under..][..$width]);
+                to[row * to_stride..][..$width]
+                    .copy_from_slice(&from[row * from_stride..][..$width]);
             }
         };
     }

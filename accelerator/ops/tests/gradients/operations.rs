@@ -196,11 +196,17 @@ fn empty_inputs_give_empty_outputs_or_zeros() {
     let y = ops::conv2d(
         images,
         kernel.clone(),
-        Some(bias),
+        Some(bias.clone()),
         ConvOptions::new([1, 1], [0, 0], [1, 1], 1),
     );
     let y = ops::max_pool2d(y, MaxPoolOptions::new([3, 3]));
     assert_eq!(y.dims(), [0, 2, 1, 1]);
+    // Places that see nothing but padding.
+    let images = Tensor::<4>::zeros([1, 1, 0, 5], &device);
+    let pointwise = Tensor::<4>::ones([2, 1, 1, 1], &device);
+    let options = ConvOptions::new([2, 2], [1, 1], [1, 1], 1);
+    let padded = ops::conv2d(images, pointwise, Some(bias.clone()), options).into_data();
+    assert!(padded.iter::<f32>().all(|value| value == 1.0));
     assert!(kernel.grad(&y.sum().backward()).is_some());
     let images = Tensor::<4>::zeros([2, 0, 4, 4], &device);
     let y = ops::avg_pool2d(images, AvgPoolOptions::new([2, 2]));
