@@ -5,7 +5,7 @@ use burn::module::Param;
 use burn::tensor::{Device, Tensor, TensorData, activation};
 use proptest::prelude::*;
 
-use super::{Leaves, assert_same, numbers};
+use super::{Leaves, assert_same, drawing, numbers};
 
 proptest! {
     #[test]
@@ -28,6 +28,7 @@ proptest! {
 
 #[test]
 fn lstm_layers_match_burn_in_all_settings() {
+    let _drawing = drawing();
     let device = Device::flex().autodiff();
     let config = || nn::LstmConfig::new(5, 7, true);
     for config in [
