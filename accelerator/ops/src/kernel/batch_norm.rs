@@ -125,7 +125,7 @@ impl Planes {
             channels,
             len,
         } = self;
-        let at_once = (TASK / (batch * len).max(1)).clamp(1, channels);
+        let at_once = (TASK / (batch * len)).clamp(1, channels);
         let [mut first, mut second] = [(); 2].map(|()| vec![0.0; channels]);
         let parts = first.chunks_mut(at_once).zip(second.chunks_mut(at_once));
         let mut parts: Vec<_> = parts.map(|parts| (parts, Vec::new())).collect();
@@ -143,10 +143,9 @@ impl Planes {
                     vectorised(
                         #[inline(always)]
                         || {
-                            let start = channel * len;
                             let planes = Channel {
                                 planes: self,
-                                start,
+                                channel,
                                 x,
                                 y,
                             };
@@ -170,17 +169,17 @@ impl Planes {
 #[derive(Clone, Copy)]
 struct Channel<'a> {
     planes: Planes,
-    /// The position of its first plane.
-    start: usize,
+    channel: usize,
     x: &'a [f32],
     y: &'a [f32],
 }
 
 impl<'a> Channel<'a> {
+    /// Returns the planes of an item.
     #[inline(always)]
     fn of(self, item: usize) -> (&'a [f32], &'a [f32]) {
         let Planes { channels, len, .. } = self.planes;
-        let start = self.start + item * channels * len;
+        let start = (item * channels + self.channel) * len;
         (&self.x[start..][..len], &self.y[start..][..len])
     }
 
