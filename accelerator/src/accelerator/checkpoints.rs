@@ -8,7 +8,7 @@ use serde::Serialize;
 
 use super::{Accelerator, Prepare};
 use crate::checkpoint::{
-    self, Checkpoints, Position, Resume, Save, Saved, SavedAs, Saving, SurvivorState,
+    self, Checkpoints, DynSave, Position, Resume, Save, Saved, SavedAs, Saving, SurvivorState,
 };
 use crate::core::dyn_module::BoxedModule;
 use crate::core::error::{Error, Result};
@@ -52,8 +52,16 @@ impl Accelerator {
         checkpoints: impl Into<Checkpoints>,
         parts: impl Save<K>,
     ) -> Result<Saved> {
-        let parts = SavedAs::new(parts);
-        checkpoint::save(&self.shared.checkpoints, &checkpoints.into(), &parts)
+        self.save_state_with(&checkpoints.into(), &SavedAs::new(parts))
+    }
+
+    #[track_caller]
+    pub(crate) fn save_state_with(
+        &self,
+        checkpoints: &Checkpoints,
+        parts: &dyn DynSave,
+    ) -> Result<Saved> {
+        checkpoint::save(&self.shared.checkpoints, checkpoints, parts)
     }
 
     /// Saves like [`save_state`](Self::save_state), but writes on a separate thread. Training waits only until the

@@ -240,7 +240,7 @@ impl Accelerator {
     }
 
     #[track_caller]
-    fn regroup_with(&self, parts: &dyn DynSave) -> Result<Option<Self>> {
+    pub(crate) fn regroup_with(&self, parts: &dyn DynSave) -> Result<Option<Self>> {
         if !self.shared.reduction.trigger.has_told_of_regroup() {
             return Err(Error::misuse(
                 "`regroup` is for where `regroup_pending` has said that there is a next group, on all ranks",

@@ -95,7 +95,7 @@ impl Accelerator {
     }
 
     #[track_caller]
-    fn recover_with(&self, parts: &dyn DynSave) -> Result<Self> {
+    pub(crate) fn recover_with(&self, parts: &dyn DynSave) -> Result<Self> {
         let checkpoints = &self.shared.checkpoints;
         let loss = checkpoint::loss_to_survive(checkpoints)?;
         // Until the program has resumed, the state is the one that was brought into this group.

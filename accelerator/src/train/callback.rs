@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::arguments::{BestMetric, TrainingArguments};
-use super::state::{LogEntry, Metrics, TrainerState};
+use super::state::{LogEntry, Metrics, TrainerControl, TrainerState};
 use crate::accelerator::Accelerator;
 use crate::checkpoint::Saved;
 use crate::core::error::{Error, Result};
@@ -125,43 +125,6 @@ pub struct CallbackContext<'a, M> {
     pub state: &'a TrainerState,
     /// The model.
     pub model: &'a M,
-}
-
-/// The requests of a callback; see [`TrainerCallback`].
-#[derive(Clone, Copy, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
-#[non_exhaustive]
-pub struct TrainerControl {
-    /// End the training after this update.
-    pub should_training_stop: bool,
-    /// End the epoch after this update.
-    pub should_epoch_stop: bool,
-    /// Log now.
-    pub should_log: bool,
-    /// Evaluate now.
-    pub should_evaluate: bool,
-    /// Save a checkpoint now.
-    pub should_save: bool,
-}
-
-impl TrainerControl {
-    pub(super) fn or(self, other: Self) -> Self {
-        Self {
-            should_training_stop: self.should_training_stop || other.should_training_stop,
-            should_epoch_stop: self.should_epoch_stop || other.should_epoch_stop,
-            should_log: self.should_log || other.should_log,
-            should_evaluate: self.should_evaluate || other.should_evaluate,
-            should_save: self.should_save || other.should_save,
-        }
-    }
-
-    /// Joins the requests of all ranks, on every rank.
-    pub(super) fn agreed(self, accelerator: &Accelerator) -> Result<Self> {
-        if accelerator.world_size() == 1 {
-            return Ok(self);
-        }
-        let all = accelerator.gather_object(&self)?;
-        Ok(all.into_iter().fold(self, Self::or))
-    }
 }
 
 /// Stops when so many evaluations in a row have not improved the metric of `metric_for_best_model`. The argument

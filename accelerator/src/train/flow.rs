@@ -3,9 +3,9 @@
 use core::num::NonZeroU64;
 
 use super::arguments::{IntervalStrategy, SaveStrategy, TrainingArguments};
-use super::callback::TrainerControl;
 use super::console::TableRows;
 use super::rates::LrSchedule;
+use super::state::TrainerControl;
 
 /// The number of updates, the rate of each, and after which of them something is logged, evaluated and saved.
 #[derive(Clone, Debug)]

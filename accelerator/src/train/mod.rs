@@ -181,7 +181,7 @@ pub use self::arguments::{
     FsdpStrategy, IntervalStrategy, OptimizerName, ReportTo, ResumeFrom, SaveStrategy,
     TrainSamplingStrategy, TrainingArguments,
 };
-pub use self::callback::{CallbackContext, TrainerCallback, TrainerControl};
+pub use self::callback::{CallbackContext, TrainerCallback};
 pub use self::loss::{Inputs, IntoLossOutput, LossOutput};
 pub use self::operator::{
     BatchOf, CriterionOutputs, EpochInfo, Meter, OperatorTrainer, OperatorWorker, Registered,
@@ -189,7 +189,7 @@ pub use self::operator::{
     TrainingOperator,
 };
 pub use self::rates::{LrSchedulerKwargs, LrSchedulerType};
-pub use self::state::{LogEntry, Metrics, TrainerState};
+pub use self::state::{LogEntry, Metrics, TrainerControl, TrainerState};
 pub use self::trainer::{PredictionOutput, TrainOutput, Trainer, TrainerBuilder};
 #[cfg(feature = "tune")]
 pub use self::tune::{OperatorTrainable, TuneCallback};

@@ -6,6 +6,9 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+use crate::accelerator::Accelerator;
+use crate::core::error::Result;
+
 /// Metrics by name (`loss`, `eval_accuracy`), in the order in which they were added.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
 #[serde(transparent)]
@@ -125,7 +128,7 @@ pub struct TrainerState {
     pub best_metric: Option<f64>,
     /// The number of updates at which the best value was found.
     pub best_global_step: Option<u64>,
-    /// The checkpoint of that update; only rank 0 knows it.
+    /// The checkpoint of that update, on the host of rank 0.
     pub best_model_checkpoint: Option<PathBuf>,
     /// Set if `best_model_checkpoint` is beside the checkpoint that contains this state, even after both are moved.
     #[serde(default)]
@@ -138,6 +141,51 @@ pub struct TrainerState {
     pub(super) window: LossMean,
     pub(super) whole: LossMean,
     pub(super) callbacks: BTreeMap<String, serde_json::Value>,
+    /// An evaluation since the last checkpoint that is better than the best so far.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) candidate: Option<BestCandidate>,
+    /// An evaluation that is logged, and of which not all callbacks were told.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) evaluation: Option<LogEntry>,
+    #[serde(default, skip_serializing_if = "Pending::is_nothing")]
+    pub(super) pending: Pending,
+}
+
+/// The work that is due before the next update. It is never pending in a checkpoint, only when a rank is lost.
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Serialize)]
+pub(super) enum Pending {
+    #[default]
+    Nothing,
+    /// The logs, evaluation and checkpoint that are due after an update.
+    AfterUpdate,
+    /// A checkpoint after an update, if requested.
+    SaveAfterUpdate(TrainerControl),
+    /// The logs, evaluation and checkpoint that are due after an epoch.
+    AfterEpoch(EpochEnd),
+    /// A checkpoint after an epoch, if requested. The epoch counts as ended.
+    SaveAfterEpoch(TrainerControl),
+    /// The end of the training.
+    End,
+}
+
+impl Pending {
+    fn is_nothing(&self) -> bool {
+        *self == Self::Nothing
+    }
+
+    pub(super) fn is_after_update(self) -> bool {
+        matches!(self, Self::AfterUpdate | Self::SaveAfterUpdate(_))
+    }
+}
+
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
+pub(super) enum EpochEnd {
+    Complete,
+    LastOfTraining,
+    /// The training stops within the epoch; if it is resumed, it continues there.
+    BrokenOff,
+    /// The number of ranks changes, and the epoch continues with the next group.
+    Regroup,
 }
 
 impl TrainerState {
@@ -168,15 +216,52 @@ impl TrainerState {
     }
 }
 
+/// The requests of a callback; see [`TrainerCallback`](super::TrainerCallback).
+#[derive(Clone, Copy, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct TrainerControl {
+    /// End the training after this update.
+    pub should_training_stop: bool,
+    /// End the epoch after this update.
+    pub should_epoch_stop: bool,
+    /// Log now.
+    pub should_log: bool,
+    /// Evaluate now.
+    pub should_evaluate: bool,
+    /// Save a checkpoint now.
+    pub should_save: bool,
+}
+
+impl TrainerControl {
+    pub(super) fn or(self, other: Self) -> Self {
+        Self {
+            should_training_stop: self.should_training_stop || other.should_training_stop,
+            should_epoch_stop: self.should_epoch_stop || other.should_epoch_stop,
+            should_log: self.should_log || other.should_log,
+            should_evaluate: self.should_evaluate || other.should_evaluate,
+            should_save: self.should_save || other.should_save,
+        }
+    }
+
+    /// Joins the requests of all ranks, on every rank.
+    pub(super) fn agreed(self, accelerator: &Accelerator) -> Result<Self> {
+        if accelerator.world_size() == 1 {
+            return Ok(self);
+        }
+        let all = accelerator.gather_object(&self)?;
+        Ok(all.into_iter().fold(self, Self::or))
+    }
+}
+
 #[derive(Clone, Debug)]
 pub(super) struct SavedUpdate {
     pub(super) update: u64,
-    /// The path; only rank 0 knows it.
+    /// The path on the host of rank 0.
     pub(super) path: Option<PathBuf>,
 }
 
 /// An evaluation that is better than the best so far: it counts if a checkpoint of its update is saved.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Serialize)]
 pub(super) struct BestCandidate {
     pub(super) update: u64,
     pub(super) metric: f64,

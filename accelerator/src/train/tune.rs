@@ -6,9 +6,9 @@ use std::{fmt, fs, io};
 use accelerator_tune::{BoxError, Config, Trainable, TrialContext, TrialSession};
 
 use super::arguments::ResumeFrom;
-use super::callback::{CallbackContext, TrainerCallback, TrainerControl};
+use super::callback::{CallbackContext, TrainerCallback};
 use super::operator::{OperatorTrainer, TrainingOperator};
-use super::state::Metrics;
+use super::state::{Metrics, TrainerControl};
 use crate::accelerator::Accelerator;
 use crate::checkpoint::Saved;
 use crate::core::error::{Error, Result};

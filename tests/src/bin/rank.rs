@@ -103,8 +103,9 @@ fn main() -> Result<ExitCode> {
             })?;
             print(&outcomes);
         }
-        ["train-by-arguments", file, pushed] => {
-            return accelerator_tests::trainers::train(file.as_ref(), pushed.as_ref());
+        ["train-by-arguments", file, pushed, job] => {
+            let job = serde_json::from_str(job).expect("a job");
+            return accelerator_tests::trainers::train(file.as_ref(), pushed.as_ref(), job);
         }
         ["train-resumable", job] => {
             let job: accelerator_tests::resumable::TrainingJob =

@@ -1,39 +1,28 @@
 use core::fmt;
 use core::mem::discriminant;
 use core::num::NonZeroU64;
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use accelerator_manifest::Folder;
-use accelerator_plan::TailPolicy;
 use burn::data::dataloader::batcher::Batcher;
 use burn::data::dataset::Dataset;
-use burn::module::{Module, ParamGroup};
-use burn::optim::decay::WeightDecayConfig;
-use burn::optim::momentum::MomentumConfig;
-use burn::optim::{AdamWConfig, ModuleOptimizer, Optimizer, SgdConfig};
+use burn::module::Module;
+use burn::optim::ModuleOptimizer;
 use burn::tensor::Device;
 
-use super::{Callbacks, ComputeLoss, ComputeMetrics, LocalRounds, TrainData, Trainer};
+use super::parts::{Unprepared, of};
+use super::{Callbacks, ComputeLoss, ComputeMetrics, Trainer};
 use crate::accelerator::Accelerator;
-use crate::core::agreement::{self, Term};
 use crate::core::device::Operations;
 use crate::core::error::{Error, Result};
 use crate::core::tensors::Tensors;
-use crate::data::{Loader, LoaderBuilder};
-use crate::ema::Ema;
-use crate::optim::{InitFused, Manual, PreparedOptimizer, Sharded};
 use crate::precision::Precision;
 use crate::reduce::OnNonFiniteLoss;
 use crate::tracking::Tracker;
-use crate::train::arguments::{
-    EvalData, FsdpStrategy, OptimizerName, OptimizerOrigin, ResumeFrom, SaveStrategy,
-    TrainSamplingStrategy, TrainingArguments, check,
-};
+use crate::train::arguments::{EvalData, FsdpStrategy, OptimizerOrigin, TrainingArguments, check};
 use crate::train::callback::{EarlyStopping, TrainerCallback};
 use crate::train::console::{Console, TableRows};
 use crate::train::loss::{Inputs, IntoLossOutput};
-use crate::train::state::{Metrics, ModelCell, TrainerState};
+use crate::train::state::{Metrics, ModelCell};
 use crate::unit::Units;
 
 /// Builds a [`Trainer`]; see [`Trainer::builder`].
@@ -227,20 +216,6 @@ where
         if arguments.gradient_accumulation_steps == 1 {
             arguments.gradient_accumulation_steps = accelerator.accumulation_steps();
         }
-        let terms = arguments.to_map()?.into_iter();
-        let terms: Vec<_> = terms
-            .map(|(name, value)| Term::new(format!("the argument `{name}`"), value))
-            .collect();
-        agreement::check_all(accelerator.group(), &terms)?;
-        let resumes = resume_folder(&arguments, &accelerator);
-        if self.train.is_some() && arguments.save_strategy != SaveStrategy::No {
-            let folder = &arguments.output_dir;
-            let context = &accelerator.shared.context;
-            context.on_main("prepare the folder of checkpoints", || {
-                check_folder(folder, resumes.is_some())
-            })?;
-        }
-        accelerator.set_accumulation_steps(arguments.gradient_accumulation_steps)?;
         let stopping = arguments
             .best_metric()
             .zip(arguments.early_stopping_patience);
@@ -251,62 +226,41 @@ where
             of_program: self.callbacks,
         };
 
-        let model = accelerator.prepare(accelerator.init(self.model_init))?;
-        let of_arguments = || of(&arguments);
-        let optimizer = self.optimizer.unwrap_or_else(of_arguments);
-        let optimizer: PreparedOptimizer<Manual> = match arguments.sharded_optimizer {
-            true => accelerator.prepare(Sharded(optimizer))?,
-            false => accelerator.prepare(optimizer)?,
+        let model = accelerator.init(self.model_init);
+        let optimizer = self.optimizer.unwrap_or_else(|| of(&arguments));
+        let unprepared = Unprepared {
+            optimizer,
+            train: self.train,
+            eval: self.eval,
         };
-        let train = match self.train {
-            Some(dataset) => {
-                let loader = accelerator.prepare(train_loader(&arguments, &collator, dataset))?;
-                // At another number of ranks, a batch of all ranks stays as large as it was.
-                let loader = match &resumes {
-                    Some(folder) => accelerator.resume_loader(folder, loader)?,
-                    None => loader,
-                };
-                Some(TrainData::new(&arguments, loader))
-            }
-            None => None,
-        };
-        let eval = match self.eval {
-            Some(dataset) => {
-                Some(accelerator.prepare(eval_loader(&arguments, &collator, dataset))?)
-            }
-            None => None,
-        };
-        let ema = arguments.ema_decay.map(|decay| Ema::new(&model, decay));
-        let rows = train
+        let folder = unprepared.resume_folder(&arguments, &accelerator);
+        let parts = unprepared.prepare(&accelerator, &arguments, &collator, model, folder)?;
+        let rows = parts
+            .train
             .as_ref()
             .map_or(TableRows::Evaluations, |train| train.flow.rows());
-        let trainer = Trainer {
+        let mut trainer = Trainer {
             accelerator,
             arguments,
             broken_off: None,
             callbacks,
-            candidate: None,
             collator,
             compute_loss,
             compute_metrics,
             console: Console::new(rows),
-            ema,
-            eval,
+            ema: parts.ema,
+            eval: parts.eval,
             local: None,
-            model: ModelCell::new(model),
-            optimizer,
+            model: ModelCell::new(parts.model),
+            optimizer: parts.optimizer,
             saved: None,
-            state: TrainerState::default(),
-            train,
+            state: parts.state,
+            train: parts.train,
+            unprepared,
             was_preempted: false,
             watches: false,
         };
-        let mut trainer = trainer.resumed(resumes)?;
-        if let Some(every) = trainer.arguments.local_sgd_steps {
-            let model = trainer.model.get();
-            trainer.local = Some(LocalRounds::begin(&trainer.accelerator, model, every)?);
-        }
-        trainer.check_metric()?;
+        trainer.begin(parts.resumed.as_ref())?;
         Ok(trainer)
     }
 }
@@ -381,70 +335,6 @@ fn check_accelerator(arguments: &TrainingArguments, accelerator: &Accelerator) -
     }
 }
 
-/// Returns the folder that is searched for the checkpoint that the arguments or a restart ask for.
-fn resume_folder(arguments: &TrainingArguments, accelerator: &Accelerator) -> Option<PathBuf> {
-    match &arguments.resume_from_checkpoint {
-        ResumeFrom::Path(path) => Some(path.clone()),
-        ResumeFrom::Auto | ResumeFrom::Newest => Some(arguments.output_dir.clone()),
-        ResumeFrom::No => (accelerator.restarts() > 0).then(|| arguments.output_dir.clone()),
-    }
-}
-
-/// Checks before the first update, not at the first save, that checkpoints can be written there. A training that
-/// begins must find none, since a restart would continue from it.
-fn check_folder(folder: &Path, resumes: bool) -> Result<()> {
-    let probe = std::fs::create_dir_all(folder).and_then(|()| tempfile::tempfile_in(folder));
-    probe.map_err(|error| Error::io("write checkpoints to output_dir", folder, error))?;
-    let before = Folder::open(folder)?.checkpoints()?;
-    match before.last() {
-        Some(last) if !resumes => Err(Error::config(format!(
-            "output_dir `{}` has checkpoints of another training, up to {}: continue from them by \
-             resume_from_checkpoint (true or auto), name another folder, or remove them",
-            folder.display(),
-            last.number(),
-        ))),
-        _ => Ok(()),
-    }
-}
-
-fn train_loader<I: fmt::Debug + Send + Sync + 'static, O: Send + 'static>(
-    arguments: &TrainingArguments,
-    collator: &Arc<dyn Batcher<I, O>>,
-    dataset: Arc<dyn Dataset<I>>,
-) -> Loader<O> {
-    let tail = match arguments.dataloader_drop_last {
-        true => TailPolicy::Drop,
-        false => arguments.tail,
-    };
-    let loader = batches(arguments, collator, arguments.per_device_train_batch_size).tail(tail);
-    let loader = match arguments.train_sampling_strategy {
-        TrainSamplingStrategy::Random => {
-            loader.shuffle(arguments.data_seed.unwrap_or(arguments.seed))
-        }
-        TrainSamplingStrategy::Sequential => loader,
-    };
-    loader.build(dataset)
-}
-
-pub(super) fn eval_loader<I: fmt::Debug + Send + Sync + 'static, O: Send + 'static>(
-    arguments: &TrainingArguments,
-    collator: &Arc<dyn Batcher<I, O>>,
-    dataset: impl Dataset<I> + 'static,
-) -> Loader<O> {
-    batches(arguments, collator, arguments.per_device_eval_batch_size).build(dataset)
-}
-
-fn batches<I: fmt::Debug + Send + Sync + 'static, O: Send + 'static>(
-    arguments: &TrainingArguments,
-    collator: &Arc<dyn Batcher<I, O>>,
-    size: usize,
-) -> LoaderBuilder<I, O> {
-    let collator = collator.clone();
-    LoaderBuilder::from_fn(move |items, device: &Device| collator.batch(items, device))
-        .batch_size(size)
-        .num_workers(arguments.dataloader_num_workers)
-}
-
 impl<F, M, I, O, P> fmt::Debug for TrainerBuilder<F, M, I, O, P> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("TrainerBuilder")
@@ -452,50 +342,3 @@ impl<F, M, I, O, P> fmt::Debug for TrainerBuilder<F, M, I, O, P> {
             .finish_non_exhaustive()
     }
 }
-
-/// The optimizer that the arguments name. Its weight decay leaves out biases and the parameters of norms.
-pub(super) fn of(arguments: &TrainingArguments) -> ModuleOptimizer {
-    let decay = arguments.weight_decay as f32;
-    match arguments.optim {
-        OptimizerName::AdamWTorchFused => {
-            decaying(decay, |decay| adamw(arguments, decay).build_fused())
-        }
-        OptimizerName::AdamWTorch => decaying(decay, |decay| adamw(arguments, decay).build()),
-        OptimizerName::Sgd => decaying(decay, |decay| sgd(arguments, decay).build_fused()),
-    }
-}
-
-fn adamw(arguments: &TrainingArguments, decay: f32) -> AdamWConfig {
-    AdamWConfig::new()
-        .with_beta_1(arguments.adam_beta1 as f32)
-        .with_beta_2(arguments.adam_beta2 as f32)
-        .with_epsilon(arguments.adam_epsilon as f32)
-        .with_weight_decay(decay)
-}
-
-fn sgd(arguments: &TrainingArguments, decay: f32) -> SgdConfig {
-    let momentum = (arguments.momentum > 0.0).then_some(MomentumConfig {
-        momentum: arguments.momentum,
-        dampening: 0.0,
-        nesterov: false,
-    });
-    SgdConfig::new()
-        .with_momentum(momentum)
-        .with_weight_decay(penalty(decay))
-}
-
-fn penalty(decay: f32) -> Option<WeightDecayConfig> {
-    (decay > 0.0).then(|| WeightDecayConfig::new(decay))
-}
-
-/// Builds one optimizer with the decay, and one without it for the parameters that Hugging Face's
-/// `get_decay_parameter_names` leaves out.
-fn decaying<O: Optimizer>(decay: f32, build: impl Fn(f32) -> O) -> ModuleOptimizer {
-    let all = ModuleOptimizer::from(build(decay));
-    match ParamGroup::from_regex(UNDECAYED) {
-        Ok(undecayed) if decay > 0.0 => all.with_group(undecayed, build(0.0), None),
-        _ => all,
-    }
-}
-
-const UNDECAYED: &str = r"(^|\.)(bias|beta|gamma)$";

@@ -6,7 +6,7 @@ use burn::module::Module;
 use burn::tensor::kind::Basic;
 use burn::tensor::{DType, Shape, Tensor, TensorData};
 
-use super::build::eval_loader;
+use super::parts::eval_loader;
 use super::{PredictionOutput, Trainer};
 use crate::core::error::{self, Error, Result};
 use crate::core::tensors::{TensorMap, Tensors};
@@ -200,7 +200,7 @@ where
             Some(saved) if saved.update == update => state.set_best(metric, saved.path.clone()),
             _ if strategy == SaveStrategy::No => state.set_best(metric, None),
             _ => {
-                self.candidate = Some(BestCandidate { update, metric });
+                state.candidate = Some(BestCandidate { update, metric });
                 return strategy == SaveStrategy::Best;
             }
         }
@@ -210,7 +210,7 @@ where
     /// Makes the last evaluation the best, if it was the better one, before a checkpoint of this update is saved.
     pub(super) fn settle_candidate(&mut self) {
         let update = self.state.global_step;
-        if let Some(candidate) = self.candidate.take_if(|x| x.update == update) {
+        if let Some(candidate) = self.state.candidate.take_if(|x| x.update == update) {
             self.state.set_best(candidate.metric, None);
         }
     }
@@ -241,9 +241,7 @@ where
         if !self.arguments.load_best_model_at_end {
             return Ok(());
         }
-        // Rank 0 knows where it is.
-        let best = self.state.best_model_checkpoint.clone();
-        let Some(best) = self.accelerator.broadcast_object(&best, 0)? else {
+        let Some(best) = self.state.best_model_checkpoint.clone() else {
             if self.accelerator.is_main_process() {
                 error::warn(
                     "load_best_model_at_end: no checkpoint was saved at an evaluation, so the last weights stay",

@@ -3,23 +3,16 @@ use std::time::Instant;
 
 use burn::module::Module;
 
-use super::{TrainData, TrainOutput, Trainer};
+use super::parts::TrainData;
+use super::{TrainOutput, Trainer};
 use crate::core::error::{Error, Result};
 use crate::core::preemption::Preemption;
 use crate::core::tensors::Tensors;
 use crate::data::Batch;
 use crate::local::LocalTraining as _;
 use crate::optim::StepOutcome;
-use crate::train::callback::{CallbackContext, TrainerCallback, TrainerControl};
-use crate::train::state::{LogEntry, Metrics};
-
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-enum EpochEnd {
-    Complete,
-    LastOfTraining,
-    /// The training stops within the epoch; if it is resumed, it continues there.
-    BrokenOff,
-}
+use crate::train::callback::{CallbackContext, TrainerCallback};
+use crate::train::state::{EpochEnd, LogEntry, Metrics, Pending, TrainerControl};
 
 impl<M, I, O, P> Trainer<M, I, O, P>
 where
@@ -31,24 +24,47 @@ where
     /// Trains until the last update, or until a callback ends it, or a [notice to
     /// leave](crate::Accelerator::on_preemption), which also saves a checkpoint. Every rank must call it.
     ///
+    /// If the launcher changes the number of ranks, or was started with `--on-loss continue` and a rank is lost, the
+    /// training continues with the next group of ranks, as after [`Accelerator::regroup`] or [`Accelerator::recover`].
+    /// [`accelerator`](Self::accelerator) is another one then, and `on_train_begin` of callbacks is called again. A process that
+    /// has no place in the next group ends here, with success. New processes come to the training without the others, so
+    /// between [`build`](super::TrainerBuilder::build) and here, call nothing that all ranks must call.
+    ///
     /// # Errors
     ///
     /// [`Error::is_config`] without training data; those of [`Accelerator::backward`](crate::Accelerator::backward),
     /// of evaluations, of checkpoints and of callbacks; [`Error::is_collective`] when a rank is lost.
     pub fn train(&mut self) -> Result<TrainOutput> {
-        let Some(data) = self.train.take() else {
+        let (since, before) = (Instant::now(), self.state.global_step);
+        let Some(mut data) = self.train.take() else {
             return Err(Error::config(
                 "there is no training data: pass `train_dataset` to the builder of the trainer",
             ));
         };
-        let trained = self.train_on(&data);
+        loop {
+            match self.train_on(&data) {
+                Ok(EpochEnd::Regroup) => data = self.regroup(data)?,
+                Ok(_) => break,
+                Err(loss) if loss.is_peer_lost() => data = self.recover(data, loss)?,
+                Err(error) => {
+                    self.train = Some(data);
+                    return Err(error);
+                }
+            }
+        }
+        let output = self.output(&data, since, before);
         self.train = Some(data);
-        trained
+        let ended = self.hook(|callback, at, _| callback.on_train_end(at));
+        self.state.pending = Pending::Nothing;
+        ended?;
+        self.console
+            .on_train_end(&self.accelerator, &output.metrics);
+        Ok(output)
     }
 
-    fn train_on(&mut self, data: &TrainData<O>) -> Result<TrainOutput> {
-        let since = Instant::now();
-        let before = self.state.global_step;
+    /// Trains until the end, or until the number of ranks changes.
+    fn train_on(&mut self, data: &TrainData<O>) -> Result<EpochEnd> {
+        self.was_preempted = false;
         if !self.watches {
             self.accelerator.on_preemption(Preemption::new())?;
             self.watches = true;
@@ -56,81 +72,126 @@ where
         self.begin_run()?;
         self.print_banner(data);
         let begun = self.hook(|callback, at, control| callback.on_train_begin(at, control))?;
-        let mut stops = begun.should_training_stop;
-        if self.arguments.eval_on_start && before == 0 {
+        let mut stops = begun.should_training_stop || self.state.pending == Pending::End;
+        if self.arguments.eval_on_start && self.state.global_step == 0 {
             stops |= self.evaluate_now()?.should_training_stop;
         }
-        while !stops && self.state.ended_epochs < data.flow.epochs {
-            let end = match self.state.global_step < data.flow.updates {
-                true => self.train_epoch(data)?,
+        if let Pending::SaveAfterEpoch(control) = self.state.pending {
+            stops |= self.save_after_epoch(data, control)?;
+        }
+        let is_within = |pending: Pending| {
+            pending.is_after_update() || matches!(pending, Pending::AfterEpoch(_))
+        };
+        while is_within(self.state.pending) || !stops && self.state.ended_epochs < data.flow.epochs
+        {
+            let end = match self.state.pending {
+                Pending::AfterEpoch(end) => end,
                 // It ended between the last update and the end of its epoch.
-                false => EpochEnd::Complete,
+                Pending::Nothing if self.state.global_step >= data.flow.updates => {
+                    EpochEnd::Complete
+                }
+                _ => self.train_epoch(data)?,
             };
+            if end == EpochEnd::Regroup {
+                return Ok(end);
+            }
             if self.was_preempted {
                 break;
             }
+            self.state.pending = Pending::AfterEpoch(end);
             let control = self.hook(|callback, at, control| callback.on_epoch_end(at, control))?;
             let due = data.flow.after_epoch(self.state.epoch);
-            let control = self.log_and_evaluate(control.or(due))?;
+            let mut control = self.log_and_evaluate(control.or(due))?;
             if end != EpochEnd::BrokenOff {
                 self.state.ended_epochs += 1;
             }
-            let control = self.save_if_due(data, control)?;
-            stops = end != EpochEnd::Complete || control.should_training_stop;
+            control.should_training_stop |= end != EpochEnd::Complete;
+            self.state.pending = Pending::SaveAfterEpoch(control);
+            stops = self.save_after_epoch(data, control)?;
         }
         self.share_losses()?;
         self.average_weights()?;
         if !self.was_preempted {
+            self.state.pending = Pending::End;
             self.load_best()?;
         }
-        let output = self.output(data, since, before);
-        self.hook(|callback, at, _| callback.on_train_end(at))?;
-        self.console
-            .on_train_end(&self.accelerator, &output.metrics);
-        Ok(output)
+        Ok(EpochEnd::LastOfTraining)
     }
 
     fn train_epoch(&mut self, data: &TrainData<O>) -> Result<EpochEnd> {
         self.hook(|callback, at, control| callback.on_epoch_begin(at, control))?;
         let begin = || data.loader.epoch(self.state.ended_epochs);
         let mut batches = self.broken_off.take().unwrap_or_else(begin);
-        let mut end = EpochEnd::Complete;
-        for batch in batches.by_ref() {
+        let mut end = match self.state.pending.is_after_update() {
+            true => self.after_update(data, None)?,
+            false => None,
+        };
+        while end.is_none()
+            && let Some(batch) = batches.next()
+        {
             let batch = batch?;
             self.micro_step(data, &batch)?;
-            if !self.accelerator.sync_gradients() {
-                continue;
-            }
-            self.console.on_step_end(&self.state);
-            let control = self.hook(|callback, at, control| callback.on_step_end(at, control))?;
-            let due = data.flow.after_update(self.state.global_step);
-            let control = self.log_and_evaluate(control.or(due))?;
-            let control = self.save_if_due(data, control)?;
-            if self.accelerator.preempted()? {
-                self.was_preempted = true;
-                if !self.is_saved() {
-                    self.save(data)?;
-                }
-                end = EpochEnd::BrokenOff;
-                break;
-            }
-            let is_complete =
-                control.should_epoch_stop || self.state.global_step >= data.flow.updates;
-            if control.should_training_stop {
-                end = match is_complete || batch.is_last() {
-                    true => EpochEnd::LastOfTraining,
-                    false => EpochEnd::BrokenOff,
-                };
-                break;
-            }
-            if is_complete {
-                break;
+            if self.accelerator.sync_gradients() {
+                self.state.pending = Pending::AfterUpdate;
+                end = self.after_update(data, Some(&batch))?;
             }
         }
+        let end = end.unwrap_or(EpochEnd::Complete);
         if end == EpochEnd::BrokenOff {
             self.broken_off = Some(batches);
         }
         Ok(end)
+    }
+
+    /// Does what is due after an update of which that was the last batch, and returns how its epoch ends, if it does.
+    fn after_update(
+        &mut self,
+        data: &TrainData<O>,
+        batch: Option<&Batch<O>>,
+    ) -> Result<Option<EpochEnd>> {
+        let control = match self.state.pending {
+            Pending::SaveAfterUpdate(control) => control,
+            _ => {
+                self.console.on_step_end(&self.state);
+                let control =
+                    self.hook(|callback, at, control| callback.on_step_end(at, control))?;
+                let due = data.flow.after_update(self.state.global_step);
+                self.log_and_evaluate(control.or(due))?
+            }
+        };
+        self.state.pending = Pending::SaveAfterUpdate(control);
+        let mut control = self.save_if_due(data, control)?;
+        control.should_save = false;
+        self.state.pending = Pending::SaveAfterUpdate(control);
+        let is_complete = control.should_epoch_stop || self.state.global_step >= data.flow.updates;
+        let continues = !is_complete && !control.should_training_stop;
+        if continues && self.accelerator.regroup_pending()? {
+            self.state.pending = Pending::Nothing;
+            return Ok(Some(EpochEnd::Regroup));
+        }
+        if self.accelerator.preempted()? {
+            self.was_preempted = true;
+            if !self.is_saved() {
+                self.save(data)?;
+            }
+            self.state.pending = Pending::Nothing;
+            return Ok(Some(EpochEnd::BrokenOff));
+        }
+        self.state.pending = Pending::Nothing;
+        Ok(match (control.should_training_stop, is_complete) {
+            (true, true) => Some(EpochEnd::LastOfTraining),
+            (true, false) if batch.is_some_and(Batch::is_last) => Some(EpochEnd::LastOfTraining),
+            (true, false) => Some(EpochEnd::BrokenOff),
+            (false, true) => Some(EpochEnd::Complete),
+            (false, false) => None,
+        })
+    }
+
+    /// Saves a checkpoint after an epoch, if requested, and returns true if the training stops.
+    fn save_after_epoch(&mut self, data: &TrainData<O>, control: TrainerControl) -> Result<bool> {
+        let control = self.save_if_due(data, control)?;
+        self.state.pending = Pending::Nothing;
+        Ok(control.should_training_stop)
     }
 
     /// Runs forward and backward of a batch, and the optimizer's step at the end of a window.
@@ -227,13 +288,18 @@ where
     }
 
     fn evaluate_now(&mut self) -> Result<TrainerControl> {
-        let entry = self.evaluate_and_log()?;
+        let entry = match self.state.evaluation.take() {
+            Some(entry) => entry,
+            None => self.evaluate_and_log()?,
+        };
+        self.state.evaluation = Some(entry.clone());
         let metrics = &entry.metrics;
         let loss = self.state.last_loss();
         self.console.on_evaluate(&self.accelerator, &entry, loss);
         let mut control =
             self.hook(|callback, at, control| callback.on_evaluate(at, metrics, control))?;
         control.should_save |= self.compare_with_best(metrics);
+        self.state.evaluation = None;
         Ok(control)
     }
 

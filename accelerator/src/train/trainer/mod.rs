@@ -4,6 +4,7 @@ mod build;
 mod checkpoints;
 mod evaluation;
 mod fit;
+mod parts;
 
 use core::fmt;
 use std::path::Path;
@@ -15,12 +16,12 @@ use burn::module::Module;
 use serde::Serialize;
 
 pub use self::build::TrainerBuilder;
+use self::parts::{TrainData, Unprepared};
 use super::arguments::{ReportTo, TrainingArguments};
 use super::callback::{EarlyStopping, TrainerCallback};
 use super::console::{Banner, Console};
-use super::flow::Flow;
 use super::loss::{Inputs, LossOutput};
-use super::state::{BestCandidate, Metrics, ModelCell, SavedUpdate, TrainerState};
+use super::state::{Metrics, ModelCell, SavedUpdate, TrainerState};
 use crate::accelerator::Accelerator;
 use crate::core::dyn_module::DynModule;
 use crate::core::error::{Error, Result};
@@ -89,7 +90,6 @@ pub struct Trainer<M, I, O, P> {
     arguments: TrainingArguments,
     broken_off: Option<Epoch<O>>,
     callbacks: Callbacks<M>,
-    candidate: Option<BestCandidate>,
     collator: Arc<dyn Batcher<I, O>>,
     compute_loss: Arc<ComputeLoss<M, O, P>>,
     compute_metrics: Option<Arc<ComputeMetrics<P>>>,
@@ -103,20 +103,9 @@ pub struct Trainer<M, I, O, P> {
     saved: Option<SavedUpdate>,
     state: TrainerState,
     train: Option<TrainData<O>>,
+    unprepared: Unprepared<I>,
     was_preempted: bool,
     watches: bool,
-}
-
-struct TrainData<O> {
-    flow: Flow,
-    loader: PreparedLoader<O>,
-}
-
-impl<O: Send + 'static> TrainData<O> {
-    fn new(arguments: &TrainingArguments, loader: PreparedLoader<O>) -> Self {
-        let flow = Flow::new(arguments, loader.steps().unwrap_or(0));
-        Self { flow, loader }
-    }
 }
 
 type ComputeLoss<M, O, P> = dyn Fn(&M, &Inputs<'_, O>) -> LossOutput<P>;
