@@ -10,7 +10,7 @@ use burn::tensor::Device;
 
 use crate::core::agreement;
 use crate::core::device::{BackendKind, Operations};
-use crate::core::error::{Error, Result};
+use crate::core::error::{self, Error, Result};
 use crate::core::offload::Offload;
 use crate::timeline::Timeline;
 
@@ -90,6 +90,16 @@ impl Context {
         match self.is_main_process() {
             true => agreement::send(&self.group, self.alone(work)).map(Some),
             false => agreement::receive(&self.group, action).map(|()| None),
+        }
+    }
+
+    /// Warns that the job restarts after a loss, though it was started to continue, since that state is not on every rank.
+    pub(crate) fn warn_of_restart(&self, state: &str) {
+        if self.is_main_process() && self.group.continues_on_loss() {
+            error::warn(&format!(
+                "the job was started with `--on-loss continue`, but {state} cannot continue without a lost rank: after a \
+                 loss, the job restarts from its newest checkpoint"
+            ));
         }
     }
 

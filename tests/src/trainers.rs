@@ -20,7 +20,7 @@ use crate::problems::{Mlp, PictureBatcher, Pictures};
 /// Logits and labels.
 type Outputs = (Tensor<2>, Tensor<1, Int>);
 
-/// The training of a rank, besides its arguments.
+/// The settings of a test that are not training arguments.
 #[derive(Clone, Debug, Default, Deserialize, Serialize)]
 pub struct TrainerJob {
     /// The probability of dropout, whose masks depend on the rank.
@@ -30,16 +30,16 @@ pub struct TrainerJob {
     pub pause_ms: u64,
 }
 
-/// A rank that kills itself, by its number in the first group.
+/// Makes a rank kill itself. `rank` is its rank in the first group.
 #[derive(Clone, Copy, Debug, Deserialize, Serialize)]
 pub struct Kill {
     pub rank: usize,
-    pub moment: Moment,
+    pub point: KillPoint,
 }
 
-/// A moment of a training, after this many updates.
+/// The callback in which a rank kills itself, and the number of updates before it.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
-pub enum Moment {
+pub enum KillPoint {
     Begin,
     Step(u64),
     Evaluation(u64),
@@ -74,12 +74,12 @@ pub fn train(file: &Path, pushed: &Path, job: TrainerJob) -> Result<ExitCode> {
 }
 
 impl TrainerJob {
-    fn reach(&self, moment: Moment) {
-        // A process that replaces another one has its number.
+    fn kill_if_due(&self, point: KillPoint) {
+        // A replacement has the `RANK` of the lost process, and must not kill itself too.
         let joins = std::env::var("ACCEL_ELASTIC").is_ok_and(|word| word == "joining");
         let rank = std::env::var("RANK");
         let is_due = |kill: &Kill| {
-            kill.moment == moment
+            kill.point == point
                 && rank
                     .as_ref()
                     .is_ok_and(|rank| *rank == kill.rank.to_string())
@@ -87,7 +87,7 @@ impl TrainerJob {
         if !joins && self.kills.iter().any(is_due) {
             let pid = std::process::id().to_string();
             let status = Command::new("kill").args(["-KILL", &pid]).status();
-            panic!("this process has survived {status:?}");
+            panic!("`kill -KILL` did not end this process: {status:?}");
         }
     }
 }
@@ -99,14 +99,14 @@ impl<M> TrainerCallback<M> for TrainerJob {
         _: &mut TrainerControl,
     ) -> Result<()> {
         if at.state.global_step == 0 {
-            self.reach(Moment::Begin);
+            self.kill_if_due(KillPoint::Begin);
         }
         Ok(())
     }
 
     fn on_step_end(&mut self, at: &CallbackContext<'_, M>, _: &mut TrainerControl) -> Result<()> {
         std::thread::sleep(Duration::from_millis(self.pause_ms));
-        self.reach(Moment::Step(at.state.global_step));
+        self.kill_if_due(KillPoint::Step(at.state.global_step));
         Ok(())
     }
 
@@ -116,7 +116,7 @@ impl<M> TrainerCallback<M> for TrainerJob {
         _: &Metrics,
         _: &mut TrainerControl,
     ) -> Result<()> {
-        self.reach(Moment::Evaluation(at.state.global_step));
+        self.kill_if_due(KillPoint::Evaluation(at.state.global_step));
         Ok(())
     }
 
@@ -126,12 +126,12 @@ impl<M> TrainerCallback<M> for TrainerJob {
         _: &Saved,
         _: &mut TrainerControl,
     ) -> Result<()> {
-        self.reach(Moment::Save(at.state.global_step));
+        self.kill_if_due(KillPoint::Save(at.state.global_step));
         Ok(())
     }
 
     fn on_epoch_end(&mut self, at: &CallbackContext<'_, M>, _: &mut TrainerControl) -> Result<()> {
-        self.reach(Moment::Epoch(at.state.global_step));
+        self.kill_if_due(KillPoint::Epoch(at.state.global_step));
         Ok(())
     }
 }

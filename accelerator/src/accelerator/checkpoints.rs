@@ -201,6 +201,11 @@ impl Accelerator {
         Ok(resumed)
     }
 
+    /// Returns true if this rank has brought the state of a training into the group, to resume from.
+    pub(crate) fn has_state_in_memory(&self) -> bool {
+        self.shared.checkpoints.live().is_some()
+    }
+
     /// Resumes a loader alone, before there is an optimizer. A [plan](Self::plan), and a schedule over its steps,
     /// then count the batches with which training continues at another number of ranks. Pass all parts to
     /// [`resume`](Self::resume) afterwards. Without any checkpoint, the loader is returned as it is.

@@ -247,6 +247,8 @@ impl Steps for Sharded<ModuleOptimizer> {
     #[track_caller]
     fn shared_out(self, accelerator: &Accelerator) -> Result<(ModuleOptimizer, Option<Shards>)> {
         check_state(accelerator, &self.0)?;
+        let context = &accelerator.shared.context;
+        context.warn_of_restart("a sharded optimizer");
         Shards::new(accelerator.group(), self.0)
     }
 }

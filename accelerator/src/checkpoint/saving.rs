@@ -171,7 +171,7 @@ impl CheckpointContext {
         *self.live.lock() = live;
     }
 
-    pub(super) fn live(&self) -> Option<Arc<LiveState>> {
+    pub(crate) fn live(&self) -> Option<Arc<LiveState>> {
         self.live.lock().clone()
     }
 

@@ -52,6 +52,10 @@ impl SyncRounds {
             )
         })?;
         check_nothing_crosses(accelerator)?;
+        if concern == OpenRoundConcern::Apart {
+            let context = &accelerator.shared.context;
+            context.warn_of_restart("local training");
+        }
         Ok(Self {
             accelerator: accelerator.clone(),
             concern,

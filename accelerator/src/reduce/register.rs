@@ -109,6 +109,7 @@ fn shard(
     on_autodiff: &Result<()>,
 ) -> Result<BoxedModule> {
     compare(context, on_autodiff, &Layout::undrawn(&model), None)?;
+    context.warn_of_restart("a model with sharded units");
     if context.settings.hook.is_some() && context.world_size() > 1 {
         return Err(Error::misuse(
             "a communication hook needs whole gradients, but gradients of sharded units are reduced in pieces: remove the \

@@ -75,7 +75,7 @@ impl Console {
         if state.global_step > 0 {
             let _ = writeln!(
                 text,
-                "  Resuming training from checkpoint with epoch {} and global step {}",
+                "  Resuming training at epoch {} and global step {}",
                 state.epoch, state.global_step
             );
         }

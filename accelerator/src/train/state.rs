@@ -141,41 +141,73 @@ pub struct TrainerState {
     pub(super) window: LossMean,
     pub(super) whole: LossMean,
     pub(super) callbacks: BTreeMap<String, serde_json::Value>,
-    /// An evaluation since the last checkpoint that is better than the best so far.
+    /// An evaluation that is better than `best_metric`, but has no checkpoint of its update yet.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) candidate: Option<BestCandidate>,
-    /// An evaluation that is logged, and of which not all callbacks were told.
+    /// A logged evaluation for which not every callback's `on_evaluate` has been called.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(super) evaluation: Option<LogEntry>,
-    #[serde(default, skip_serializing_if = "Pending::is_nothing")]
-    pub(super) pending: Pending,
+    pub(super) unreported_evaluation: Option<LogEntry>,
+    /// A log entry for which not every callback's `on_log` has been called.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) unreported_log: Option<LogEntry>,
+    #[serde(default, skip_serializing_if = "PendingWork::is_nothing")]
+    pub(super) pending: PendingWork,
+    /// The last checkpoint, or the one from which the training resumed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) saved: Option<SavedUpdate>,
+    /// Set once the evaluation of `eval_on_start` is complete.
+    #[serde(default, skip_serializing_if = "core::ops::Not::not")]
+    pub(super) is_evaluated_at_start: bool,
 }
 
-/// The work that is due before the next update. It is never pending in a checkpoint, only when a rank is lost.
+/// The work that remains before the next update, which the next group repeats after the loss of a rank. In a checkpoint,
+/// it is always `Nothing`.
 #[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Serialize)]
-pub(super) enum Pending {
+pub(super) enum PendingWork {
     #[default]
     Nothing,
     /// The logs, evaluation and checkpoint that are due after an update.
-    AfterUpdate,
+    AfterUpdate(UpdateEnd),
     /// A checkpoint after an update, if requested.
-    SaveAfterUpdate(TrainerControl),
+    SaveAfterUpdate(UpdateEnd),
     /// The logs, evaluation and checkpoint that are due after an epoch.
     AfterEpoch(EpochEnd),
-    /// A checkpoint after an epoch, if requested. The epoch counts as ended.
+    /// A checkpoint after an epoch, if requested. `ended_epochs` is already up to date.
     SaveAfterEpoch(TrainerControl),
-    /// The end of the training.
-    End,
+    /// Loading the best model, and calling `on_train_end`.
+    TrainEnd,
 }
 
-impl Pending {
+impl PendingWork {
     fn is_nothing(&self) -> bool {
         *self == Self::Nothing
     }
 
-    pub(super) fn is_after_update(self) -> bool {
-        matches!(self, Self::AfterUpdate | Self::SaveAfterUpdate(_))
+    /// Returns the update whose work remains.
+    pub(super) fn update(self) -> Option<UpdateEnd> {
+        match self {
+            Self::AfterUpdate(update) | Self::SaveAfterUpdate(update) => Some(update),
+            _ => None,
+        }
     }
+
+    /// Makes the training stop after the update or the epoch whose work remains.
+    pub(super) fn stop(&mut self) {
+        match self {
+            Self::AfterUpdate(UpdateEnd { control, .. })
+            | Self::SaveAfterUpdate(UpdateEnd { control, .. })
+            | Self::SaveAfterEpoch(control) => control.should_training_stop = true,
+            Self::Nothing | Self::AfterEpoch(_) | Self::TrainEnd => {}
+        }
+    }
+}
+
+/// The end of an update.
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
+pub(super) struct UpdateEnd {
+    /// The requests of callbacks so far.
+    pub(super) control: TrainerControl,
+    pub(super) is_last_of_epoch: bool,
 }
 
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
@@ -183,7 +215,7 @@ pub(super) enum EpochEnd {
     Complete,
     LastOfTraining,
     /// The training stops within the epoch; if it is resumed, it continues there.
-    BrokenOff,
+    Interrupted,
     /// The number of ranks changes, and the epoch continues with the next group.
     Regroup,
 }
@@ -253,7 +285,7 @@ impl TrainerControl {
     }
 }
 
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 pub(super) struct SavedUpdate {
     pub(super) update: u64,
     /// The path on the host of rank 0.

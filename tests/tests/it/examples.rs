@@ -199,7 +199,7 @@ fn trainer_mnist() {
     );
 
     let said = run(&format!("{args} --max-steps 21 --resume-from-checkpoint"));
-    let line = "  Resuming training from checkpoint with epoch 0.2 and global step 20";
+    let line = "  Resuming training at epoch 0.2 and global step 20";
     says(&said, line);
     assert_eq!(rows(&said).len(), 1, "{said}");
     // In half precision, inputs and outputs are cast.

@@ -5,7 +5,7 @@ use std::process::Command;
 
 use accelerator::track::{RunHistory, RunStatus};
 use accelerator_tests::processes::{Ended, launcher, run};
-use accelerator_tests::trainers::{Kill, Moment, TrainerJob};
+use accelerator_tests::trainers::{Kill, KillPoint, TrainerJob};
 use serde_json::Value;
 
 /// Compares weights, averages, logs, the table and the best model.
@@ -44,67 +44,112 @@ fn a_trainer_killed_ten_times_ends_bit_equal_to_one_never_disturbed() {
     );
 }
 
-/// Ranks are killed in a step, an evaluation, a save or between epochs, and the others train on.
+/// Ranks are killed in a step, an evaluation or a save, or between epochs, and the others continue.
 #[test]
 fn a_trainer_that_loses_ranks_ends_as_one_never_disturbed() {
-    let whole = undisturbed();
-    for moment in [
-        Moment::Begin,
-        Moment::Step(1),
-        Moment::Step(5),
-        Moment::Step(29),
-        Moment::Evaluation(12),
-        Moment::Save(12),
-        Moment::Epoch(14),
-        Moment::Epoch(29),
+    let expected = undisturbed();
+    for point in [
+        KillPoint::Begin,
+        KillPoint::Step(1),
+        KillPoint::Step(5),
+        KillPoint::Step(29),
+        KillPoint::Evaluation(12),
+        KillPoint::Save(12),
+        KillPoint::Epoch(14),
+        KillPoint::Epoch(29),
     ] {
         for rank in 0..3 {
-            recovers(&ALONE, sgd(vec![Kill { rank, moment }]), "", 2, &whole);
+            assert_recovers(
+                &NO_REPLACEMENT,
+                without_dropout(vec![Kill { rank, point }]),
+                "",
+                2,
+                &expected,
+            );
         }
     }
     let kill = |rank| Kill {
         rank,
-        moment: Moment::Step(7),
+        point: KillPoint::Step(7),
     };
-    recovers(&ALONE, sgd(vec![kill(0), kill(2)]), "", 1, &whole);
+    assert_recovers(
+        &NO_REPLACEMENT,
+        without_dropout(vec![kill(0), kill(2)]),
+        "",
+        1,
+        &expected,
+    );
 }
 
 /// Ranks are killed in the backward pass.
 #[test]
-fn a_trainer_that_loses_a_rank_in_a_step_trains_on() {
-    let whole = undisturbed();
+fn a_trainer_that_loses_a_rank_in_a_step_continues() {
+    let expected = undisturbed();
     for step in [0, 9, 28] {
-        // There is no rank 2 in the next group.
+        // The next group has no rank 2, so the fault occurs only once.
         let faults = format!("rank=2 step={step} kill");
-        recovers(&ALONE, sgd(Vec::new()), &faults, 2, &whole);
+        assert_recovers(
+            &NO_REPLACEMENT,
+            without_dropout(Vec::new()),
+            &faults,
+            2,
+            &expected,
+        );
     }
 }
 
 /// Another process takes the place of a lost rank, and the job has three ranks again.
 #[test]
 fn a_process_joins_a_trainer_in_place_of_a_lost_rank() {
-    let whole = undisturbed();
+    let expected = undisturbed();
     for rank in 0..3 {
-        let moment = Moment::Step(3);
+        let point = KillPoint::Step(3);
         let job = TrainerJob {
             // The new process must join before the job ends.
             pause_ms: 40,
-            ..sgd(vec![Kill { rank, moment }])
+            ..without_dropout(vec![Kill { rank, point }])
         };
-        recovers(&[], job, "", 3, &whole);
+        assert_recovers(&[], job, "", 3, &expected);
     }
 }
 
-/// Runs a job that loses ranks, and checks that `ranks` ranks finish it with the same training as the whole job.
-fn recovers(options: &[&str], job: TrainerJob, faults: &str, ranks: usize, whole: &Value) {
+/// Nobody has the lost rank's part of the optimizer's state.
+#[test]
+fn a_trainer_with_a_sharded_optimizer_is_restarted_after_a_loss() {
+    let own = "optim = \"sgd\"\nmomentum = 0.9\nsharded_optimizer = true";
+    let trained = |options: &[&str], faults| {
+        let folder = tempfile::tempdir().unwrap();
+        let job = without_dropout(Vec::new());
+        let ended = launch(folder.path(), own, &job, options, faults);
+        ended.succeeded();
+        (state(folder.path()), ended)
+    };
+    let (expected, _) = trained(&["-n", "3"], "");
+    let options = ["-n", "3", "--on-loss", "continue", "--restart-delay", "0"];
+    let (restarted, ended) = trained(&options, "rank=1 restart=0 step=7 kill");
+    let what = format!("{}\n{}", ended.stdout, ended.stderr);
+    assert!(ended.stdout.contains("after 1 restarts, on 3"), "{what}");
+    let warning = "a sharded optimizer cannot continue without a lost rank";
+    assert!(what.contains(warning), "{what}");
+    assert_eq!(restarted, expected, "{what}");
+}
+
+/// Runs a job that loses ranks, and checks that `ranks` ranks finish it with the result of the undisturbed job.
+fn assert_recovers(
+    options: &[&str],
+    job: TrainerJob,
+    faults: &str,
+    ranks: usize,
+    expected: &Value,
+) {
     let folder = tempfile::tempdir().unwrap();
     let continues = ["-n", "3", "--on-loss", "continue", "--max-restarts", "0"];
     let options = [&continues[..], options].concat();
     let ended = launch(folder.path(), ARGUMENTS, &job, &options, faults);
     let what = format!("{job:?}\n{}\n{}", ended.stdout, ended.stderr);
-    let expected = format!("after 0 restarts, on {ranks} ranks");
-    assert!(ended.succeeded().contains(&expected), "{what}");
-    assert_close(&state(folder.path()), whole, &what);
+    let last = format!("after 0 restarts, on {ranks} ranks");
+    assert!(ended.succeeded().contains(&last), "{what}");
+    assert_close(&state(folder.path()), expected, &what);
     let runs = std::fs::read_dir(folder.path().join("runs")).unwrap();
     let runs = runs.filter_map(|entry| RunHistory::read(entry.unwrap().path()).ok());
     let runs: Vec<_> = runs
@@ -122,14 +167,14 @@ const LOGGED: [u64; 15] = [2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 2
 
 const EVALUATED: [u64; 10] = [3, 6, 9, 12, 15, 18, 21, 24, 27, 29];
 
-/// Arguments of an optimizer that does not amplify rounding, and of a tracked run.
+/// Selects an optimizer that does not amplify rounding errors, and tracks the run.
 const ARGUMENTS: &str = "optim = \"sgd\"\nreport_to = [\"csv\"]";
 
-/// An option of a launcher that does not replace lost ranks.
-const ALONE: [&str; 2] = ["--regrow-after", "600"];
+/// Delays the replacement of a lost rank until after the end of the job.
+const NO_REPLACEMENT: [&str; 2] = ["--regrow-after", "600"];
 
 /// Returns a job without dropout.
-fn sgd(kills: Vec<Kill>) -> TrainerJob {
+fn without_dropout(kills: Vec<Kill>) -> TrainerJob {
     TrainerJob {
         kills,
         ..TrainerJob::default()
@@ -138,13 +183,13 @@ fn sgd(kills: Vec<Kill>) -> TrainerJob {
 
 fn undisturbed() -> Value {
     let folder = tempfile::tempdir().unwrap();
-    let job = sgd(Vec::new());
+    let job = without_dropout(Vec::new());
     let ended = launch(folder.path(), ARGUMENTS, &job, &["-n", "3"], "");
     assert!(ended.succeeded().contains("on 3 ranks"), "{}", ended.stdout);
     state(folder.path())
 }
 
-/// Compares texts and numbers, the latter up to the rounding of sums.
+/// Checks that two JSON values are equal; numbers may differ by less than 1e-4.
 fn assert_close(ours: &Value, other: &Value, what: &str) {
     match (ours, other) {
         (Value::Array(ours), Value::Array(other)) => {

@@ -9,7 +9,7 @@ use burn::module::Module;
 use burn::optim::ModuleOptimizer;
 use burn::tensor::Device;
 
-use super::parts::{Unprepared, of};
+use super::parts::{Unprepared, build_optimizer};
 use super::{Callbacks, ComputeLoss, ComputeMetrics, Trainer};
 use crate::accelerator::Accelerator;
 use crate::core::device::Operations;
@@ -226,15 +226,17 @@ where
             of_program: self.callbacks,
         };
 
-        let model = accelerator.init(self.model_init);
-        let optimizer = self.optimizer.unwrap_or_else(|| of(&arguments));
+        let optimizer = self
+            .optimizer
+            .unwrap_or_else(|| build_optimizer(&arguments));
         let unprepared = Unprepared {
             optimizer,
             train: self.train,
             eval: self.eval,
         };
-        let folder = unprepared.resume_folder(&arguments, &accelerator);
-        let parts = unprepared.prepare(&accelerator, &arguments, &collator, model, folder)?;
+        let resume_from = unprepared.check(&accelerator, &arguments)?;
+        let model = accelerator.init(self.model_init);
+        let parts = unprepared.prepare(&accelerator, &arguments, &collator, model, resume_from)?;
         let rows = parts
             .train
             .as_ref()
@@ -242,7 +244,7 @@ where
         let mut trainer = Trainer {
             accelerator,
             arguments,
-            broken_off: None,
+            interrupted_epoch: None,
             callbacks,
             collator,
             compute_loss,
@@ -253,14 +255,13 @@ where
             local: None,
             model: ModelCell::new(parts.model),
             optimizer: parts.optimizer,
-            saved: None,
             state: parts.state,
             train: parts.train,
             unprepared,
             was_preempted: false,
             watches: false,
         };
-        trainer.begin(parts.resumed.as_ref())?;
+        trainer.begin_group(parts.resumed.as_ref())?;
         Ok(trainer)
     }
 }

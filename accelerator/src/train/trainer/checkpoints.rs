@@ -5,11 +5,11 @@ use accelerator_collective::internal::GroupExt;
 use accelerator_manifest::internal::Place;
 use burn::module::Module;
 
-use super::parts::{Resumed, TrainData, folder_to_continue};
+use super::parts::{Parts, Resumed, TrainData};
 use super::{LocalRounds, Trainer};
 use crate::accelerator::Accelerator;
 use crate::checkpoint::{Checkpoints, DynSave, Object, Position, Saved, SavedAs};
-use crate::core::error::{Error, Result};
+use crate::core::error::{Error, Kind, Result};
 use crate::core::tensors::Tensors;
 use crate::train::arguments::SaveStrategy;
 use crate::train::callback::TrainerCallback;
@@ -22,10 +22,11 @@ where
     O: Send + 'static,
     P: Tensors + Clone + 'static,
 {
-    /// Begins with parts that were just prepared, resumed from there. Every rank must call it.
-    pub(super) fn begin(&mut self, resumed: Option<&Resumed>) -> Result<()> {
+    /// Begins training with newly prepared parts. If they were resumed, restores the paths of checkpoints and the state
+    /// of callbacks. Every rank must call it.
+    pub(super) fn begin_group(&mut self, resumed: Option<&Resumed>) -> Result<()> {
         if let Some(Resumed { folder, position }) = resumed {
-            self.find_saved(folder, position)?;
+            self.restore_checkpoint_paths(folder, position)?;
             self.restore_callbacks()?;
             self.check_best()?;
         }
@@ -36,10 +37,9 @@ where
         self.check_metric()
     }
 
-    /// Restores the paths of checkpoints, which the one that was resumed did not know of itself.
-    fn find_saved(&mut self, folder: &Path, position: &Position) -> Result<()> {
-        self.saved = None;
-        // The state of the group before is about the folder as it is.
+    /// Restores the paths of the resumed checkpoint and of the best one. A checkpoint does not contain its own path.
+    fn restore_checkpoint_paths(&mut self, folder: &Path, position: &Position) -> Result<()> {
+        // State from the memory of the previous group already has the right paths.
         if !position.is_start() && position.checkpoint().is_none() {
             return Ok(());
         }
@@ -53,15 +53,15 @@ where
             found.map_or(Ok((None, None)), |number| find_beside(folder, number, best))
         })?;
         let found = found.unwrap_or_default();
-        let (path, beside): BesideCheckpoint = self.accelerator.broadcast_object(&found, 0)?;
-        self.saved = position.checkpoint().map(|_| SavedUpdate {
+        let (path, beside): CheckpointPaths = self.accelerator.broadcast_object(&found, 0)?;
+        state.saved = position.checkpoint().map(|_| SavedUpdate {
             update: state.global_step,
             path,
         });
         match &mut state.best_model_checkpoint {
             // It is this checkpoint, which could not name itself; versions before named the best one before it.
             best if state.best_global_step == Some(state.global_step) => {
-                let saved = self.saved.as_ref();
+                let saved = state.saved.as_ref();
                 *best = saved.and_then(|saved| saved.path.clone());
             }
             Some(best) => *best = beside.unwrap_or_else(|| best.clone()),
@@ -91,7 +91,7 @@ where
         Ok(())
     }
 
-    fn note_callbacks(&mut self) {
+    fn record_callback_states(&mut self) {
         let callbacks = self.callbacks.of_program.iter();
         let states = callbacks.filter_map(|callback| callback.state());
         let own = self.callbacks.early_stopping.as_ref();
@@ -99,7 +99,7 @@ where
         self.state.callbacks = states.chain(own).collect();
     }
 
-    /// Passes the parts that are saved to `save`.
+    /// Calls `save` with the parts that a checkpoint contains.
     fn with_parts<R>(&self, data: &TrainData<O>, save: impl FnOnce(&dyn DynSave) -> R) -> R {
         let (model, optimizer, loader) = (self.model.get(), &self.optimizer, &data.loader);
         let state = Object(&self.state);
@@ -109,49 +109,59 @@ where
         }
     }
 
-    /// Continues with the other ranks after the loss of one, if the launcher lets them; otherwise, returns the loss.
-    pub(super) fn recover(&mut self, data: TrainData<O>, loss: Error) -> Result<TrainData<O>> {
-        if !self.accelerator.group().continues_on_loss() {
-            self.train = Some(data);
-            return Err(loss);
+    /// Continues with the surviving ranks if the launcher lets them; otherwise, returns the error of the lost rank.
+    pub(super) fn recover(&mut self, data: &TrainData<O>, lost: Error) -> Result<TrainData<O>> {
+        let is_bound = self.is_bound_to_group();
+        if is_bound || !self.accelerator.group().continues_on_loss() {
+            return Err(lost);
         }
-        let next = self.recovered(&data)?;
+        let next = self.recover_accelerator(data)?;
         self.join(next)
     }
 
-    fn recovered(&mut self, data: &TrainData<O>) -> Result<Accelerator> {
-        self.note_callbacks();
+    /// Returns true if layers of the model communicate in their forward pass, so that a program must build the model
+    /// anew for another group.
+    pub(super) fn is_bound_to_group(&self) -> bool {
+        let context = &self.accelerator.shared.context;
+        context.forward_collectives.is_noted()
+    }
+
+    fn recover_accelerator(&mut self, data: &TrainData<O>) -> Result<Accelerator> {
+        self.record_callback_states();
         self.with_parts(data, |parts| self.accelerator.recover_with(parts))
     }
 
-    /// Joins the next group, of another number of ranks. A process that has no place in it ends.
-    pub(super) fn regroup(&mut self, data: TrainData<O>) -> Result<TrainData<O>> {
-        self.note_callbacks();
-        match self.with_parts(&data, |parts| self.accelerator.regroup_with(parts))? {
+    /// Joins the next group, which has more or fewer ranks. A process that has no place in it exits with code 0.
+    pub(super) fn regroup(&mut self, data: &TrainData<O>) -> Result<TrainData<O>> {
+        self.record_callback_states();
+        match self.with_parts(data, |parts| self.accelerator.regroup_with(parts))? {
             Some(next) => self.join(next),
             None => std::process::exit(0),
         }
     }
 
-    /// Prepares the parts for another group of ranks, and continues from the state that the ranks bring into it. If yet
-    /// another rank is lost meanwhile, joins the group after it.
+    /// Prepares the parts for the next group, and resumes from the state that its ranks bring in memory. If another
+    /// rank is lost before that is done, recovers again, and prepares the parts for the group after it.
     fn join(&mut self, mut next: Accelerator) -> Result<TrainData<O>> {
         loop {
-            let (arguments, model) = (&self.arguments, self.model.get().clone());
-            let folder = Some(folder_to_continue(arguments));
-            let prepared = self
-                .unprepared
-                .prepare(&next, arguments, &self.collator, model, folder);
-            let parts = match prepared {
-                Ok(parts) => parts,
+            let parts = match self.prepare_for(&next) {
                 Err(error) if error.is_peer_lost() => {
                     next = next.recover(())?;
                     continue;
                 }
-                Err(error) => return Err(error),
+                parts => parts?,
             };
-            let Some(data) = parts.train else {
-                return Err(Error::config("there is no training data to continue with"));
+            let is_from_memory = |resumed: &Resumed| {
+                !resumed.position.is_start() && resumed.position.checkpoint().is_none()
+            };
+            let (Some(data), true) = (
+                parts.train,
+                parts.resumed.as_ref().is_some_and(is_from_memory),
+            ) else {
+                return Err(Error::new(
+                    Kind::Collective,
+                    "the state of the training was lost with a rank: resume from the last checkpoint",
+                ));
             };
             self.accelerator = next;
             self.model = ModelCell::new(parts.model);
@@ -159,17 +169,24 @@ where
             self.eval = parts.eval;
             self.ema = parts.ema;
             self.state = parts.state;
-            self.broken_off = None;
-            match self.begin(parts.resumed.as_ref()) {
+            self.interrupted_epoch = None;
+            match self.begin_group(parts.resumed.as_ref()) {
                 Ok(()) => return Ok(data),
-                Err(error) if error.is_peer_lost() => next = self.recovered(&data)?,
+                Err(error) if error.is_peer_lost() => next = self.recover_accelerator(&data)?,
                 Err(error) => return Err(error),
             }
         }
     }
 
+    fn prepare_for(&self, next: &Accelerator) -> Result<Parts<M, O>> {
+        let (arguments, unprepared) = (&self.arguments, &self.unprepared);
+        let resume_from = unprepared.check(next, arguments)?;
+        let model = self.model.get().clone();
+        unprepared.prepare(next, arguments, &self.collator, model, resume_from)
+    }
+
     pub(super) fn save_checkpoint(&mut self, data: &TrainData<O>) -> Result<Saved> {
-        self.note_callbacks();
+        self.record_callback_states();
         let mut checkpoints = Checkpoints::new(&self.arguments.output_dir);
         if let Some(limit) = self.arguments.save_total_limit {
             checkpoints = checkpoints.with_total_limit(limit);
@@ -185,11 +202,13 @@ where
         if let Some(best) = best.filter(|_| self.state.best_is_beside) {
             checkpoints = checkpoints.with_protected(best);
         }
+        // A checkpoint does not know itself, and nothing is pending in it.
         let pending = core::mem::take(&mut self.state.pending);
+        let before = self.state.saved.take();
         let saved = self.with_parts(data, |parts| {
             self.accelerator.save_state_with(&checkpoints, parts)
         });
-        self.state.pending = pending;
+        (self.state.pending, self.state.saved) = (pending, before);
         let saved = saved?;
         let state = &mut self.state;
         if state.best_global_step == Some(state.global_step)
@@ -197,7 +216,7 @@ where
         {
             state.best_model_checkpoint = Some(saved.path().to_owned());
         }
-        self.saved = Some(SavedUpdate {
+        self.state.saved = Some(SavedUpdate {
             update: state.global_step,
             path: Some(saved.path().to_owned()),
         });
@@ -206,11 +225,11 @@ where
 }
 
 /// The paths of a checkpoint and of the best one.
-type BesideCheckpoint = (Option<PathBuf>, Option<PathBuf>);
+type CheckpointPaths = (Option<PathBuf>, Option<PathBuf>);
 
 /// The checkpoint of that number at `path`, which is it or the folder that holds it; and, in that folder, the one that
 /// has the name of `best`, if it is there.
-fn find_beside(path: &Path, number: u64, best: Option<&Path>) -> Result<BesideCheckpoint> {
+fn find_beside(path: &Path, number: u64, best: Option<&Path>) -> Result<CheckpointPaths> {
     let (folder, found) = match Place::open(path)? {
         Place::Checkpoint(checkpoint) => {
             let path = checkpoint.path();

@@ -176,7 +176,7 @@ where
     }
 
     pub(super) fn is_saved(&self) -> bool {
-        let saved = self.saved.as_ref();
+        let saved = self.state.saved.as_ref();
         saved.is_some_and(|saved| saved.update == self.state.global_step)
     }
 
@@ -196,8 +196,8 @@ where
         };
         let update = state.global_step;
         let strategy = self.arguments.save_strategy;
-        match &self.saved {
-            Some(saved) if saved.update == update => state.set_best(metric, saved.path.clone()),
+        match state.saved.clone() {
+            Some(saved) if saved.update == update => state.set_best(metric, saved.path),
             _ if strategy == SaveStrategy::No => state.set_best(metric, None),
             _ => {
                 state.candidate = Some(BestCandidate { update, metric });

@@ -12,7 +12,14 @@ use crate::data::Batch;
 use crate::local::LocalTraining as _;
 use crate::optim::StepOutcome;
 use crate::train::callback::{CallbackContext, TrainerCallback};
-use crate::train::state::{EpochEnd, LogEntry, Metrics, Pending, TrainerControl};
+use crate::train::state::{EpochEnd, LogEntry, Metrics, PendingWork, TrainerControl, UpdateEnd};
+
+/// The reason why the training in a group of ranks ends.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum GroupEnd {
+    Finished,
+    Regroup,
+}
 
 impl<M, I, O, P> Trainer<M, I, O, P>
 where
@@ -24,16 +31,18 @@ where
     /// Trains until the last update, or until a callback ends it, or a [notice to
     /// leave](crate::Accelerator::on_preemption), which also saves a checkpoint. Every rank must call it.
     ///
-    /// If the launcher changes the number of ranks, or was started with `--on-loss continue` and a rank is lost, the
-    /// training continues with the next group of ranks, as after [`Accelerator::regroup`] or [`Accelerator::recover`].
-    /// [`accelerator`](Self::accelerator) is another one then, and `on_train_begin` of callbacks is called again. A process that
-    /// has no place in the next group ends here, with success. New processes come to the training without the others, so
-    /// between [`build`](super::TrainerBuilder::build) and here, call nothing that all ranks must call.
+    /// If the launcher changes the number of ranks, or if it was started with `--on-loss continue` and a rank is lost,
+    /// training continues with the next group of ranks, as after [`regroup`](crate::Accelerator::regroup) or
+    /// [`recover`](crate::Accelerator::recover). [`accelerator`](Self::accelerator) then returns a new accelerator, and
+    /// callbacks get `on_train_begin` and `on_epoch_begin` again. A process that has no place in the next group exits in
+    /// `train`, with code 0. An added process calls [`build`](super::TrainerBuilder::build) while the other ranks are in
+    /// `train`. So before `train`, call nothing else that involves all ranks, such as [`evaluate`](Self::evaluate).
     ///
     /// # Errors
     ///
     /// [`Error::is_config`] without training data; those of [`Accelerator::backward`](crate::Accelerator::backward),
-    /// of evaluations, of checkpoints and of callbacks; [`Error::is_collective`] when a rank is lost.
+    /// of evaluations, of checkpoints and of callbacks; [`Error::is_collective`] if a rank is lost and the launcher
+    /// does not let the others continue.
     pub fn train(&mut self) -> Result<TrainOutput> {
         let (since, before) = (Instant::now(), self.state.global_step);
         let Some(mut data) = self.train.take() else {
@@ -42,10 +51,14 @@ where
             ));
         };
         loop {
-            match self.train_on(&data) {
-                Ok(EpochEnd::Regroup) => data = self.regroup(data)?,
-                Ok(_) => break,
-                Err(loss) if loss.is_peer_lost() => data = self.recover(data, loss)?,
+            let next = match self.train_on(&data) {
+                Ok(GroupEnd::Finished) => break,
+                Ok(GroupEnd::Regroup) => self.regroup(&data),
+                Err(lost) if lost.is_peer_lost() => self.recover(&data, lost),
+                Err(error) => Err(error),
+            };
+            match next {
+                Ok(next) => data = next,
                 Err(error) => {
                     self.train = Some(data);
                     return Err(error);
@@ -55,7 +68,7 @@ where
         let output = self.output(&data, since, before);
         self.train = Some(data);
         let ended = self.hook(|callback, at, _| callback.on_train_end(at));
-        self.state.pending = Pending::Nothing;
+        self.state.pending = PendingWork::Nothing;
         ended?;
         self.console
             .on_train_end(&self.accelerator, &output.metrics);
@@ -63,7 +76,7 @@ where
     }
 
     /// Trains until the end, or until the number of ranks changes.
-    fn train_on(&mut self, data: &TrainData<O>) -> Result<EpochEnd> {
+    fn train_on(&mut self, data: &TrainData<O>) -> Result<GroupEnd> {
         self.was_preempted = false;
         if !self.watches {
             self.accelerator.on_preemption(Preemption::new())?;
@@ -72,59 +85,63 @@ where
         self.begin_run()?;
         self.print_banner(data);
         let begun = self.hook(|callback, at, control| callback.on_train_begin(at, control))?;
-        let mut stops = begun.should_training_stop || self.state.pending == Pending::End;
-        if self.arguments.eval_on_start && self.state.global_step == 0 {
-            stops |= self.evaluate_now()?.should_training_stop;
-        }
-        if let Pending::SaveAfterEpoch(control) = self.state.pending {
-            stops |= self.save_after_epoch(data, control)?;
-        }
-        let is_within = |pending: Pending| {
-            pending.is_after_update() || matches!(pending, Pending::AfterEpoch(_))
-        };
-        while is_within(self.state.pending) || !stops && self.state.ended_epochs < data.flow.epochs
+        let mut stops = begun.should_training_stop || self.state.pending == PendingWork::TrainEnd;
+        if self.arguments.eval_on_start
+            && self.state.global_step == 0
+            && !self.state.is_evaluated_at_start
         {
+            stops |= self.evaluate_now()?.should_training_stop;
+            self.state.is_evaluated_at_start = true;
+        }
+        if stops {
+            self.state.pending.stop();
+        }
+        if let PendingWork::SaveAfterEpoch(control) = self.state.pending {
+            stops = self.save_after_epoch(data, control)?;
+        }
+        loop {
             let end = match self.state.pending {
-                Pending::AfterEpoch(end) => end,
+                PendingWork::AfterEpoch(end) => end,
+                pending if pending.update().is_some() => self.train_epoch(data)?,
+                _ if stops || self.state.ended_epochs >= data.flow.epochs => break,
+                _ if self.state.global_step < data.flow.updates => self.train_epoch(data)?,
                 // It ended between the last update and the end of its epoch.
-                Pending::Nothing if self.state.global_step >= data.flow.updates => {
-                    EpochEnd::Complete
-                }
-                _ => self.train_epoch(data)?,
+                _ => EpochEnd::Complete,
             };
             if end == EpochEnd::Regroup {
-                return Ok(end);
+                return Ok(GroupEnd::Regroup);
             }
             if self.was_preempted {
                 break;
             }
-            self.state.pending = Pending::AfterEpoch(end);
+            self.state.pending = PendingWork::AfterEpoch(end);
             let control = self.hook(|callback, at, control| callback.on_epoch_end(at, control))?;
             let due = data.flow.after_epoch(self.state.epoch);
             let mut control = self.log_and_evaluate(control.or(due))?;
-            if end != EpochEnd::BrokenOff {
+            if end != EpochEnd::Interrupted {
                 self.state.ended_epochs += 1;
             }
             control.should_training_stop |= end != EpochEnd::Complete;
-            self.state.pending = Pending::SaveAfterEpoch(control);
-            stops = self.save_after_epoch(data, control)?;
+            self.state.unreported_log = None;
+            self.state.pending = PendingWork::SaveAfterEpoch(control);
+            stops |= self.save_after_epoch(data, control)?;
         }
         self.share_losses()?;
         self.average_weights()?;
         if !self.was_preempted {
-            self.state.pending = Pending::End;
+            self.state.pending = PendingWork::TrainEnd;
             self.load_best()?;
         }
-        Ok(EpochEnd::LastOfTraining)
+        Ok(GroupEnd::Finished)
     }
 
     fn train_epoch(&mut self, data: &TrainData<O>) -> Result<EpochEnd> {
         self.hook(|callback, at, control| callback.on_epoch_begin(at, control))?;
         let begin = || data.loader.epoch(self.state.ended_epochs);
-        let mut batches = self.broken_off.take().unwrap_or_else(begin);
-        let mut end = match self.state.pending.is_after_update() {
-            true => self.after_update(data, None)?,
-            false => None,
+        let mut batches = self.interrupted_epoch.take().unwrap_or_else(begin);
+        let mut end = match self.state.pending.update() {
+            Some(_) => self.after_update(data)?,
+            None => None,
         };
         while end.is_none()
             && let Some(batch) = batches.next()
@@ -132,65 +149,77 @@ where
             let batch = batch?;
             self.micro_step(data, &batch)?;
             if self.accelerator.sync_gradients() {
-                self.state.pending = Pending::AfterUpdate;
-                end = self.after_update(data, Some(&batch))?;
+                self.state.pending = PendingWork::AfterUpdate(UpdateEnd {
+                    control: TrainerControl::default(),
+                    is_last_of_epoch: batch.is_last(),
+                });
+                end = self.after_update(data)?;
             }
         }
         let end = end.unwrap_or(EpochEnd::Complete);
-        if end == EpochEnd::BrokenOff {
-            self.broken_off = Some(batches);
+        if end == EpochEnd::Interrupted {
+            self.interrupted_epoch = Some(batches);
         }
         Ok(end)
     }
 
-    /// Does what is due after an update of which that was the last batch, and returns how its epoch ends, if it does.
-    fn after_update(
-        &mut self,
-        data: &TrainData<O>,
-        batch: Option<&Batch<O>>,
-    ) -> Result<Option<EpochEnd>> {
-        let control = match self.state.pending {
-            Pending::SaveAfterUpdate(control) => control,
-            _ => {
-                self.console.on_step_end(&self.state);
-                let control =
-                    self.hook(|callback, at, control| callback.on_step_end(at, control))?;
-                let due = data.flow.after_update(self.state.global_step);
-                self.log_and_evaluate(control.or(due))?
-            }
+    /// Does the pending work after an update: logs, evaluates and saves what is due. Returns how the epoch ends, or
+    /// `None` if it continues.
+    fn after_update(&mut self, data: &TrainData<O>) -> Result<Option<EpochEnd>> {
+        let Some(mut update) = self.state.pending.update() else {
+            return Ok(None);
         };
-        self.state.pending = Pending::SaveAfterUpdate(control);
-        let mut control = self.save_if_due(data, control)?;
-        control.should_save = false;
-        self.state.pending = Pending::SaveAfterUpdate(control);
+        if let PendingWork::AfterUpdate(_) = self.state.pending {
+            self.console.on_step_end(&self.state);
+            let control = self.hook(|callback, at, control| callback.on_step_end(at, control))?;
+            let due = data.flow.after_update(self.state.global_step);
+            let control = self.log_and_evaluate(control.or(due))?;
+            update.control = update.control.or(control);
+            self.state.unreported_log = None;
+            self.state.pending = PendingWork::SaveAfterUpdate(update);
+        }
+        update.control = self.save_if_due(data, update.control)?;
+        update.control.should_save = false;
+        self.state.pending = PendingWork::SaveAfterUpdate(update);
+        let UpdateEnd {
+            control,
+            is_last_of_epoch,
+        } = update;
         let is_complete = control.should_epoch_stop || self.state.global_step >= data.flow.updates;
-        let continues = !is_complete && !control.should_training_stop;
-        if continues && self.accelerator.regroup_pending()? {
-            self.state.pending = Pending::Nothing;
+        let stops = control.should_training_stop;
+        // The answer comes with that about preemption.
+        let regroups = !self.is_bound_to_group() && self.accelerator.regroup_pending()?;
+        if regroups && !is_complete && !stops {
+            self.share_losses()?;
+            self.state.pending = PendingWork::Nothing;
             return Ok(Some(EpochEnd::Regroup));
         }
-        if self.accelerator.preempted()? {
+        let trigger = &self.accelerator.shared.reduction.trigger;
+        let leaves = match regroups {
+            // A training that ends anyway does not start again at another size.
+            true => trigger.has_told_of_preemption(),
+            false => self.accelerator.preempted()?,
+        };
+        if leaves {
             self.was_preempted = true;
             if !self.is_saved() {
                 self.save(data)?;
             }
-            self.state.pending = Pending::Nothing;
-            return Ok(Some(EpochEnd::BrokenOff));
+            self.state.pending = PendingWork::Nothing;
+            return Ok(Some(EpochEnd::Interrupted));
         }
-        self.state.pending = Pending::Nothing;
-        Ok(match (control.should_training_stop, is_complete) {
-            (true, true) => Some(EpochEnd::LastOfTraining),
-            (true, false) if batch.is_some_and(Batch::is_last) => Some(EpochEnd::LastOfTraining),
-            (true, false) => Some(EpochEnd::BrokenOff),
-            (false, true) => Some(EpochEnd::Complete),
-            (false, false) => None,
+        self.state.pending = PendingWork::Nothing;
+        Ok(match stops {
+            true if is_complete || is_last_of_epoch => Some(EpochEnd::LastOfTraining),
+            true => Some(EpochEnd::Interrupted),
+            false => is_complete.then_some(EpochEnd::Complete),
         })
     }
 
     /// Saves a checkpoint after an epoch, if requested, and returns true if the training stops.
     fn save_after_epoch(&mut self, data: &TrainData<O>, control: TrainerControl) -> Result<bool> {
         let control = self.save_if_due(data, control)?;
-        self.state.pending = Pending::Nothing;
+        self.state.pending = PendingWork::Nothing;
         Ok(control.should_training_stop)
     }
 
@@ -268,10 +297,21 @@ where
 
     /// Logs the mean loss of the updates since the last time.
     fn log_losses(&mut self) -> Result<TrainerControl> {
-        let window = core::mem::take(&mut self.state.window);
-        let Some(loss) = window.mean() else {
-            return Ok(TrainerControl::default());
+        let step = self.state.global_step;
+        let unreported = self.state.unreported_log.take();
+        let entry = match unreported.filter(|entry| entry.step == step) {
+            Some(entry) => entry,
+            None => match self.log_window() {
+                Some(entry) => entry,
+                None => return Ok(TrainerControl::default()),
+            },
         };
+        self.state.unreported_log = Some(entry.clone());
+        self.hook(|callback, at, control| callback.on_log(at, &entry, control))
+    }
+
+    fn log_window(&mut self) -> Option<LogEntry> {
+        let loss = core::mem::take(&mut self.state.window).mean()?;
         let mut metrics = Metrics::default();
         metrics.push("loss", loss);
         for (name, metric) in [
@@ -284,22 +324,27 @@ where
         }
         let entry = self.log("train", metrics);
         self.console.on_log(&self.accelerator, &entry);
-        self.hook(|callback, at, control| callback.on_log(at, &entry, control))
+        Some(entry)
     }
 
     fn evaluate_now(&mut self) -> Result<TrainerControl> {
-        let entry = match self.state.evaluation.take() {
+        let step = self.state.global_step;
+        let unreported = self.state.unreported_evaluation.take();
+        let entry = match unreported.filter(|entry| entry.step == step) {
             Some(entry) => entry,
-            None => self.evaluate_and_log()?,
+            None => {
+                let entry = self.evaluate_and_log()?;
+                let loss = self.state.last_loss();
+                self.console.on_evaluate(&self.accelerator, &entry, loss);
+                entry
+            }
         };
-        self.state.evaluation = Some(entry.clone());
+        self.state.unreported_evaluation = Some(entry.clone());
         let metrics = &entry.metrics;
-        let loss = self.state.last_loss();
-        self.console.on_evaluate(&self.accelerator, &entry, loss);
         let mut control =
             self.hook(|callback, at, control| callback.on_evaluate(at, metrics, control))?;
         control.should_save |= self.compare_with_best(metrics);
-        self.state.evaluation = None;
+        self.state.unreported_evaluation = None;
         Ok(control)
     }
 
@@ -377,7 +422,7 @@ where
 
     fn output(&mut self, data: &TrainData<O>, since: Instant, before: u64) -> TrainOutput {
         let seconds = since.elapsed().as_secs_f64();
-        let updates = self.state.global_step - before;
+        let updates = self.state.global_step.saturating_sub(before);
         let arguments = &self.arguments;
         let of_all = match u64::try_from(arguments.max_steps) {
             Ok(steps) => steps as f64 * self.batch_of_update(data) as f64,

@@ -21,7 +21,7 @@ use super::arguments::{ReportTo, TrainingArguments};
 use super::callback::{EarlyStopping, TrainerCallback};
 use super::console::{Banner, Console};
 use super::loss::{Inputs, LossOutput};
-use super::state::{Metrics, ModelCell, SavedUpdate, TrainerState};
+use super::state::{Metrics, ModelCell, TrainerState};
 use crate::accelerator::Accelerator;
 use crate::core::dyn_module::DynModule;
 use crate::core::error::{Error, Result};
@@ -88,7 +88,7 @@ use crate::reduce::AveragedGradients;
 pub struct Trainer<M, I, O, P> {
     accelerator: Accelerator,
     arguments: TrainingArguments,
-    broken_off: Option<Epoch<O>>,
+    interrupted_epoch: Option<Epoch<O>>,
     callbacks: Callbacks<M>,
     collator: Arc<dyn Batcher<I, O>>,
     compute_loss: Arc<ComputeLoss<M, O, P>>,
@@ -99,8 +99,6 @@ pub struct Trainer<M, I, O, P> {
     local: Option<LocalRounds>,
     model: ModelCell<M>,
     optimizer: PreparedOptimizer<Manual>,
-    /// The last checkpoint, or the one from which the training resumed.
-    saved: Option<SavedUpdate>,
     state: TrainerState,
     train: Option<TrainData<O>>,
     unprepared: Unprepared<I>,
@@ -223,7 +221,11 @@ where
         self.save_model(folder.join("model.safetensors"))?;
         context.on_main("write what the training came to", || {
             write_json(&folder.join("training_arguments.json"), &self.arguments)?;
-            write_json(&folder.join("trainer_state.json"), &self.state)
+            let state = TrainerState {
+                saved: None,
+                ..self.state.clone()
+            };
+            write_json(&folder.join("trainer_state.json"), &state)
         })?;
         Ok(())
     }

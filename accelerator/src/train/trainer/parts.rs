@@ -58,26 +58,48 @@ impl<O: Send + 'static> TrainData<O> {
     }
 }
 
-/// The source of a resume: a folder of checkpoints or the group before.
+/// The source of a resume: a checkpoint in `folder`, or the memory of the previous group.
 pub(super) struct Resumed {
     pub(super) folder: PathBuf,
     pub(super) position: Position,
 }
 
 impl<I: fmt::Debug + Send + Sync + 'static> Unprepared<I> {
-    /// Returns the folder that is searched for the checkpoint that the arguments ask for. A restarted process, or one
-    /// that joins ranks in training, continues without being asked.
-    pub(super) fn resume_folder(
+    /// Compares the arguments of the ranks, and checks the folder of checkpoints. Returns the path to resume from, or
+    /// `None` to start from the beginning. A restarted process, or one whose group has the state of a training in
+    /// memory, resumes even if `resume_from_checkpoint` is not set.
+    pub(super) fn check(
         &self,
-        arguments: &TrainingArguments,
         accelerator: &Accelerator,
-    ) -> Option<PathBuf> {
-        let elastic = accelerator_host::variable(accelerator_host::ELASTIC.name);
-        let continues = accelerator.restarts() > 0 || elastic.is_some_and(|word| word == "joining");
-        match &arguments.resume_from_checkpoint {
-            ResumeFrom::No if !continues || self.train.is_none() => None,
-            _ => Some(folder_to_continue(arguments)),
+        arguments: &TrainingArguments,
+    ) -> Result<Option<PathBuf>> {
+        let terms = arguments.to_map()?.into_iter();
+        let terms: Vec<_> = terms
+            .map(|(name, value)| Term::new(format!("the argument `{name}`"), value))
+            .collect();
+        let group = accelerator.group();
+        agreement::check_all(group, &terms)?;
+        let mut has_state = accelerator.has_state_in_memory();
+        if group.world_size() > 1 {
+            let group = group.for_purpose("begin a training");
+            has_state = group.broadcast_object(Some(&has_state), 0)?;
         }
+        let continues = has_state || accelerator.restarts() > 0;
+        let resume_from = match &arguments.resume_from_checkpoint {
+            ResumeFrom::Path(path) => Some(path.clone()),
+            ResumeFrom::No if !continues || self.train.is_none() => None,
+            ResumeFrom::No | ResumeFrom::Auto | ResumeFrom::Newest => {
+                Some(arguments.output_dir.clone())
+            }
+        };
+        if self.train.is_some() && arguments.save_strategy != SaveStrategy::No {
+            let folder = &arguments.output_dir;
+            let context = &accelerator.shared.context;
+            context.on_main("prepare the folder of checkpoints", || {
+                check_folder(folder, resume_from.is_some())
+            })?;
+        }
+        Ok(resume_from)
     }
 
     /// Prepares the parts and resumes them. Every rank of the group must call it.
@@ -87,20 +109,8 @@ impl<I: fmt::Debug + Send + Sync + 'static> Unprepared<I> {
         arguments: &TrainingArguments,
         collator: &Arc<dyn Batcher<I, O>>,
         model: M,
-        resumes: Option<PathBuf>,
+        resume_from: Option<PathBuf>,
     ) -> Result<Parts<M, O>> {
-        let terms = arguments.to_map()?.into_iter();
-        let terms: Vec<_> = terms
-            .map(|(name, value)| Term::new(format!("the argument `{name}`"), value))
-            .collect();
-        agreement::check_all(accelerator.group(), &terms)?;
-        if self.train.is_some() && arguments.save_strategy != SaveStrategy::No {
-            let folder = &arguments.output_dir;
-            let context = &accelerator.shared.context;
-            context.on_main("prepare the folder of checkpoints", || {
-                check_folder(folder, resumes.is_some())
-            })?;
-        }
         accelerator.set_accumulation_steps(arguments.gradient_accumulation_steps)?;
         let model = accelerator.prepare(model)?;
         let optimizer = self.optimizer.clone();
@@ -112,8 +122,8 @@ impl<I: fmt::Debug + Send + Sync + 'static> Unprepared<I> {
             Some(dataset) => {
                 let loader = train_loader(arguments, collator, dataset.clone());
                 let loader = accelerator.prepare(loader)?;
-                // At another number of ranks, a batch of all ranks stays as large as it was.
-                let loader = match &resumes {
+                // If the number of ranks has changed, the global batch size stays the same.
+                let loader = match &resume_from {
                     Some(folder) => accelerator.resume_loader(folder, loader)?,
                     None => loader,
                 };
@@ -138,7 +148,7 @@ impl<I: fmt::Debug + Send + Sync + 'static> Unprepared<I> {
             state: TrainerState::default(),
             resumed: None,
         };
-        match resumes {
+        match resume_from {
             Some(folder) => parts.resumed(accelerator, arguments, folder),
             None => Ok(parts),
         }
@@ -169,13 +179,16 @@ impl<M: Module + fmt::Display + 'static, O: Send + 'static> Parts<M, O> {
         let ((model, optimizer, loader, Object(state)), ema, position) = match ema {
             Some(ema) => {
                 let parts = (model, optimizer, loader, Object(state), ema);
-                let ((model, optimizer, loader, state, ema), position) =
-                    accelerator.resume(&folder, parts).map_err(unfit)?;
+                let ((model, optimizer, loader, state, ema), position) = accelerator
+                    .resume(&folder, parts)
+                    .map_err(explain_mismatch)?;
                 ((model, optimizer, loader, state), Some(ema), position)
             }
             None => {
                 let parts = (model, optimizer, loader, Object(state));
-                let (parts, position) = accelerator.resume(&folder, parts).map_err(unfit)?;
+                let (parts, position) = accelerator
+                    .resume(&folder, parts)
+                    .map_err(explain_mismatch)?;
                 (parts, None, position)
             }
         };
@@ -201,13 +214,13 @@ impl<M: Module + fmt::Display + 'static, O: Send + 'static> Parts<M, O> {
     }
 }
 
-/// A checkpoint of other parts, in the words of arguments.
-fn unfit(error: Error) -> Error {
+/// Adds to a checkpoint error the arguments that must match the checkpoint.
+fn explain_mismatch(error: Error) -> Error {
     match error.is_checkpoint() {
         true => {
             let message = format!(
-                "resume_from_checkpoint: {error}; a training continues with the model, `optim`, `ema_decay`, \
-                 `sharded_optimizer`, `tail`, `data_seed` and batch size of its checkpoint"
+                "resume_from_checkpoint: {error}; to resume, use the model, `optim`, `ema_decay`, \
+                 `sharded_optimizer`, `tail`, `data_seed` and batch size of the checkpoint"
             );
             Error::new(error.kind(), message).with_source(error)
         }
@@ -215,16 +228,8 @@ fn unfit(error: Error) -> Error {
     }
 }
 
-/// Returns the folder that a training names when it continues.
-pub(super) fn folder_to_continue(arguments: &TrainingArguments) -> PathBuf {
-    match &arguments.resume_from_checkpoint {
-        ResumeFrom::Path(path) => path.clone(),
-        ResumeFrom::No | ResumeFrom::Auto | ResumeFrom::Newest => arguments.output_dir.clone(),
-    }
-}
-
-/// Checks before the first update, not at the first save, that checkpoints can be written there. A training that
-/// begins must find none, since a restart would continue from it.
+/// Checks that checkpoints can be written to `folder`, so that training fails before the first update and not at the
+/// first save. Unless `resumes` is set, `folder` must contain no checkpoints: a restart would resume from them.
 fn check_folder(folder: &Path, resumes: bool) -> Result<()> {
     let probe = std::fs::create_dir_all(folder).and_then(|()| tempfile::tempfile_in(folder));
     probe.map_err(|error| Error::io("write checkpoints to output_dir", folder, error))?;
@@ -279,7 +284,7 @@ fn batches<I: fmt::Debug + Send + Sync + 'static, O: Send + 'static>(
 }
 
 /// The optimizer that the arguments name. Its weight decay leaves out biases and the parameters of norms.
-pub(super) fn of(arguments: &TrainingArguments) -> ModuleOptimizer {
+pub(super) fn build_optimizer(arguments: &TrainingArguments) -> ModuleOptimizer {
     let decay = arguments.weight_decay as f32;
     match arguments.optim {
         OptimizerName::AdamWTorchFused => {
