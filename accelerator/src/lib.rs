@@ -201,7 +201,9 @@ pub mod collective {
 
 /// The rules by which samples are divided among ranks, and randomness that depends only on positions.
 pub mod plan {
-    pub use accelerator_plan::{Permutation, TailPolicy, WeightedSampler, mix, sample_rng_seed};
+    pub use accelerator_plan::{
+        Permutation, TailPolicy, TokenBatches, WeightedSampler, mix, sample_rng_seed,
+    };
 }
 
 /// Runs: the handle that [`Accelerator::tracker`] lends, the records that a [`Tracker`] gets, and the readers of runs.

@@ -30,7 +30,8 @@
 //! ```
 //!
 //! The order can also be given: that of an epoch's samples ([`Plan::listed`]),
-//! by weights for example ([`WeightedSampler`]), or whole batches of any size ([`BatchPlan`]).
+//! by weights for example ([`WeightedSampler`]), or whole batches of any size ([`BatchPlan`]), such as
+//! those with a limit on their tokens ([`TokenBatches`]).
 //!
 //! The order of a shuffled epoch is a [`Permutation`], computed by index; randomness that belongs
 //! to one sample, such as augmentation, is seeded by [`sample_rng_seed`].
@@ -40,6 +41,7 @@ pub use config::{BatchSize, PlanConfig};
 pub use error::{Error, Result};
 pub use permutation::{Permutation, mix, sample_rng_seed};
 pub use plan::{BatchKind, EpochPlan, Order, Plan, PlannedBatch, RankBatches, TailPolicy};
+pub use token_batches::TokenBatches;
 pub use weighted::WeightedSampler;
 
 mod batch_plan;
@@ -47,4 +49,5 @@ mod config;
 mod error;
 mod permutation;
 mod plan;
+mod token_batches;
 mod weighted;

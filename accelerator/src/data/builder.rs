@@ -3,15 +3,15 @@
 use core::fmt;
 use std::sync::Arc;
 
-use accelerator_plan::{TailPolicy, WeightedSampler};
+use accelerator_plan::{TailPolicy, TokenBatches, WeightedSampler};
 use burn::data::dataloader::batcher::Batcher;
 use burn::data::dataset::Dataset;
 use burn::tensor::Device;
 
-use super::order::{BatchSizeSpec, Listed, SampleOrder, Spec};
+use super::order::{BatchSizeSpec, Listed, SampleOrder, Spec, TokenOrder};
 use super::source::{self, Batched, Batching, Digest, ItemSource, SamplePlace};
 use super::stream::SharedStream;
-use crate::core::error::Result;
+use crate::core::error::{Error, Kind, Result};
 
 /// Builds a loader that [`Accelerator::prepare`](crate::Accelerator::prepare) divides among the ranks.
 ///
@@ -47,6 +47,21 @@ pub struct LoaderBuilder<I, O> {
     pub(super) batching: Batching<I, O>,
     compares_items: bool,
     pub(super) spec: Spec,
+    tokens: Option<TokenLimit<I>>,
+}
+
+/// A limit on the tokens of a batch.
+struct TokenLimit<I> {
+    max: usize,
+    padding: Padding,
+    length: Box<dyn Fn(&I) -> usize + Send + Sync>,
+}
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Padding {
+    /// Samples are padded to the longest one of their batch.
+    ToLongest,
+    None,
 }
 
 impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
@@ -63,6 +78,7 @@ impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
             },
             compares_items: true,
             spec: Spec::default(),
+            tokens: None,
         }
     }
 
@@ -166,6 +182,69 @@ impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
         batches: impl Fn(u64) -> Vec<Vec<u64>> + Send + Sync + 'static,
     ) -> Self {
         self.spec.order = SampleOrder::Batched(Arc::new(batches));
+        self
+    }
+
+    /// Makes batches with at most `tokens` tokens each, where `length` returns the number of tokens of a sample. Padding
+    /// counts: a batch has at most `tokens` divided by the length of its longest sample samples. Samples of similar length
+    /// share a batch. This replaces the batch size.
+    ///
+    /// Ranks take whole batches in turns, one each per step, so each rank gets about the same number of tokens. Under
+    /// [`TailPolicy::Exact`], a rank idles if the last round has no batch for it. With [`shuffle`](Self::shuffle), each
+    /// epoch has another order of batches, and samples of equal length change places. Otherwise, the longest samples come
+    /// first. All epochs have the same number of [steps](super::PreparedLoader::steps). Any number of ranks uses the same
+    /// batches, so a job can resume with another number of them.
+    ///
+    /// [`build`](Self::build) reads the whole data set once for the lengths. For a loss that is a mean over tokens, pass
+    /// their number to [`Batch::with_weight`](super::Batch::with_weight).
+    ///
+    /// ```
+    /// # use burn::data::dataset::InMemDataset;
+    /// use accelerator::prelude::*;
+    ///
+    /// let sentences = ["a", "a b", "a b c d e", "a b c", "a b c d", "a b"].map(str::to_owned);
+    /// let tokens = |sentence: &String| sentence.split(' ').count();
+    /// let accelerator = Accelerator::new()?;
+    /// let loader = LoaderBuilder::from_fn(|items: Vec<String>, _| items)
+    ///     .max_tokens(8, tokens)
+    ///     .build(InMemDataset::new(sentences.to_vec()));
+    /// let loader = accelerator.prepare(loader)?;
+    /// assert_eq!(loader.steps(), Some(3));
+    /// let batches = loader.epoch(0).map(|batch| Ok(batch?.into_inner())).collect::<Result<Vec<_>>>()?;
+    /// assert_eq!(batches[0], ["a b c d e"]);
+    /// assert_eq!(batches[1], ["a b c d", "a b c"]);
+    /// assert_eq!(batches[2], ["a b", "a b", "a"]);
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn max_tokens(
+        self,
+        tokens: usize,
+        length: impl Fn(&I) -> usize + Send + Sync + 'static,
+    ) -> Self {
+        self.with_tokens(tokens, Padding::ToLongest, Box::new(length))
+    }
+
+    /// Makes batches as [`max_tokens`](Self::max_tokens) does, for a batcher that joins the samples of a batch into one
+    /// sequence without padding. A batch has at most `tokens` tokens in all, and is filled as far as possible.
+    pub fn max_packed_tokens(
+        self,
+        tokens: usize,
+        length: impl Fn(&I) -> usize + Send + Sync + 'static,
+    ) -> Self {
+        self.with_tokens(tokens, Padding::None, Box::new(length))
+    }
+
+    fn with_tokens(
+        mut self,
+        max: usize,
+        padding: Padding,
+        length: Box<dyn Fn(&I) -> usize + Send + Sync>,
+    ) -> Self {
+        self.tokens = Some(TokenLimit {
+            max,
+            padding,
+            length,
+        });
         self
     }
 
@@ -311,11 +390,25 @@ impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
         self
     }
 
+    /// Returns the settings of a stream, whose order is refused when it is prepared if tokens are limited.
+    pub(super) fn stream_spec(&self) -> Spec {
+        let mut spec = self.spec.clone();
+        if self.tokens.is_some() {
+            let refusal = Error::config("the samples of a stream have no known lengths");
+            spec.order = SampleOrder::Tokens(Arc::new(Err(refusal)));
+        }
+        spec
+    }
+
     fn build_with(
-        self,
+        mut self,
         dataset: impl Dataset<I> + 'static,
         digest: Option<Digest<I>>,
     ) -> Loader<O> {
+        if let Some(limit) = &self.tokens {
+            let order = limit.order(&dataset, &self.spec.order);
+            self.spec.order = SampleOrder::Tokens(Arc::new(order));
+        }
         Loader {
             origin: SampleSource::Indexed(Arc::new(Batched {
                 batching: self.batching.with_workers(self.spec.workers),
@@ -324,6 +417,45 @@ impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
             })),
             spec: self.spec,
         }
+    }
+}
+
+impl<I> TokenLimit<I> {
+    /// Divides the samples of a data set into batches, which are shuffled as the samples were to be.
+    fn order(&self, dataset: &dyn Dataset<I>, order: &SampleOrder) -> Result<TokenOrder> {
+        let (max, padding) = (self.max, self.padding);
+        let seed = match order {
+            SampleOrder::Sequential => None,
+            SampleOrder::Shuffled { seed } => Some(*seed),
+            _ => {
+                return Err(Error::config(format!(
+                    "a limit of {max} tokens per batch goes with `shuffle` only, and the order of this loader is {order}: \
+                     leave one of them out"
+                )));
+            }
+        };
+        let length = |index| {
+            let item = dataset.get(index).map_err(|error| {
+                let message = format!("sample {index} cannot be read for its length: {error}");
+                Error::new(Kind::Data, message)
+            })?;
+            Ok((self.length)(&item) as u64)
+        };
+        let lengths = (0..dataset.len()).map(length);
+        let lengths = lengths.collect::<Result<Vec<u64>>>()?;
+        let batches = match padding {
+            Padding::ToLongest => TokenBatches::padded(lengths, max as u64)?,
+            Padding::None => TokenBatches::packed(lengths, max as u64)?,
+        };
+        let padded = match padding {
+            Padding::ToLongest => " with padding",
+            Padding::None => "",
+        };
+        Ok(TokenOrder {
+            batches,
+            seed,
+            name: format!("at most {max} tokens{padded}, {order}"),
+        })
     }
 }
 

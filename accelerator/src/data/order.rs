@@ -6,7 +6,8 @@ use std::sync::Arc;
 
 use accelerator_collective::ProcessGroup;
 use accelerator_plan::{
-    self as plan, BatchPlan, BatchSize, EpochPlan, Plan, PlanConfig, PlannedBatch, TailPolicy, mix,
+    self as plan, BatchPlan, BatchSize, EpochPlan, Plan, PlanConfig, PlannedBatch, TailPolicy,
+    TokenBatches, mix,
 };
 
 use super::cursor::EpochPosition;
@@ -61,6 +62,14 @@ impl Spec {
             .init()?)
     }
 
+    /// Plans which rank gets which of so many batches: one each per step.
+    pub(super) fn rounds(&self, batches: u64, world_size: usize) -> Result<Plan> {
+        Ok(PlanConfig::new(batches, BatchSize::per_rank(1)?)
+            .with_world_size(world_size)
+            .with_tail(self.tail)
+            .init()?)
+    }
+
     /// Sets that global batch size, whatever the user set.
     pub(super) fn agreed(self, global_batch: Option<u64>) -> Self {
         Self {
@@ -72,7 +81,7 @@ impl Spec {
     /// The batch size that the user gave, in words.
     pub(super) fn size(&self) -> String {
         match self.size {
-            _ if matches!(self.order, SampleOrder::Batched(_)) => {
+            _ if matches!(self.order, SampleOrder::Batched(_) | SampleOrder::Tokens(_)) => {
                 "batches that are given".to_owned()
             }
             BatchSizeSpec::Global(size) => format!("a global batch size of {size}"),
@@ -105,6 +114,24 @@ pub(super) enum SampleOrder {
     Listed(Listed),
     /// The batches that a function of the epoch gives.
     Batched(Arc<dyn Fn(u64) -> Vec<Vec<u64>> + Send + Sync>),
+    /// Batches with a limit on their tokens, or the reason why there are none.
+    Tokens(Arc<Result<TokenOrder>>),
+}
+
+/// Batches with a limit on their tokens, shuffled if there is a seed.
+pub(super) struct TokenOrder {
+    pub(super) batches: TokenBatches,
+    pub(super) seed: Option<u64>,
+    pub(super) name: String,
+}
+
+impl TokenOrder {
+    fn epoch(&self, epoch: u64) -> Vec<Vec<u64>> {
+        match self.seed {
+            Some(seed) => self.batches.shuffled(seed, epoch),
+            None => self.batches.longest_first(),
+        }
+    }
 }
 
 #[derive(Clone)]
@@ -144,6 +171,7 @@ impl SampleOrder {
                 "the sampler has {choices} weights, and the data set has {samples} samples: give each \
                  sample a weight"
             ))),
+            Self::Tokens(order) => order.as_ref().as_ref().map(|_| ()).map_err(Clone::clone),
             _ => Ok(()),
         }
     }
@@ -153,13 +181,21 @@ impl SampleOrder {
         match self {
             Self::Sequential | Self::Shuffled { .. } => false,
             Self::Listed(listed) => listed.draws.is_none(),
-            Self::Batched(_) => true,
+            Self::Batched(_) | Self::Tokens(_) => true,
+        }
+    }
+
+    /// Returns the number of batches per epoch, if batches are given and their number is known.
+    pub(super) fn batches(&self) -> Option<u64> {
+        match self {
+            Self::Tokens(order) => Some(order.as_ref().as_ref().ok()?.batches.len() as u64),
+            _ => None,
         }
     }
 
     /// Tells if the program's own code gives it, so that ranks may differ.
     pub(super) fn is_given(&self) -> bool {
-        matches!(self, Self::Listed(_) | Self::Batched(_))
+        matches!(self, Self::Listed(_) | Self::Batched(_) | Self::Tokens(_))
     }
 }
 
@@ -170,6 +206,10 @@ impl fmt::Display for SampleOrder {
             Self::Shuffled { seed } => write!(f, "shuffled by {seed}"),
             Self::Listed(listed) => f.write_str(&listed.name),
             Self::Batched(_) => f.write_str("that of a batch sampler"),
+            Self::Tokens(order) => match &**order {
+                Ok(order) => f.write_str(&order.name),
+                Err(_) => f.write_str("batches with a limit on their tokens"),
+            },
         }
     }
 }
@@ -209,17 +249,31 @@ impl EpochAssignment {
                 }
             }
             SampleOrder::Batched(batches) => {
-                let batches = batches(epoch);
-                for batch in &batches {
-                    check_range(batch, samples, epoch)?;
-                }
-                let digests: Vec<_> = batches.iter().map(|batch| mix(batch)).collect();
-                let batches = BatchPlan::new(batches, plan.world_size(), spec.tail)?;
-                Self {
-                    share: EpochBatches::Batches(batches),
-                    digest: Some(mix(&digests)),
-                }
+                Self::batched(batches(epoch), spec, plan.world_size(), samples, epoch)?
             }
+            SampleOrder::Tokens(order) => {
+                let order = order.as_ref().as_ref().map_err(Clone::clone)?;
+                let batches = order.epoch(epoch);
+                Self::batched(batches, spec, plan.world_size(), samples, epoch)?
+            }
+        })
+    }
+
+    fn batched(
+        batches: Vec<Vec<u64>>,
+        spec: &Spec,
+        ranks: usize,
+        samples: u64,
+        epoch: u64,
+    ) -> Result<Self> {
+        for batch in &batches {
+            check_range(batch, samples, epoch)?;
+        }
+        let digests: Vec<_> = batches.iter().map(|batch| mix(batch)).collect();
+        let batches = BatchPlan::new(batches, ranks, spec.tail)?;
+        Ok(Self {
+            share: EpochBatches::Batches(batches),
+            digest: Some(mix(&digests)),
         })
     }
 

@@ -259,8 +259,14 @@ impl<O: Send + 'static> PreparedLoader<O> {
     /// [`resume_loader`](crate::Accelerator::resume_loader). Rank 0 warns if it was asked before.
     pub fn steps(&self) -> Option<u64> {
         self.note_planned();
-        let plan = self.fixed_epoch(0)?;
-        Some(plan.steps(self.context.shared.rank()))
+        let rank = self.context.shared.rank();
+        if let Samples::Shared { spec, .. } = &self.samples
+            && let Some(batches) = spec.order.batches()
+        {
+            let ranks = self.context.shared.world_size();
+            return Some(spec.rounds(batches, ranks).ok()?.epoch(0).steps(rank));
+        }
+        Some(self.fixed_epoch(0)?.steps(rank))
     }
 
     /// The plan of that epoch, if it is known before the epoch begins.

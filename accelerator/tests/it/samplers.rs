@@ -84,6 +84,60 @@ fn given_batches_of_all_ranks_are_learnt_from_as_one_batch() {
     assert_close(&trained(2, |_| five()), &trained(1, whole), 1e-6);
 }
 
+/// Any number of ranks uses the same batches: each sample once, and about the same number of tokens per rank and step.
+#[test]
+fn batches_by_tokens_are_the_same_on_any_number_of_ranks() {
+    let length = |n: usize| n * n % 23 + 1;
+    let build = move || {
+        let builder = builder().shuffle(5).max_tokens(40, move |n| length(*n));
+        builder.build(columns(97))
+    };
+    let alone = shares(1, 2, build).remove(0);
+    for batch in &alone {
+        let longest = batch.iter().map(|n| length(*n)).max().unwrap();
+        assert!(longest * batch.len() <= 40, "{batch:?}");
+    }
+    let mut samples = alone.concat();
+    samples.sort_unstable();
+    assert_eq!(samples, (0..97).collect::<Vec<_>>());
+    assert_ne!(alone, shares(1, 3, build).remove(0));
+    for ranks in 2..5 {
+        let steps = accelerator::launch(ranks, |accelerator| {
+            let loader = accelerator.prepare(build())?;
+            let batches = loader.epoch(2).map(|batch| Ok(seen(&batch?)));
+            let batches = batches.collect::<Result<Vec<_>>>()?;
+            assert_eq!(loader.steps(), Some(batches.len() as u64));
+            Ok(batches)
+        });
+        let steps = steps.unwrap();
+        let given = (0..steps[0].len()).flat_map(|step| steps.iter().map(move |rank| &rank[step]));
+        let given: Vec<_> = given.filter(|(_, real, _)| *real > 0).collect();
+        assert!(given.iter().map(|(batch, ..)| batch).eq(&alone));
+    }
+}
+
+#[test]
+fn a_limit_of_tokens_that_cannot_be_kept_is_refused_on_every_rank() {
+    let refuse = |build: fn() -> Loader<Column>, words: &[&str]| {
+        let errors = accelerator::launch(2, |accelerator| {
+            Ok(accelerator.prepare(build()).map(drop).unwrap_err())
+        });
+        assert_errors(errors.unwrap(), Error::is_config, words);
+    };
+    let too_long = || builder().max_tokens(8, |n| *n).build(columns(14));
+    refuse(too_long, &["sample 9 has 9 tokens", "8"]);
+    let ordered = || {
+        let builder = builder().sampler(|_| vec![0, 1]);
+        builder.max_tokens(8, |n| *n).build(columns(4))
+    };
+    refuse(ordered, &["`shuffle` only", "sampler"]);
+    let streamed = || {
+        let numbers = |_part| (0..13_usize).map(std::io::Result::Ok);
+        builder().max_tokens(8, |n| *n).build_stream(numbers)
+    };
+    refuse(streamed, &["a stream", "tokens"]);
+}
+
 #[test]
 fn ranks_that_sample_differently_are_named_on_every_rank() {
     let errors = accelerator::launch(3, |accelerator| {
@@ -158,7 +212,12 @@ fn given_orders_and_batches_go_on_in_mid_epoch() {
             .weighted(sampler, 14, 3)
             .build(columns(9))
     };
-    let all: [&(dyn Fn() -> Loader<Column> + Sync); 3] = [&reversed, &batched, &weighted];
+    let by_tokens = || {
+        let builder = builder().shuffle(3).max_tokens(12, |n| n % 5 + 1);
+        builder.build(columns(14))
+    };
+    let all: [&(dyn Fn() -> Loader<Column> + Sync); 4] =
+        [&reversed, &batched, &weighted, &by_tokens];
     for build in all {
         let folder = tempfile::tempdir().unwrap();
         // The first step runs in one process, and the rest after a resume.
@@ -304,6 +363,10 @@ fn every_kind(accelerator: &Accelerator) -> Vec<(&'static str, PreparedLoader<Co
         ("inline", two().num_workers(0).build(columns(13))),
         ("sampler", two().sampler(sampler).build(columns(13))),
         ("batches", given),
+        (
+            "tokens",
+            builder().max_tokens(6, |n| n % 3 + 1).build(columns(13)),
+        ),
         ("stream", two().build_stream(numbers)),
         ("parts", two().build_sharded_stream(own)),
         ("dispatched", two().build_dispatched_stream(numbers)),

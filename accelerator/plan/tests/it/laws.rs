@@ -1,7 +1,8 @@
 //! Laws that hold for random plans.
 
 use accelerator_plan::{
-    BatchKind, BatchSize, EpochPlan, Order, Permutation, PlanConfig, PlannedBatch, TailPolicy,
+    BatchKind, BatchPlan, BatchSize, EpochPlan, Order, Permutation, PlanConfig, PlannedBatch,
+    TailPolicy, TokenBatches,
 };
 use proptest::prelude::*;
 
@@ -41,6 +42,15 @@ impl Settings {
     fn global_batch(&self) -> u64 {
         (self.batch_size * self.world_size) as u64
     }
+}
+
+/// Returns the samples of the first `steps` steps of all ranks.
+fn real(plan: &BatchPlan, ranks: usize, steps: u64) -> Vec<u64> {
+    let steps = 0..steps.min(plan.steps(0));
+    steps
+        .flat_map(|step| (0..ranks).filter_map(move |rank| plan.batch(rank, step)))
+        .flat_map(|batch| batch.real_indices().to_vec())
+        .collect()
 }
 
 fn settings() -> impl Strategy<Value = Settings> {
@@ -285,6 +295,47 @@ proptest! {
         prop_assert_eq!(last * plan.global_batch() + real, samples);
         prop_assert!(epoch.batch(ranks - 1, last / 2).unwrap().indices.iter().all(|&index| index < samples));
         prop_assert_eq!(epoch.consumed_after(u64::MAX), samples);
+    }
+
+    /// Ranks divide the batches of an epoch, and other ranks continue after some of the steps.
+    #[test]
+    fn batches_by_tokens_hold_each_sample_once_within_the_limit(
+        lengths in prop::collection::vec(0_u64..60, 0..150),
+        limit in 60_u64..400,
+        seed in any::<u64>(),
+        epoch in 0_u64..4,
+        [before, after] in [1_usize..6, 1_usize..6],
+        done in 0_u64..20,
+    ) {
+        let counted = |sample: &u64| lengths[*sample as usize].max(1);
+        let padded = TokenBatches::padded(lengths.clone(), limit).unwrap();
+        let packed = TokenBatches::packed(lengths.clone(), limit).unwrap();
+        for (batches, is_padded) in [(&padded, true), (&packed, false)] {
+            prop_assert_eq!(batches.is_empty(), lengths.is_empty());
+            for is_shuffled in [false, true] {
+                let given = match is_shuffled {
+                    true => batches.shuffled(seed, epoch),
+                    false => batches.longest_first(),
+                };
+                prop_assert_eq!(given.len(), batches.len());
+                for batch in &given {
+                    let longest = batch.iter().map(counted).max().unwrap();
+                    let tokens: u64 = batch.iter().map(counted).sum();
+                    prop_assert!(tokens <= limit);
+                    prop_assert!(!is_padded || longest * batch.len() as u64 <= limit);
+                }
+                let plan = BatchPlan::new(given.clone(), before, TailPolicy::Exact).unwrap();
+                let mut seen = real(&plan, before, done);
+                let rest = BatchPlan::new(given, after, TailPolicy::Exact).unwrap();
+                let rest = rest.starting_at(seen.len() as u64).unwrap();
+                seen.extend(real(&rest, after, u64::MAX));
+                seen.sort_unstable();
+                prop_assert_eq!(seen, (0..lengths.len() as u64).collect::<Vec<_>>());
+            }
+        }
+        let tokens: u64 = (0..lengths.len() as u64).map(|sample| counted(&sample)).sum();
+        prop_assert!(packed.len() as u64 >= tokens.div_ceil(limit));
+        prop_assert!(packed.len() <= padded.len());
     }
 
     #[test]

@@ -133,8 +133,9 @@ impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
         stream: S,
         feed: fn(Arc<Streamed<S, O>>, StreamPass) -> PrefetchedBatches<O>,
     ) -> Loader<O> {
+        let spec = self.stream_spec();
         let streamed = Arc::new(Streamed {
-            batching: self.batching.with_workers(self.spec.workers),
+            batching: self.batching.with_workers(spec.workers),
             stream,
         });
         Loader {
@@ -142,7 +143,7 @@ impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
                 feed: Box::new(move |pass| feed(streamed.clone(), pass)),
                 sharing,
             })),
-            spec: self.spec,
+            spec,
         }
     }
 }
