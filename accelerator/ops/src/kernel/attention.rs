@@ -6,7 +6,7 @@ use std::sync::OnceLock;
 use burn_flex::FlexTensor;
 
 use super::dropout::Dropout;
-use super::loops::{for_each, for_parts, tensor, values, vectorised};
+use super::loops::{for_each, for_parts, tensor, values, vectorised, zeros};
 use super::math::{dot, exp, largest, sum};
 use super::product::{Matrix, Onto, product};
 use crate::backend::{Backprop, Forward};
@@ -105,7 +105,7 @@ impl Run {
             ..
         } = self.sizes;
         let [_, _, value] = self.inputs.each_ref().map(values);
-        let mut out = vec![0.0; batch * queries * width];
+        let mut out = zeros(batch * queries * width);
         for_parts(&mut out, queries * width, |sequence, out| {
             let probabilities = self.probabilities(sequence);
             let weights = self.weights(sequence, &probabilities);
@@ -149,7 +149,7 @@ impl Run {
         } = self.sizes;
         let [query, key, _] = self.inputs.each_ref().map(values);
         let scale = 1.0 / (wide as f32).sqrt();
-        let mut all = vec![0.0; heads * queries * keys];
+        let mut all = zeros(heads * queries * keys);
         for (head, scores) in all.chunks_exact_mut((queries * keys).max(1)).enumerate() {
             let query = self.head(query, queries, sequence, head);
             let key = self.head(key, keys, sequence, head);
@@ -222,7 +222,7 @@ impl Run {
         let g = values(gradient);
         let scale = 1.0 / (wide as f32).sqrt();
         let lens = [queries * width, keys * width, keys * width];
-        let [mut dquery, mut dkey, mut dvalue] = lens.map(|len| vec![0.0; batch * len]);
+        let [mut dquery, mut dkey, mut dvalue] = lens.map(|len| zeros(batch * len));
         let parts = dkey
             .chunks_mut(lens[1].max(1))
             .zip(dvalue.chunks_mut(lens[2].max(1)));

@@ -4,7 +4,7 @@ use std::sync::{Arc, OnceLock};
 
 use burn_flex::FlexTensor;
 
-use super::loops::{TASK, for_each, shape, tensor, values, vectorised};
+use super::loops::{TASK, for_each, shape, tensor, values, vectorised, zeros};
 use super::math::{sum, sum_of_pairs};
 use crate::backend::{Backprop, Forward};
 
@@ -17,7 +17,7 @@ pub(crate) fn batch_norm(epsilon: f32, statistics: Statistics) -> Forward<3> {
         let [x, gamma, beta] = inputs.map(|input| input.to_contiguous());
         let planes = Planes::of(&x);
         let scale = |variance: f32| 1.0 / (variance + epsilon).sqrt();
-        let mut out = vec![0.0; values(&x).len()];
+        let mut out = zeros(values(&x).len());
         let [mean, variance] = planes.for_channels(
             &mut out,
             [values(&x); 2],
@@ -49,7 +49,7 @@ pub(crate) fn batch_norm(epsilon: f32, statistics: Statistics) -> Forward<3> {
         let back: Backprop<3> = Box::new(move |gradient, [needs_input, ..]| {
             let gradient = gradient.to_contiguous();
             let g = values(&gradient);
-            let mut dx = vec![0.0; if needs_input { g.len() } else { 0 }];
+            let mut dx = zeros(if needs_input { g.len() } else { 0 });
             let [level, along] = planes.for_channels(
                 &mut dx,
                 [values(&x), g],

@@ -7,7 +7,9 @@ use core::ops::Range;
 use burn_flex::FlexTensor;
 
 use super::elementwise::{relu, through_relu};
-use super::loops::{self, for_parts, mapped_both, sums, tensor, transpose, values, vectorised};
+use super::loops::{
+    self, for_parts, mapped_both, sums, tensor, transpose, values, vectorised, zeros,
+};
 use super::math::sum;
 use super::patches::{ConvShape, PaddedPlane};
 use super::product::{Matrix, Onto, product};
@@ -88,7 +90,7 @@ impl ConvShape {
     /// The number of images whose places together form the columns of one matrix product. With few columns, packing the
     /// weight costs more than the product. A batch is divided at least in two, so that threads share the copying, too.
     fn images_per_product(&self) -> usize {
-        const COLUMNS: usize = 512;
+        const COLUMNS: usize = 256;
         let most = self.batch.div_ceil(2).max(1);
         (COLUMNS / self.places().max(1)).clamp(1, most)
     }
@@ -106,7 +108,7 @@ impl ConvShape {
     fn forward(&self, x: &[f32], weight: &[f32], bias: Option<&[f32]>, then: Then) -> Vec<f32> {
         let (places, together) = (self.places(), self.images_per_product());
         let of_image = (self.channels_out * places).max(1);
-        let mut out = vec![0.0; self.batch * self.channels_out * places];
+        let mut out = zeros(self.batch * self.channels_out * places);
         for_parts(&mut out, together * of_image, |part, out| {
             let images = Images::new(self, part * together, out.len() / of_image);
             for group in 0..self.groups {
@@ -140,7 +142,7 @@ impl ConvShape {
         let outputs_each = self.channels_out / self.groups;
         // `[groups, patch, outputs]`. Each product would otherwise transpose the weight again; a single one does so itself.
         let transposed = (self.batch > 1).then(|| self.transposed_groups(weight, patch));
-        let mut dx = vec![0.0; self.batch * self.image()];
+        let mut dx = zeros(self.batch * self.image());
         for_parts(&mut dx, together * of_image, |part, dx| {
             let images = Images::new(self, part * together, dx.len() / of_image);
             for group in 0..self.groups {
@@ -212,7 +214,7 @@ impl ConvShape {
 
     /// Transposes the matrix of each group. The rows of `matrices` have length `columns`.
     fn transposed_groups(&self, matrices: &[f32], columns: usize) -> Vec<f32> {
-        let mut transposed = vec![0.0; matrices.len()];
+        let mut transposed = zeros(matrices.len());
         let group = (matrices.len() / self.groups).max(1);
         let groups = transposed.chunks_exact_mut(group);
         for (to, from) in groups.zip(matrices.chunks_exact(group)) {

@@ -2,7 +2,7 @@
 
 use burn_flex::FlexTensor;
 
-use super::loops::{TASK, for_each, for_parts, shape, tensor, values, vectorised};
+use super::loops::{TASK, for_each, for_parts, shape, tensor, values, vectorised, zeros};
 use super::math::{exp, largest, sum};
 use crate::backend::{Backprop, Forward};
 
@@ -29,7 +29,7 @@ pub(crate) fn cross_entropy(targets: Vec<usize>) -> Forward<1> {
         let back: Backprop<1> = Box::new(move |gradient, _| {
             let of_row = values(&gradient)[0] / rows as f32;
             let inputs = values(&logits);
-            let mut gradients = vec![0.0; inputs.len()];
+            let mut gradients = zeros(inputs.len());
             for_parts(&mut gradients, at_once * classes, |part, gradients| {
                 for (at, gradients) in gradients.chunks_exact_mut(classes).enumerate() {
                     let row = part * at_once + at;

@@ -2,7 +2,7 @@
 
 use burn_flex::FlexTensor;
 
-use super::loops::{TASK, for_parts, tensor, values};
+use super::loops::{TASK, for_parts, tensor, values, zeros};
 use crate::backend::{Backprop, Forward};
 
 /// Returns the operation that looks up rows in a table of `[entries, width]`. Its output is `[batch, length, width]`.
@@ -10,7 +10,7 @@ pub(crate) fn embedding(indices: Vec<usize>, [batch, length]: [usize; 2]) -> For
     Box::new(move |[table]: [FlexTensor; 1]| {
         let [entries, width] = table.layout().shape().dims();
         let table = table.to_contiguous();
-        let mut rows = vec![0.0; indices.len() * width];
+        let mut rows = zeros(indices.len() * width);
         let at_once = (TASK / width).max(1);
         for_parts(&mut rows, at_once * width, |part, rows| {
             let indices = &indices[part * at_once..];
@@ -20,7 +20,7 @@ pub(crate) fn embedding(indices: Vec<usize>, [batch, length]: [usize; 2]) -> For
         });
         let back: Backprop<1> = Box::new(move |gradient, _| {
             let gradient = gradient.to_contiguous();
-            let mut sums = vec![0.0; entries * width];
+            let mut sums = zeros(entries * width);
             // Each task sums the gradients of its own entries in batch order, so the bits do not depend on the threads.
             for_parts(&mut sums, entries.div_ceil(PARTS) * width, |part, sums| {
                 let first = part * entries.div_ceil(PARTS);

@@ -45,7 +45,7 @@ pub(super) fn for_each<T: Send>(
     parts: impl Iterator<Item = T>,
     work: impl Fn(usize, T) + Sync,
 ) {
-    if has_threads() && values > TASK {
+    if has_threads() && values > 4 * TASK {
         let parts: Vec<T> = parts.collect();
         let parts = parts.into_par_iter().enumerate();
         parts.for_each(|(number, part)| work(number, part));
@@ -56,9 +56,22 @@ pub(super) fn for_each<T: Send>(
     }
 }
 
+/// Returns so many zeros. Threads share the writing of many.
+pub(super) fn zeros(len: usize) -> Vec<f32> {
+    const BLOCK: usize = 64;
+    if !has_threads() || len <= 4 * TASK {
+        return vec![0.0; len];
+    }
+    let blocks = rayon::iter::repeat_n([0.0; BLOCK], len.div_ceil(BLOCK));
+    let blocks: Vec<[f32; BLOCK]> = blocks.with_min_len(TASK / BLOCK).collect();
+    let mut zeros = blocks.into_flattened();
+    zeros.truncate(len);
+    zeros
+}
+
 /// Returns what `of` makes of each value.
 pub(super) fn mapped(x: &[f32], of: impl Fn(f32) -> f32 + Sync) -> Vec<f32> {
-    let mut out = vec![0.0; x.len()];
+    let mut out = zeros(x.len());
     for_parts(&mut out, TASK, |part, out| {
         vectorised(
             #[inline(always)]
@@ -75,7 +88,7 @@ pub(super) fn mapped(x: &[f32], of: impl Fn(f32) -> f32 + Sync) -> Vec<f32> {
 
 /// Returns what `of` makes of each pair of values.
 pub(super) fn mapped_both(x: &[f32], y: &[f32], of: impl Fn(f32, f32) -> f32 + Sync) -> Vec<f32> {
-    let mut out = vec![0.0; x.len()];
+    let mut out = zeros(x.len());
     for_parts(&mut out, TASK, |part, out| {
         vectorised(
             #[inline(always)]
@@ -113,15 +126,17 @@ pub(super) fn sums<const N: usize>(
     };
     let all = parts.into_iter().reduce(|mut all, part| {
         for (all, part) in all.iter_mut().zip(&part) {
-            vectorised(
-                #[inline(always)]
-                || {
-                    let part = &part[..all.len()];
-                    for at in 0..all.len() {
-                        all[at] += part[at];
-                    }
-                },
-            );
+            for_parts(all, TASK, |number, all| {
+                vectorised(
+                    #[inline(always)]
+                    || {
+                        let part = &part[number * TASK..][..all.len()];
+                        for at in 0..all.len() {
+                            all[at] += part[at];
+                        }
+                    },
+                );
+            });
         }
         all
     });

@@ -2,7 +2,7 @@
 
 use burn_flex::FlexTensor;
 
-use super::loops::{for_parts, shape, sums, tensor, values, vectorised};
+use super::loops::{for_parts, shape, sums, tensor, values, vectorised, zeros};
 use super::math::{dot, sum};
 use crate::backend::{Backprop, Forward};
 
@@ -40,7 +40,7 @@ impl Norm {
         let (of, gamma, beta) = (values(x), values(gamma), beta.map(values));
         let n = gamma.len();
         let rows: Vec<Row> = of.chunks_exact(n).map(|x| self.row(x)).collect();
-        let mut out = vec![0.0; of.len()];
+        let mut out = zeros(of.len());
         for_parts(&mut out, ROWS * n, |part, out| {
             let first = part * ROWS;
             let inputs = of[first * n..].chunks_exact(n).zip(&rows[first..]);
@@ -103,7 +103,7 @@ impl Norm {
         let gradient = gradient.to_contiguous();
         let (of, gamma, g) = (values(x), values(gamma), values(&gradient));
         let n = gamma.len();
-        let mut dx = vec![0.0; if needs_input { of.len() } else { 0 }];
+        let mut dx = zeros(if needs_input { of.len() } else { 0 });
         for_parts(&mut dx, ROWS * n, |part, dx| {
             let first = part * ROWS;
             let inputs = of[first * n..]

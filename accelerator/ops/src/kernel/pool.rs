@@ -5,7 +5,7 @@ use core::ops::Range;
 use burn::tensor::Shape;
 use burn_flex::FlexTensor;
 
-use super::loops::{TASK, for_each, for_parts, shape, tensor, values, vectorised};
+use super::loops::{TASK, for_each, for_parts, shape, tensor, values, vectorised, zeros};
 use super::math::sum;
 use crate::backend::{Backprop, Forward};
 
@@ -73,7 +73,7 @@ impl PoolShape {
     fn means(&self, x: &[f32], divisor: Divisor) -> Vec<f32> {
         let [plane_in, plane_out] = [self.input, self.output].map(|[height, width]| height * width);
         let planes = self.planes[0] * self.planes[1];
-        let mut y = vec![0.0; planes * plane_out];
+        let mut y = zeros(planes * plane_out);
         let at_once = (TASK / plane_in).max(1);
         let parts = y.chunks_mut((at_once * plane_out).max(1));
         for_each(planes * plane_in, parts, |part, y| {
@@ -107,7 +107,7 @@ impl PoolShape {
 
     fn spread(&self, gradient: &[f32], divisor: Divisor) -> Vec<f32> {
         let [plane_in, plane_out] = [self.input, self.output].map(|[height, width]| height * width);
-        let mut dx = vec![0.0; self.planes[0] * self.planes[1] * plane_in];
+        let mut dx = zeros(self.planes[0] * self.planes[1] * plane_in);
         for_parts(&mut dx, plane_in, |plane, dx| {
             let gradient = &gradient[plane * plane_out..][..plane_out];
             for (at, gradient) in gradient.iter().enumerate() {
@@ -153,7 +153,7 @@ impl PoolShape {
     fn forward(&self, x: &[f32]) -> (Vec<f32>, Vec<u8>) {
         let [plane_in, plane_out] = [self.input, self.output].map(|[height, width]| height * width);
         let values = self.planes[0] * self.planes[1] * plane_out;
-        let (mut y, mut chosen) = (vec![0.0; values], vec![0; values]);
+        let (mut y, mut chosen) = (zeros(values), vec![0; values]);
         let len = plane_out.max(1);
         let parts = y.chunks_mut(len).zip(chosen.chunks_mut(len));
         let work = self.planes[0] * self.planes[1] * plane_in;
@@ -218,7 +218,7 @@ impl PoolShape {
 
     fn back(&self, gradient: &[f32], chosen: &[u8]) -> Vec<f32> {
         let [plane_in, plane_out] = [self.input, self.output].map(|[height, width]| height * width);
-        let mut dx = vec![0.0; self.planes[0] * self.planes[1] * plane_in];
+        let mut dx = zeros(self.planes[0] * self.planes[1] * plane_in);
         for_parts(&mut dx, plane_in, |plane, dx| {
             let outputs = plane * plane_out..(plane + 1) * plane_out;
             let width = self.output[1].max(1);

@@ -145,7 +145,7 @@ unsafe fn write(out: *mut f32, stride: usize, onto: Onto, left: Matrix<'_>, righ
 
 fn parallelism(m: usize, n: usize, k: usize) -> gemm::Parallelism {
     // As Burn's products: below, a product is over before all threads have heard of it.
-    let is_large = m.saturating_mul(n).saturating_mul(k) >= 192 * 192 * 192;
+    let is_large = m.saturating_mul(n).saturating_mul(k) >= 256 * 256 * 256;
     match is_large && super::loops::has_threads() {
         true => gemm::Parallelism::Rayon(0),
         false => gemm::Parallelism::None,

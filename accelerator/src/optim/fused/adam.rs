@@ -8,7 +8,8 @@ use burn::tensor::{Device, Tensor};
 use serde::Deserialize;
 
 use super::step::{
-    self, KernelInput, Real, TakenElements, TensorTemplate, saved, settings, vectorised,
+    self, KernelInput, Real, THREAD_LENGTH, TakenElements, TensorTemplate, join, saved, settings,
+    vectorised,
 };
 use crate::core::offload::in_file;
 
@@ -268,7 +269,7 @@ struct Betas {
 }
 
 /// The formulas in which the optimizers differ, for one element each.
-trait MomentRule<E>: Copy {
+trait MomentRule<E>: Copy + Send + Sync {
     /// The gradient that enters the moments.
     #[inline(always)]
     fn gradient(self, _parameter: E, gradient: E) -> E {
@@ -372,10 +373,7 @@ fn step<E: Real, R: MomentRule<E>>(
     } else {
         let tensor = step::step(tensor, grad, &mut |p, g, at| {
             let (m, v) = (&mut m[at.clone()], &mut v[at]);
-            vectorised(
-                #[inline(always)]
-                || sweep(speed, rule, p, g, m, v),
-            );
+            sweep_on_threads(speed, rule, p, g, m, v);
         });
         (tensor, state.max_moment_2)
     };
@@ -467,6 +465,31 @@ impl<E: Real> StepSize<E> {
             moment_2 * self.beta_2 + gradient * gradient * self.factor_2,
         )
     }
+}
+
+/// Sweeps over the halves of large parts on two threads each.
+fn sweep_on_threads<E: Real, R: MomentRule<E>>(
+    speed: StepSize<E>,
+    rule: R,
+    p: &mut [E],
+    g: &[E],
+    m: &mut [E],
+    v: &mut [E],
+) {
+    let len = p.len();
+    if len <= THREAD_LENGTH {
+        return vectorised(
+            #[inline(always)]
+            || sweep(speed, rule, p, g, m, v),
+        );
+    }
+    let at = len / 2;
+    let (p, g) = (p.split_at_mut(at), g.split_at(at));
+    let (m, v) = (m.split_at_mut(at), v.split_at_mut(at));
+    join(
+        || sweep_on_threads(speed, rule, p.0, g.0, m.0, v.0),
+        || sweep_on_threads(speed, rule, p.1, g.1, m.1, v.1),
+    );
 }
 
 /// Moments and parameters at once.

@@ -368,6 +368,20 @@ pub(super) fn with_elements<E: Real>(tensor: &DispatchTensor, mut read: impl FnM
     });
 }
 
+/// The number of elements that are worth a thread of their own.
+pub(super) const THREAD_LENGTH: usize = 1 << 15;
+
+/// Runs both, on two threads if there are several.
+pub(super) fn join(first: impl FnOnce() + Send, second: impl FnOnce() + Send) {
+    #[cfg(feature = "flex")]
+    if rayon::current_num_threads() > 1 {
+        rayon::join(first, second);
+        return;
+    }
+    first();
+    second();
+}
+
 /// Runs a loop compiled for the widest vectors that the processor has. Bits do not depend on it. Only a closure that is
 /// `#[inline(always)]` is compiled so; iterators that zip slices in it may not be.
 #[inline(always)]
