@@ -1,21 +1,20 @@
 //! Batches with a limit on their tokens.
 
 use std::cmp::Reverse;
-use std::collections::BTreeMap;
+use std::collections::BTreeSet;
 use std::ops::Range;
 
 use crate::error::{Error, Kind, Result};
 use crate::permutation::{Permutation, mix};
 
-/// Divides samples of different lengths into batches with at most a given number of tokens each, for a
-/// [`BatchPlan`](crate::BatchPlan).
+/// Groups samples into batches of at most a given number of tokens, for a [`BatchPlan`](crate::BatchPlan).
 ///
 /// [`padded`](Self::padded) batches contain samples of similar lengths, so that little padding is needed: fairseq's
 /// `--max-tokens`. [`packed`](Self::packed) batches are for models that join the samples of a batch into one sequence
 /// without padding.
 ///
-/// All epochs have the same number of batches, of the same shapes. [`shuffled`](Self::shuffled) puts the batches in
-/// another order and exchanges samples of equal length.
+/// Every epoch has the same number of batches, with the same shapes. [`shuffled`](Self::shuffled) reorders the batches
+/// and swaps samples of equal length; if all lengths differ, each batch always has the same samples.
 ///
 /// ```
 /// use accelerator_plan::TokenBatches;
@@ -34,52 +33,81 @@ use crate::permutation::{Permutation, mix};
 pub struct TokenBatches {
     /// The length of each sample.
     lengths: Vec<u64>,
-    /// The places of a batch's samples among all samples from the longest to the shortest.
+    /// For each batch, the positions of its samples when all samples are sorted by length, longest first.
     places: Vec<Vec<usize>>,
+    max_tokens: u64,
+    padding: Padding,
+}
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Padding {
+    ToLongest,
+    None,
 }
 
 impl TokenBatches {
-    /// Limits the number of samples times the length of the longest one. An empty sample counts as one token.
-    ///
-    /// # Errors
-    ///
-    /// If a sample is longer than `max_tokens`.
-    pub fn padded(lengths: impl Into<Vec<u64>>, max_tokens: u64) -> Result<Self> {
-        let (lengths, descending) = descending(lengths.into(), max_tokens)?;
-        let mut places = Vec::new();
-        let mut start = 0;
-        while let Some(longest) = descending.get(start) {
-            let samples = max_tokens / longest;
-            let end = usize::try_from(samples).map_or(lengths.len(), |samples| start + samples);
-            let batch: Range<usize> = start..end.min(lengths.len());
-            start = batch.end;
-            places.push(batch.collect());
-        }
-        Ok(Self { lengths, places })
-    }
-
-    /// Limits the sum of the lengths, and fills each batch as far as possible (best-fit decreasing). An empty sample
+    /// Makes batches in which the number of samples times the longest length is at most `max_tokens`. An empty sample
     /// counts as one token.
     ///
     /// # Errors
     ///
     /// If a sample is longer than `max_tokens`.
+    pub fn padded(lengths: impl Into<Vec<u64>>, max_tokens: u64) -> Result<Self> {
+        Self::new(lengths.into(), max_tokens, Padding::ToLongest)
+    }
+
+    /// Makes batches whose lengths add up to at most `max_tokens`, each as full as possible (best-fit decreasing). An
+    /// empty sample counts as one token.
+    ///
+    /// # Errors
+    ///
+    /// If a sample is longer than `max_tokens`.
     pub fn packed(lengths: impl Into<Vec<u64>>, max_tokens: u64) -> Result<Self> {
-        let (lengths, descending) = descending(lengths.into(), max_tokens)?;
-        let mut places: Vec<Vec<usize>> = Vec::new();
-        // The batches by the number of tokens that they have room for.
-        let mut rooms: BTreeMap<(u64, usize), ()> = BTreeMap::new();
-        for (place, length) in descending.into_iter().enumerate() {
-            let fullest = rooms.range((length, 0)..).next();
-            let (room, batch) = fullest.map_or((max_tokens, places.len()), |(key, ())| *key);
-            rooms.remove(&(room, batch));
-            match places.get_mut(batch) {
-                Some(batch) => batch.push(place),
-                None => places.push(vec![place]),
-            }
-            rooms.insert((room - length, batch), ());
+        Self::new(lengths.into(), max_tokens, Padding::None)
+    }
+
+    fn new(mut lengths: Vec<u64>, max_tokens: u64, padding: Padding) -> Result<Self> {
+        for length in &mut lengths {
+            *length = (*length).max(1);
         }
-        Ok(Self { lengths, places })
+        if let Some(sample) = lengths.iter().position(|length| *length > max_tokens) {
+            return Err(Error::new(
+                Kind::BatchSize,
+                format!(
+                    "sample {sample} has {} tokens, but a batch can have at most {max_tokens}: truncate or drop the sample, \
+                     or raise the limit",
+                    lengths[sample]
+                ),
+            ));
+        }
+        Ok(Self::of(lengths, max_tokens, padding))
+    }
+
+    /// Makes batches of lengths from 1 to `max_tokens`.
+    fn of(lengths: Vec<u64>, max_tokens: u64, padding: Padding) -> Self {
+        let mut descending = lengths.clone();
+        descending.sort_unstable_by_key(|&length| Reverse(length));
+        let places = match padding {
+            Padding::ToLongest => in_turn(&descending, max_tokens),
+            Padding::None => best_fit(&descending, max_tokens),
+        };
+        Self {
+            lengths,
+            places,
+            max_tokens,
+            padding,
+        }
+    }
+
+    /// Makes batches of these samples alone, which are numbered from 0, with the same limit.
+    ///
+    /// # Panics
+    ///
+    /// If there are fewer samples.
+    #[must_use]
+    pub fn slice(&self, samples: Range<usize>) -> Self {
+        let lengths = self.lengths[samples].to_vec();
+        Self::of(lengths, self.max_tokens, self.padding)
     }
 
     /// Returns the number of batches.
@@ -94,7 +122,8 @@ impl TokenBatches {
         self.places.is_empty()
     }
 
-    /// Returns the samples of each batch, with the longest samples first, so that a lack of memory shows at once.
+    /// Returns the samples of each batch, longest first, so that a batch that does not fit in memory fails in the first
+    /// step.
     #[must_use]
     pub fn longest_first(&self) -> Vec<Vec<u64>> {
         let samples = self.sorted(0..self.lengths.len() as u64);
@@ -122,29 +151,40 @@ impl TokenBatches {
     }
 }
 
-/// Returns the lengths of the samples as they are counted, and the same from the longest to the shortest.
-fn descending(mut lengths: Vec<u64>, max_tokens: u64) -> Result<(Vec<u64>, Vec<u64>)> {
-    if let Some(sample) = lengths.iter().position(|length| *length > max_tokens) {
-        return Err(Error::new(
-            Kind::BatchSize,
-            format!(
-                "sample {sample} has {} tokens, and a batch may have {max_tokens}: truncate the sample, leave it out, or \
-                 raise the limit",
-                lengths[sample]
-            ),
-        ));
+/// Cuts samples into batches of consecutive ones.
+fn in_turn(descending: &[u64], max_tokens: u64) -> Vec<Vec<usize>> {
+    let mut places = Vec::new();
+    let mut start: usize = 0;
+    while let Some(longest) = descending.get(start) {
+        let samples = usize::try_from(max_tokens / longest).unwrap_or(usize::MAX);
+        let end = start.saturating_add(samples).min(descending.len());
+        places.push((start..end).collect());
+        start = end;
     }
-    for length in &mut lengths {
-        *length = (*length).max(1);
+    places
+}
+
+/// Puts each sample into the fullest batch that has room for it.
+fn best_fit(descending: &[u64], max_tokens: u64) -> Vec<Vec<usize>> {
+    let mut places: Vec<Vec<usize>> = Vec::new();
+    // The batches by the number of tokens that they have room for.
+    let mut rooms: BTreeSet<(u64, usize)> = BTreeSet::new();
+    for (place, &length) in descending.iter().enumerate() {
+        let fullest = rooms.range((length, 0)..).next().copied();
+        let (room, batch) = fullest.unwrap_or((max_tokens, places.len()));
+        rooms.remove(&(room, batch));
+        match places.get_mut(batch) {
+            Some(batch) => batch.push(place),
+            None => places.push(vec![place]),
+        }
+        rooms.insert((room - length, batch));
     }
-    let mut descending = lengths.clone();
-    descending.sort_unstable_by_key(|&length| Reverse(length));
-    Ok((lengths, descending))
+    places
 }
 
 fn of_places(samples: &[u64], places: &[usize]) -> Vec<u64> {
     places.iter().map(|&place| samples[place]).collect()
 }
 
-/// Keeps the order of batches apart from that of samples.
-const BATCHES_TAG: u64 = 0x6261_7463_6865_73;
+/// Makes the order of batches independent of the order of samples.
+const BATCHES_TAG: u64 = 0x0062_6174_6368_6573;

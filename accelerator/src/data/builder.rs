@@ -11,7 +11,7 @@ use burn::tensor::Device;
 use super::order::{BatchSizeSpec, Listed, SampleOrder, Spec, TokenOrder};
 use super::source::{self, Batched, Batching, Digest, ItemSource, SamplePlace};
 use super::stream::SharedStream;
-use crate::core::error::{Error, Kind, Result};
+use crate::core::error::{Error, Result};
 
 /// Builds a loader that [`Accelerator::prepare`](crate::Accelerator::prepare) divides among the ranks.
 ///
@@ -186,17 +186,18 @@ impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
     }
 
     /// Makes batches with at most `tokens` tokens each, where `length` returns the number of tokens of a sample. Padding
-    /// counts: a batch has at most `tokens` divided by the length of its longest sample samples. Samples of similar length
-    /// share a batch. This replaces the batch size.
+    /// counts: the number of samples times the length of the longest is at most `tokens`. Samples of similar length share
+    /// a batch. The batch size is ignored. `length` sees samples as the data set returns them, before
+    /// [`map_samples`](Self::map_samples).
     ///
-    /// Ranks take whole batches in turns, one each per step, so each rank gets about the same number of tokens. Under
-    /// [`TailPolicy::Exact`], a rank idles if the last round has no batch for it. With [`shuffle`](Self::shuffle), each
-    /// epoch has another order of batches, and samples of equal length change places. Otherwise, the longest samples come
-    /// first. All epochs have the same number of [steps](super::PreparedLoader::steps). Any number of ranks uses the same
-    /// batches, so a job can resume with another number of them.
+    /// Each step gives every rank one whole batch, so ranks get about the same number of tokens. Under
+    /// [`TailPolicy::Exact`], ranks idle in the last step if there are too few batches. With [`shuffle`](Self::shuffle),
+    /// each epoch reorders the batches and swaps samples of equal length; otherwise the longest samples come first. Every
+    /// epoch has the same number of [steps](super::PreparedLoader::steps). Batches do not depend on the number of ranks,
+    /// so a job can resume on a different number.
     ///
-    /// [`build`](Self::build) reads the whole data set once for the lengths. For a loss that is a mean over tokens, pass
-    /// their number to [`Batch::with_weight`](super::Batch::with_weight).
+    /// [`build`](Self::build) reads the whole data set once, on every rank, to get the lengths. If the loss is a mean over
+    /// tokens, pass the number of tokens to [`Batch::with_weight`](super::Batch::with_weight).
     ///
     /// ```
     /// # use burn::data::dataset::InMemDataset;
@@ -224,8 +225,9 @@ impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
         self.with_tokens(tokens, Padding::ToLongest, Box::new(length))
     }
 
-    /// Makes batches as [`max_tokens`](Self::max_tokens) does, for a batcher that joins the samples of a batch into one
-    /// sequence without padding. A batch has at most `tokens` tokens in all, and is filled as far as possible.
+    /// Like [`max_tokens`](Self::max_tokens), for a batcher that concatenates the samples of a batch without padding: the
+    /// lengths add up to at most `tokens`, and batches are as full as possible. Samples of different lengths share a
+    /// batch.
     pub fn max_packed_tokens(
         self,
         tokens: usize,
@@ -390,11 +392,13 @@ impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
         self
     }
 
-    /// Returns the settings of a stream, whose order is refused when it is prepared if tokens are limited.
+    /// Returns the settings for a stream. With a token limit, `prepare` refuses them.
     pub(super) fn stream_spec(&self) -> Spec {
         let mut spec = self.spec.clone();
         if self.tokens.is_some() {
-            let refusal = Error::config("the samples of a stream have no known lengths");
+            let refusal = Error::config(
+                "`max_tokens` and `max_packed_tokens` need a data set, and a stream has no lengths: batch by tokens within the stream",
+            );
             spec.order = SampleOrder::Tokens(Arc::new(Err(refusal)));
         }
         spec
@@ -429,20 +433,12 @@ impl<I> TokenLimit<I> {
             SampleOrder::Shuffled { seed } => Some(*seed),
             _ => {
                 return Err(Error::config(format!(
-                    "a limit of {max} tokens per batch goes with `shuffle` only, and the order of this loader is {order}: \
-                     leave one of them out"
+                    "a limit of {max} tokens per batch can only be combined with `shuffle`, but the order of this loader is \
+                     {order}: remove one of them"
                 )));
             }
         };
-        let length = |index| {
-            let item = dataset.get(index).map_err(|error| {
-                let message = format!("sample {index} cannot be read for its length: {error}");
-                Error::new(Kind::Data, message)
-            })?;
-            Ok((self.length)(&item) as u64)
-        };
-        let lengths = (0..dataset.len()).map(length);
-        let lengths = lengths.collect::<Result<Vec<u64>>>()?;
+        let lengths = source::lengths(dataset, &self.length)?;
         let batches = match padding {
             Padding::ToLongest => TokenBatches::padded(lengths, max as u64)?,
             Padding::None => TokenBatches::packed(lengths, max as u64)?,

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 
 use super::builder::SampleSource;
 use super::cursor::{Cursor, EpochPosition, Restored};
-use super::order::{SampleOrder, Spec};
+use super::order::Spec;
 use super::prepared::{PreparedLoader, Samples};
 use super::source::CheckedItem;
 use super::steppers::Steppers;
@@ -70,10 +70,7 @@ impl<O: Send + 'static> PreparedLoader<O> {
             }
             Samples::Shared { plan, source, spec } => {
                 let (order, is_steady) = match source {
-                    SampleSource::Indexed(_) => (
-                        spec.order.to_string(),
-                        !matches!(spec.order, SampleOrder::Batched(_)),
-                    ),
+                    SampleSource::Indexed(_) => (spec.order.to_string(), !spec.order.is_batched()),
                     SampleSource::Stream(stream) => match stream.sharing {
                         // Of both, a place is the same.
                         Sharing::Dispatched | Sharing::Interleaved => {

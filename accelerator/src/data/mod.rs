@@ -14,7 +14,7 @@
 //! | a data set | [`build`](LoaderBuilder::build) | in sequence, or shuffled by seed and epoch |
 //! | … in an order of your own | [`sampler`](LoaderBuilder::sampler), [`weighted`](LoaderBuilder::weighted) | a list for each epoch, compared between ranks |
 //! | … in batches of your own | [`batch_sampler`](LoaderBuilder::batch_sampler) | whole batches go round the ranks |
-//! | … with a limit on the tokens of a batch | [`max_tokens`](LoaderBuilder::max_tokens), [`max_packed_tokens`](LoaderBuilder::max_packed_tokens) | samples of similar length share a batch; whole batches go round the ranks |
+//! | … with a limit on tokens per batch | [`max_tokens`](LoaderBuilder::max_tokens), [`max_packed_tokens`](LoaderBuilder::max_packed_tokens) | whole batches of samples of similar length (`max_tokens`), or packed |
 //! | a stream that is cheap to read | [`build_stream`](LoaderBuilder::build_stream) | every rank reads all of it |
 //! | a stream in parts | [`build_sharded_stream`](LoaderBuilder::build_sharded_stream) | each rank reads its own part |
 //! | a stream that one rank can read | [`build_dispatched_stream`](LoaderBuilder::build_dispatched_stream) | rank 0 reads and sends |

@@ -62,7 +62,7 @@ impl Spec {
             .init()?)
     }
 
-    /// Plans which rank gets which of so many batches: one each per step.
+    /// Plans how `batches` whole batches are divided among ranks, one per rank and step.
     pub(super) fn rounds(&self, batches: u64, world_size: usize) -> Result<Plan> {
         Ok(PlanConfig::new(batches, BatchSize::per_rank(1)?)
             .with_world_size(world_size)
@@ -81,9 +81,8 @@ impl Spec {
     /// The batch size that the user gave, in words.
     pub(super) fn size(&self) -> String {
         match self.size {
-            _ if matches!(self.order, SampleOrder::Batched(_) | SampleOrder::Tokens(_)) => {
-                "batches that are given".to_owned()
-            }
+            _ if matches!(self.order, SampleOrder::Tokens(_)) => "batches by tokens".to_owned(),
+            _ if self.order.is_batched() => "batches that are given".to_owned(),
             BatchSizeSpec::Global(size) => format!("a global batch size of {size}"),
             BatchSizeSpec::PerRank(size) => format!("a batch size of {size}"),
         }
@@ -114,7 +113,7 @@ pub(super) enum SampleOrder {
     Listed(Listed),
     /// The batches that a function of the epoch gives.
     Batched(Arc<dyn Fn(u64) -> Vec<Vec<u64>> + Send + Sync>),
-    /// Batches with a limit on their tokens, or the reason why there are none.
+    /// Batches with a limit on their tokens, or the error that prevented them.
     Tokens(Arc<Result<TokenOrder>>),
 }
 
@@ -185,7 +184,27 @@ impl SampleOrder {
         }
     }
 
-    /// Returns the number of batches per epoch, if batches are given and their number is known.
+    /// Tells if whole batches are given, so that batch sizes do not count.
+    pub(super) fn is_batched(&self) -> bool {
+        matches!(self, Self::Batched(_) | Self::Tokens(_))
+    }
+
+    /// Returns the order of a part of the samples, if it is made for all of them.
+    pub(super) fn slice(self, samples: core::ops::Range<usize>) -> Self {
+        match self {
+            Self::Tokens(order) => Self::Tokens(Arc::new(match &*order {
+                Ok(order) => Ok(TokenOrder {
+                    batches: order.batches.slice(samples),
+                    seed: order.seed,
+                    name: order.name.clone(),
+                }),
+                Err(error) => Err(error.clone()),
+            })),
+            order => order,
+        }
+    }
+
+    /// Returns the number of batches per epoch, if it is fixed.
     pub(super) fn batches(&self) -> Option<u64> {
         match self {
             Self::Tokens(order) => Some(order.as_ref().as_ref().ok()?.batches.len() as u64),

@@ -315,10 +315,12 @@ impl<O: Send + 'static> PreparedLoader<O> {
                     source: source.clone(),
                     start,
                 };
+                let mut spec = spec.clone();
+                spec.order = spec.order.slice(start as usize..end as usize);
                 Samples::Shared {
                     plan: spec.plan(source.len, self.context.shared.world_size())?,
                     source: SampleSource::Indexed(Arc::new(source)),
-                    spec: spec.clone(),
+                    spec,
                 }
             }
         };
@@ -393,8 +395,12 @@ fn check_some_steps(plan: &Plan, samples: u64, spec: &Spec, ranks: usize) -> Res
     if samples == 0 {
         return Err(no_samples());
     }
-    let epoch = plan.epoch(0);
-    if spec.order.varies() || (0..ranks).any(|rank| epoch.steps(rank) > 0) {
+    let epoch = match spec.order.batches() {
+        Some(batches) => spec.rounds(batches, ranks)?.epoch(0),
+        None if spec.order.varies() => return Ok(()),
+        None => plan.epoch(0),
+    };
+    if (0..ranks).any(|rank| epoch.steps(rank) > 0) {
         return Ok(());
     }
     Err(Error::config(format!(

@@ -123,6 +123,28 @@ impl<I: Send + 'static, O: 'static> ItemSource<O> for Batched<I, O> {
     }
 }
 
+/// Reads a whole data set for the lengths of its samples.
+pub(super) fn lengths<I>(
+    dataset: &dyn Dataset<I>,
+    length: &dyn Fn(&I) -> usize,
+) -> Result<Vec<u64>> {
+    const TOGETHER: u64 = 1024;
+    let samples = dataset.len() as u64;
+    let mut lengths = Vec::with_capacity(dataset.len());
+    for start in (0..samples).step_by(TOGETHER as usize) {
+        let indices: Vec<u64> = (start..samples.min(start + TOGETHER)).collect();
+        let items = caught("reading the lengths of samples", || {
+            let items = read(dataset, &indices)?;
+            Ok(items
+                .iter()
+                .map(|item| length(item) as u64)
+                .collect::<Vec<_>>())
+        })?;
+        lengths.extend(items);
+    }
+    Ok(lengths)
+}
+
 fn read<I>(dataset: &dyn Dataset<I>, indices: &[u64]) -> Result<Vec<I>> {
     let wanted = indices.iter().map(|&index| index as usize).collect();
     dataset.get_many(wanted).map_err(|error| {

@@ -84,7 +84,7 @@ fn given_batches_of_all_ranks_are_learnt_from_as_one_batch() {
     assert_close(&trained(2, |_| five()), &trained(1, whole), 1e-6);
 }
 
-/// Any number of ranks uses the same batches: each sample once, and about the same number of tokens per rank and step.
+/// Batches do not depend on the number of ranks, and contain each sample once.
 #[test]
 fn batches_by_tokens_are_the_same_on_any_number_of_ranks() {
     let length = |n: usize| n * n % 23 + 1;
@@ -116,6 +116,42 @@ fn batches_by_tokens_are_the_same_on_any_number_of_ranks() {
     }
 }
 
+/// A job of two ranks resumes on other numbers of ranks in mid-epoch.
+#[test]
+fn batches_by_tokens_resume_on_any_number_of_ranks() {
+    let build = || {
+        let builder = builder().shuffle(5).max_tokens(12, |n| n % 5 + 1);
+        builder.build(columns(61))
+    };
+    let folder = tempfile::tempdir().unwrap();
+    let before = accelerator::launch(2, |accelerator| {
+        let (mut model, mut optimizer, train) = learner(&accelerator, build())?;
+        let mut used = Vec::new();
+        for batch in train.epoch(1).take(3) {
+            let batch = batch?;
+            used.extend(batch.real_indices().to_vec());
+            model = learn(&accelerator, model, &mut optimizer, 0.1, &batch)?;
+        }
+        accelerator.save_state(folder.path(), (&model, &optimizer, &train))?;
+        Ok(used)
+    });
+    let before = before.unwrap().concat();
+    for ranks in 1..5 {
+        let rest = accelerator::launch(ranks, |accelerator| {
+            let parts = learner(&accelerator, build())?;
+            let ((_, _, train), position) = accelerator.resume(folder.path(), parts)?;
+            assert_eq!(position.epoch(), 1);
+            let rest = train
+                .epoch(1)
+                .map(|batch| Ok(batch?.real_indices().to_vec()));
+            Ok(rest.collect::<Result<Vec<_>>>()?.concat())
+        });
+        let mut all = [before.clone(), rest.unwrap().concat()].concat();
+        all.sort_unstable();
+        assert_eq!(all, (0..61).collect::<Vec<_>>(), "{ranks} ranks");
+    }
+}
+
 #[test]
 fn a_limit_of_tokens_that_cannot_be_kept_is_refused_on_every_rank() {
     let refuse = |build: fn() -> Loader<Column>, words: &[&str]| {
@@ -125,17 +161,22 @@ fn a_limit_of_tokens_that_cannot_be_kept_is_refused_on_every_rank() {
         assert_errors(errors.unwrap(), Error::is_config, words);
     };
     let too_long = || builder().max_tokens(8, |n| *n).build(columns(14));
-    refuse(too_long, &["sample 9 has 9 tokens", "8"]);
+    refuse(too_long, &["sample 9 has 9 tokens", "at most 8"]);
     let ordered = || {
         let builder = builder().sampler(|_| vec![0, 1]);
         builder.max_tokens(8, |n| *n).build(columns(4))
     };
-    refuse(ordered, &["`shuffle` only", "sampler"]);
+    refuse(ordered, &["with `shuffle`", "sampler"]);
     let streamed = || {
         let numbers = |_part| (0..13_usize).map(std::io::Result::Ok);
         builder().max_tokens(8, |n| *n).build_stream(numbers)
     };
     refuse(streamed, &["a stream", "tokens"]);
+    let dropped = || {
+        let builder = builder().max_tokens(100, |_| 1).tail(TailPolicy::Drop);
+        builder.build(columns(9))
+    };
+    refuse(dropped, &["9 samples do not fill a step of 2 ranks"]);
 }
 
 #[test]

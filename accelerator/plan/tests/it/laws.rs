@@ -301,15 +301,24 @@ proptest! {
     #[test]
     fn batches_by_tokens_hold_each_sample_once_within_the_limit(
         lengths in prop::collection::vec(0_u64..60, 0..150),
-        limit in 60_u64..400,
+        limit in 0_u64..400,
         seed in any::<u64>(),
         epoch in 0_u64..4,
         [before, after] in [1_usize..6, 1_usize..6],
         done in 0_u64..20,
     ) {
         let counted = |sample: &u64| lengths[*sample as usize].max(1);
-        let padded = TokenBatches::padded(lengths.clone(), limit).unwrap();
-        let packed = TokenBatches::packed(lengths.clone(), limit).unwrap();
+        let padded = TokenBatches::padded(lengths.clone(), limit);
+        let packed = TokenBatches::packed(lengths.clone(), limit);
+        if (0..lengths.len() as u64).any(|sample| counted(&sample) > limit) {
+            prop_assert!(padded.is_err() && packed.is_err());
+            return Ok(());
+        }
+        let (padded, packed) = (padded.unwrap(), packed.unwrap());
+        let half = lengths.len() / 2;
+        let sliced = padded.slice(half..lengths.len());
+        let alone = TokenBatches::padded(&lengths[half..], limit).unwrap();
+        prop_assert_eq!(sliced.shuffled(seed, epoch), alone.shuffled(seed, epoch));
         for (batches, is_padded) in [(&padded, true), (&packed, false)] {
             prop_assert_eq!(batches.is_empty(), lengths.is_empty());
             for is_shuffled in [false, true] {
