@@ -48,6 +48,8 @@ variables! {
         "the launch that a rank belongs to, the same for all restarts; a run that is restarted without a checkpoint starts over";
     LIVENESS_TIMEOUT, LauncherAndRanks, Seconds, default "5", code "liveness_timeout":
         "after how much silence a rank or a host is considered lost";
+    LOCAL_POOL, Ranks, Switch, default "1", code "":
+        "whether the thread that builds the accelerator joins a rayon pool of its own (Flex backend, more than one thread)";
     MAX_RESTARTS, SetByLauncher, Number, default "--max-restarts", code "":
         "how often the launcher restarts the job at most";
     NETWORK_INTERFACE, Ranks, Text("the name of an interface, or several with commas, of which the first that the host has counts"), default "where the way to the store begins", code "":

@@ -35,6 +35,19 @@ pub(super) fn oversubscription(asked: Option<Oversubscription>) -> Result<Oversu
     Ok(agreed.map_or_else(Oversubscription::default, |switch| switch.0))
 }
 
+/// Returns `true` unless `ACCEL_LOCAL_POOL` is off.
+#[cfg(feature = "flex")]
+pub(super) fn local_pool() -> Result<bool> {
+    let Some(value) = variable(env::LOCAL_POOL.name) else {
+        return Ok(true);
+    };
+    let value = value.to_string_lossy();
+    env::switch(&value).ok_or_else(|| {
+        let name = env::LOCAL_POOL.name;
+        Error::config(format!("{name}: expected 1 or 0, found `{value}`"))
+    })
+}
+
 pub(super) fn accumulation_steps(asked: Option<NonZeroUsize>) -> Result<NonZeroUsize> {
     let asked = asked.map(Count);
     let agreed = agreed(

@@ -12,3 +12,5 @@ pub(crate) mod preemption;
 pub(crate) mod scoped;
 pub(crate) mod tensor;
 pub(crate) mod tensors;
+#[cfg(feature = "flex")]
+pub(crate) mod thread_pool;

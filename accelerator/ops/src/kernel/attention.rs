@@ -6,7 +6,7 @@ use std::sync::OnceLock;
 use burn_flex::FlexTensor;
 
 use super::dropout::Dropout;
-use super::loops::{for_each, for_parts, tensor, values, vectorised, zeros};
+use super::loops::{for_each, tensor, values, vectorised, zeros};
 use super::math::{dot, exp, largest, sum};
 use super::product::{Matrix, Onto, product};
 use crate::backend::{Backprop, Forward};
@@ -106,7 +106,9 @@ impl Run {
         } = self.sizes;
         let [_, _, value] = self.inputs.each_ref().map(values);
         let mut out = zeros(batch * queries * width);
-        for_parts(&mut out, queries * width, |sequence, out| {
+        let work = batch * queries * (width + heads * keys);
+        let parts = out.chunks_mut((queries * width).max(1));
+        for_each(work, parts, |sequence, out| {
             let probabilities = self.probabilities(sequence);
             let weights = self.weights(sequence, &probabilities);
             for head in 0..heads {
@@ -149,7 +151,7 @@ impl Run {
         } = self.sizes;
         let [query, key, _] = self.inputs.each_ref().map(values);
         let scale = 1.0 / (wide as f32).sqrt();
-        let mut all = zeros(heads * queries * keys);
+        let mut all = vec![0.0; heads * queries * keys];
         for (head, scores) in all.chunks_exact_mut((queries * keys).max(1)).enumerate() {
             let query = self.head(query, queries, sequence, head);
             let key = self.head(key, keys, sequence, head);
@@ -228,7 +230,7 @@ impl Run {
             .zip(dvalue.chunks_mut(lens[2].max(1)));
         let parts = dquery.chunks_mut(lens[0].max(1)).zip(parts);
         for_each(
-            batch * lens[0],
+            batch * queries * (width + heads * keys),
             parts,
             |sequence, (dquery, (dkey, dvalue))| {
                 let again;

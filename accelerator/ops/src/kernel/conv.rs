@@ -8,7 +8,7 @@ use burn_flex::FlexTensor;
 
 use super::elementwise::{relu, through_relu};
 use super::loops::{
-    self, for_parts, mapped_both, sums, tensor, transpose, values, vectorised, zeros,
+    self, for_each, mapped_both, sums, tensor, transpose, values, vectorised, zeros,
 };
 use super::math::sum;
 use super::patches::{ConvShape, PaddedPlane};
@@ -109,7 +109,9 @@ impl ConvShape {
         let (places, together) = (self.places(), self.images_per_product());
         let of_image = (self.channels_out * places).max(1);
         let mut out = zeros(self.batch * self.channels_out * places);
-        for_parts(&mut out, together * of_image, |part, out| {
+        let work = out.len().saturating_mul(self.patch());
+        let parts = out.chunks_mut(together * of_image);
+        for_each(work, parts, |part, out| {
             let images = Images::new(self, part * together, out.len() / of_image);
             for group in 0..self.groups {
                 let [inputs, outputs] = self.group(group);
@@ -143,7 +145,9 @@ impl ConvShape {
         // `[groups, patch, outputs]`. Each product would otherwise transpose the weight again; a single one does so itself.
         let transposed = (self.batch > 1).then(|| self.transposed_groups(weight, patch));
         let mut dx = zeros(self.batch * self.image());
-        for_parts(&mut dx, together * of_image, |part, dx| {
+        let work = dx.len().saturating_mul(self.patch());
+        let parts = dx.chunks_mut((together * of_image).max(1));
+        for_each(work, parts, |part, dx| {
             let images = Images::new(self, part * together, dx.len() / of_image);
             for group in 0..self.groups {
                 let [inputs, outputs] = self.group(group);

@@ -56,7 +56,7 @@ pub(super) fn for_each<T: Send>(
     }
 }
 
-/// Returns so many zeros. Threads share the writing of many.
+/// Returns `len` zeros, written in parallel if there are many.
 pub(super) fn zeros(len: usize) -> Vec<f32> {
     const BLOCK: usize = 64;
     if !has_threads() || len <= 4 * TASK {

@@ -467,7 +467,7 @@ impl<E: Real> StepSize<E> {
     }
 }
 
-/// Sweeps over the halves of large parts on two threads each.
+/// Calls [`sweep`], in parallel if there are many elements.
 fn sweep_on_threads<E: Real, R: MomentRule<E>>(
     speed: StepSize<E>,
     rule: R,

@@ -368,10 +368,13 @@ pub(super) fn with_elements<E: Real>(tensor: &DispatchTensor, mut read: impl FnM
     });
 }
 
-/// The number of elements that are worth a thread of their own.
+/// The number of elements above which a loop is split between threads.
 pub(super) const THREAD_LENGTH: usize = 1 << 15;
 
-/// Runs both, on two threads if there are several.
+// A step on sums works on blocks, and must not call rayon while it holds what waits in the thread.
+const _: () = assert!(BLOCK <= THREAD_LENGTH);
+
+/// Runs both closures, in parallel if rayon has more than one thread.
 pub(super) fn join(first: impl FnOnce() + Send, second: impl FnOnce() + Send) {
     #[cfg(feature = "flex")]
     if rayon::current_num_threads() > 1 {
