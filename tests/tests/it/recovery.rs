@@ -7,7 +7,9 @@ use std::time::{Duration, Instant};
 use accelerator::plan::sample_rng_seed;
 use accelerator::track::{RunHistory, RunStatus};
 use accelerator_tests::processes::{self, Ended, launcher};
-use accelerator_tests::resumable::{Notice, OptimizerKind, Place, TrainingJob, TrainingResult};
+use accelerator_tests::resumable::{
+    Notice, OptimizerKind, Place, StepRecord, TrainingJob, TrainingResult,
+};
 
 use super::restart::assert_exact;
 
@@ -330,7 +332,6 @@ fn strike(folder: &Path, seed: u64) -> Vec<&'static str> {
         let Some(rank) = ranks.get(draw(ranks.len().max(1) as u64) as usize) else {
             continue;
         };
-        // If no other rank runs, nobody notices that one is stopped.
         let signal = match draw(4) {
             0 if ranks.len() > 1 => "STOP",
             _ => "KILL",
@@ -340,12 +341,32 @@ fn strike(folder: &Path, seed: u64) -> Vec<&'static str> {
         if status.unwrap().success() {
             struck.push(signal);
         }
-        let until = Instant::now() + Duration::from_secs(60);
-        while signal == "STOP" && ranks_of(folder).contains(rank) && Instant::now() < until {
+        let until = Instant::now() + Duration::from_secs(90);
+        while signal == "STOP" && ranks_of(folder).contains(rank) {
+            if Instant::now() > until {
+                // Nobody notices that a rank is stopped if it is the only one of its group.
+                assert_eq!(last_world_size(folder), 1, "a stopped rank was not noticed");
+                let mut resume = Command::new("kill");
+                resume.args(["-s", "CONT"]).arg(rank.to_string());
+                assert!(resume.status().unwrap().success());
+                break;
+            }
             std::thread::sleep(Duration::from_millis(20));
         }
     }
     struck
+}
+
+/// Returns the number of ranks in the last step that a rank has recorded.
+fn last_world_size(folder: &Path) -> usize {
+    let files = std::fs::read_dir(folder)
+        .unwrap()
+        .map(|entry| entry.unwrap());
+    let files = files.filter(|file| file.file_name().to_string_lossy().ends_with(".jsonl"));
+    let last = files.max_by_key(|file| file.metadata().unwrap().modified().unwrap());
+    let text = std::fs::read_to_string(last.unwrap().path()).unwrap();
+    let step: StepRecord = serde_json::from_str(text.lines().last().unwrap()).unwrap();
+    step.world_size
 }
 
 /// Returns the processes of the ranks of a job that run.
