@@ -79,6 +79,8 @@ pub enum Place {
     Evaluation(u64),
     /// While rank 0 writes a checkpoint, and the others wait.
     Save(u64),
+    /// Before the ranks leave together, after the last step.
+    End,
 }
 
 /// AdamW, or plain SGD for a job whose world size changes.
@@ -335,6 +337,7 @@ impl<'a> Training<'a> {
             }
         }
         self.write(accelerator)?;
+        self.notifier.reach(Place::End);
         accelerator.finish()?;
         Ok(Turn::Ended(ExitCode::SUCCESS))
     }

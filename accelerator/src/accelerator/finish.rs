@@ -67,8 +67,12 @@ impl Accelerator {
                 Err(Error::new(error.kind(), message).with_source(lost))
             }
         };
-        let failure = left.as_ref().err().map(|error| format!("{error:?}"));
-        self.shared.tracking.end(ending, failure.as_deref());
+        // A program that recovers continues its run. If it does not, the run ends when the accelerator is dropped.
+        let is_lost = left.as_ref().err().is_some_and(Error::is_peer_lost);
+        if !(is_lost && group.continues_on_loss()) {
+            let failure = left.as_ref().err().map(|error| format!("{error:?}"));
+            self.shared.tracking.end(ending, failure.as_deref());
+        }
         left
     }
 

@@ -155,6 +155,7 @@ fn a_rank_may_be_lost_in_a_save_or_an_evaluation() {
     let whole = undisturbed();
     for rank in 0..3 {
         recovers(&ALONE, vec![kill(rank, Place::Evaluation(1))], 2, &whole);
+        recovers(&ALONE, vec![kill(rank, Place::End)], 2, &whole);
     }
     let folder = tempfile::tempdir().unwrap();
     let job = TrainingJob {
