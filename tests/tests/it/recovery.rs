@@ -117,20 +117,24 @@ fn check_run(folder: &Path, what: &str) {
     );
 }
 
-/// Returns the run of a job that has finished, with each step once. A rank that is lost while it begins a run leaves another
-/// one behind.
+/// Returns the run of a job that has finished, with each step once.
 fn finished_run(folder: &Path, what: &str) -> RunHistory {
+    let run = only_finished_run(folder, what);
+    let steps = run.series("train/loss").unwrap().points.iter();
+    let steps: Vec<u64> = steps.map(|point| point.step).collect();
+    assert_eq!(steps, (1..=STEPS).collect::<Vec<u64>>(), "{what}");
+    run
+}
+
+/// Returns the run of a job that has finished. A rank that is lost while it begins a run leaves another one behind.
+pub(super) fn only_finished_run(folder: &Path, what: &str) -> RunHistory {
     let runs = std::fs::read_dir(folder.join("runs")).unwrap();
     let runs = runs.filter_map(|entry| RunHistory::read(entry.unwrap().path()).ok());
     let mut runs: Vec<_> = runs
         .filter(|run| run.status() == RunStatus::Finished)
         .collect();
     assert_eq!(runs.len(), 1, "{what}");
-    let run = runs.remove(0);
-    let steps = run.series("train/loss").unwrap().points.iter();
-    let steps: Vec<u64> = steps.map(|point| point.step).collect();
-    assert_eq!(steps, (1..=STEPS).collect::<Vec<u64>>(), "{what}");
-    run
+    runs.remove(0)
 }
 
 /// Kills each rank in the first, a middle and the last step, and a drawn rank in a drawn step (`SEEDS=100` draws more).

@@ -3,10 +3,11 @@
 use std::path::Path;
 use std::process::Command;
 
-use accelerator::track::{RunHistory, RunStatus};
 use accelerator_tests::processes::{Ended, launcher, run};
 use accelerator_tests::trainers::{Kill, KillPoint, TrainerJob};
 use serde_json::Value;
+
+use super::recovery::only_finished_run;
 
 /// Compares weights, averages, logs, the table and the best model.
 #[test]
@@ -150,14 +151,9 @@ fn assert_recovers(
     let last = format!("after 0 restarts, on {ranks} ranks");
     assert!(ended.succeeded().contains(&last), "{what}");
     assert_close(&state(folder.path()), expected, &what);
-    let runs = std::fs::read_dir(folder.path().join("runs")).unwrap();
-    let runs = runs.filter_map(|entry| RunHistory::read(entry.unwrap().path()).ok());
-    let runs: Vec<_> = runs
-        .filter(|run| run.status() == RunStatus::Finished)
-        .collect();
-    assert_eq!(runs.len(), 1, "{what}");
+    let run = only_finished_run(folder.path(), &what);
     for (name, steps) in [("train/loss", &LOGGED[..]), ("eval/loss", &EVALUATED)] {
-        let points = &runs[0].series(name).unwrap().points;
+        let points = &run.series(name).unwrap().points;
         let found: Vec<u64> = points.iter().map(|point| point.step).collect();
         assert_eq!(found, steps, "{name}: {what}");
     }
