@@ -2,6 +2,7 @@
 
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
+use std::fmt;
 use std::ops::Range;
 
 use crate::error::{Error, Kind, Result};
@@ -148,6 +149,17 @@ impl TokenBatches {
         let mut samples: Vec<u64> = samples.collect();
         samples.sort_by_key(|&sample| Reverse(self.lengths[sample as usize]));
         samples
+    }
+}
+
+/// Shows the limit.
+impl fmt::Display for TokenBatches {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "at most {} tokens", self.max_tokens)?;
+        match self.padding {
+            Padding::ToLongest => f.write_str(" with padding"),
+            Padding::None => Ok(()),
+        }
     }
 }
 

@@ -53,16 +53,12 @@ pub struct LoaderBuilder<I, O> {
 /// A limit on the tokens of a batch.
 struct TokenLimit<I> {
     max: usize,
-    padding: Padding,
     length: Box<dyn Fn(&I) -> usize + Send + Sync>,
+    group: GroupByTokens,
 }
 
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-enum Padding {
-    /// Samples are padded to the longest one of their batch.
-    ToLongest,
-    None,
-}
+/// Groups samples of these lengths into batches with a limit.
+type GroupByTokens = fn(Vec<u64>, u64) -> accelerator_plan::Result<TokenBatches>;
 
 impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
     /// Makes a builder with the batcher, which turns samples into a batch. The batch size is 1 until you set it.
@@ -222,7 +218,7 @@ impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
         tokens: usize,
         length: impl Fn(&I) -> usize + Send + Sync + 'static,
     ) -> Self {
-        self.with_tokens(tokens, Padding::ToLongest, Box::new(length))
+        self.with_tokens(tokens, Box::new(length), TokenBatches::padded)
     }
 
     /// Like [`max_tokens`](Self::max_tokens), for a batcher that concatenates the samples of a batch without padding: the
@@ -233,20 +229,16 @@ impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
         tokens: usize,
         length: impl Fn(&I) -> usize + Send + Sync + 'static,
     ) -> Self {
-        self.with_tokens(tokens, Padding::None, Box::new(length))
+        self.with_tokens(tokens, Box::new(length), TokenBatches::packed)
     }
 
     fn with_tokens(
         mut self,
         max: usize,
-        padding: Padding,
         length: Box<dyn Fn(&I) -> usize + Send + Sync>,
+        group: GroupByTokens,
     ) -> Self {
-        self.tokens = Some(TokenLimit {
-            max,
-            padding,
-            length,
-        });
+        self.tokens = Some(TokenLimit { max, length, group });
         self
     }
 
@@ -399,7 +391,7 @@ impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
             let refusal = Error::config(
                 "`max_tokens` and `max_packed_tokens` need a data set, and a stream has no lengths: batch by tokens within the stream",
             );
-            spec.order = SampleOrder::Tokens(Arc::new(Err(refusal)));
+            spec.order = SampleOrder::Tokens(Err(refusal));
         }
         spec
     }
@@ -411,7 +403,7 @@ impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
     ) -> Loader<O> {
         if let Some(limit) = &self.tokens {
             let order = limit.order(&dataset, &self.spec.order);
-            self.spec.order = SampleOrder::Tokens(Arc::new(order));
+            self.spec.order = SampleOrder::Tokens(order.map(Arc::new));
         }
         Loader {
             origin: SampleSource::Indexed(Arc::new(Batched {
@@ -427,7 +419,7 @@ impl<I: Send + 'static, O: Send + 'static> LoaderBuilder<I, O> {
 impl<I> TokenLimit<I> {
     /// Divides the samples of a data set into batches, which are shuffled as the samples were to be.
     fn order(&self, dataset: &dyn Dataset<I>, order: &SampleOrder) -> Result<TokenOrder> {
-        let (max, padding) = (self.max, self.padding);
+        let max = self.max;
         let seed = match order {
             SampleOrder::Sequential => None,
             SampleOrder::Shuffled { seed } => Some(*seed),
@@ -439,18 +431,11 @@ impl<I> TokenLimit<I> {
             }
         };
         let lengths = source::lengths(dataset, &self.length)?;
-        let batches = match padding {
-            Padding::ToLongest => TokenBatches::padded(lengths, max as u64)?,
-            Padding::None => TokenBatches::packed(lengths, max as u64)?,
-        };
-        let padded = match padding {
-            Padding::ToLongest => " with padding",
-            Padding::None => "",
-        };
+        let batches = (self.group)(lengths, max as u64)?;
         Ok(TokenOrder {
+            name: format!("{batches}, {order}"),
             batches,
             seed,
-            name: format!("at most {max} tokens{padded}, {order}"),
         })
     }
 }

@@ -114,7 +114,7 @@ pub(super) enum SampleOrder {
     /// The batches that a function of the epoch gives.
     Batched(Arc<dyn Fn(u64) -> Vec<Vec<u64>> + Send + Sync>),
     /// Batches with a limit on their tokens, or the error that prevented them.
-    Tokens(Arc<Result<TokenOrder>>),
+    Tokens(Result<Arc<TokenOrder>>),
 }
 
 /// Batches with a limit on their tokens, shuffled if there is a seed.
@@ -170,7 +170,7 @@ impl SampleOrder {
                 "the sampler has {choices} weights, and the data set has {samples} samples: give each \
                  sample a weight"
             ))),
-            Self::Tokens(order) => order.as_ref().as_ref().map(|_| ()).map_err(Clone::clone),
+            Self::Tokens(order) => order.clone().map(drop),
             _ => Ok(()),
         }
     }
@@ -192,13 +192,12 @@ impl SampleOrder {
     /// Returns the order of a part of the samples, if it is made for all of them.
     pub(super) fn slice(self, samples: core::ops::Range<usize>) -> Self {
         match self {
-            Self::Tokens(order) => Self::Tokens(Arc::new(match &*order {
-                Ok(order) => Ok(TokenOrder {
+            Self::Tokens(order) => Self::Tokens(order.map(|order| {
+                Arc::new(TokenOrder {
                     batches: order.batches.slice(samples),
                     seed: order.seed,
                     name: order.name.clone(),
-                }),
-                Err(error) => Err(error.clone()),
+                })
             })),
             order => order,
         }
@@ -207,7 +206,7 @@ impl SampleOrder {
     /// Returns the number of batches per epoch, if it is fixed.
     pub(super) fn batches(&self) -> Option<u64> {
         match self {
-            Self::Tokens(order) => Some(order.as_ref().as_ref().ok()?.batches.len() as u64),
+            Self::Tokens(order) => Some(order.as_ref().ok()?.batches.len() as u64),
             _ => None,
         }
     }
@@ -225,7 +224,7 @@ impl fmt::Display for SampleOrder {
             Self::Shuffled { seed } => write!(f, "shuffled by {seed}"),
             Self::Listed(listed) => f.write_str(&listed.name),
             Self::Batched(_) => f.write_str("that of a batch sampler"),
-            Self::Tokens(order) => match &**order {
+            Self::Tokens(order) => match order {
                 Ok(order) => f.write_str(&order.name),
                 Err(_) => f.write_str("batches with a limit on their tokens"),
             },
@@ -271,8 +270,7 @@ impl EpochAssignment {
                 Self::batched(batches(epoch), spec, plan.world_size(), samples, epoch)?
             }
             SampleOrder::Tokens(order) => {
-                let order = order.as_ref().as_ref().map_err(Clone::clone)?;
-                let batches = order.epoch(epoch);
+                let batches = order.clone()?.epoch(epoch);
                 Self::batched(batches, spec, plan.world_size(), samples, epoch)?
             }
         })
