@@ -71,7 +71,7 @@ impl StoreState {
         if self.heartbeat_at > now {
             return;
         }
-        self.heartbeat_at = now + store_interval(self.liveness());
+        self.heartbeat_at = now + store_interval(self.liveness);
         let connections = self.connections(|x| x.stage == JoinStage::Waiting);
         self.actions.push(StoreAction::Heartbeat { connections });
     }
@@ -101,7 +101,7 @@ impl StoreState {
             (None, _) => {
                 // A rank with a longer liveness timeout sends heartbeats less often.
                 let own = 4 * store_interval(bounded(participant.registration.liveness));
-                participant.heard + self.liveness().max(own)
+                participant.heard + self.liveness.max(own)
             }
         })
     }

@@ -39,6 +39,8 @@ pub(crate) use event::{
 pub(crate) struct StoreState {
     world_size: usize,
     ranks: BTreeMap<usize, Participant>,
+    /// The shortest liveness timeout of all ranks that have registered.
+    liveness: Duration,
     /// The time at which the first rank came.
     started: Option<Instant>,
     heartbeat_at: Instant,
@@ -58,6 +60,7 @@ impl StoreState {
         Self {
             world_size,
             ranks: BTreeMap::new(),
+            liveness: MAX_TIMEOUT,
             started: None,
             heartbeat_at: Instant::now(),
             notes: Vec::new(),
@@ -109,7 +112,7 @@ impl StoreState {
     /// Checks if [`StoreInput::Tick`], which was `due`, comes so late that [`StoreInput::Suspended`] must precede it.
     pub(crate) fn was_suspended(&self, due: Option<Instant>, now: Instant) -> bool {
         let judging = self.is_meeting() && !self.ranks.is_empty();
-        judging && suspended_for(due, now, self.liveness()).is_some()
+        judging && suspended_for(due, now, self.liveness).is_some()
     }
 
     /// The ranks that the next [`StoreInput::Tick`] finds silent, with their connections.
@@ -192,6 +195,8 @@ impl StoreState {
             registration,
         };
         self.ranks.insert(rank, participant);
+        let timeouts = self.ranks.values().map(|x| x.registration.liveness);
+        self.liveness = bounded(timeouts.min().unwrap_or(MAX_TIMEOUT));
         self.report(Report::Joined { rank, host, pid });
         if !self.missing().is_empty() {
             return;
@@ -438,12 +443,6 @@ impl StoreState {
 
     fn is_meeting(&self) -> bool {
         matches!(self.phase, Phase::Gathering | Phase::Connecting)
-    }
-
-    /// Returns the shortest liveness timeout that any rank has given.
-    fn liveness(&self) -> Duration {
-        let told = self.ranks.values().map(|x| x.registration.liveness);
-        bounded(told.min().unwrap_or(MAX_TIMEOUT))
     }
 }
 
