@@ -14,13 +14,18 @@ pub(crate) fn store_interval(timeout: Duration) -> Duration {
     (timeout / 4).min(Duration::from_millis(250))
 }
 
-/// The pause between two rounds of the mesh: a sixteenth of the liveness timeout, within 25 to 250 ms. A connection that
-/// carried nothing since the last round gets a heartbeat, so that its last byte is at most two rounds old.
+/// The interval between heartbeat rounds of the mesh: a sixteenth of the liveness timeout, within 25 to 250 ms. A
+/// connection that carried nothing since the last round gets a heartbeat, so its last byte is at most two rounds old.
 ///
-/// With the default of 5 s, a link that is down for 3 s must not be silent for 5: the last byte before it may be 500 ms
-/// old, and TCP may try again up to 1 s after it.
-pub(crate) fn mesh_interval(timeout: Duration) -> Duration {
-    (timeout / 16).clamp(Duration::from_millis(25), Duration::from_millis(250))
+/// With the default timeout of 5 s, a link that is down for 3 s must not be silent for 5 s: the last byte before the
+/// outage may be two rounds old, and TCP may take another second to retransmit.
+///
+/// In large jobs the interval grows to 2 ms per rank, so that a rank sends 500 heartbeats per second, but at most to a
+/// twelfth of the timeout, which leaves room for such an outage.
+pub(crate) fn mesh_interval(timeout: Duration, world_size: usize) -> Duration {
+    let base = (timeout / 16).clamp(Duration::from_millis(25), Duration::from_millis(250));
+    let scaled = Duration::from_millis(2 * world_size as u64).min(timeout / 12);
+    base.max(scaled)
 }
 
 /// The silence after which a peer is suspected when the group fails: half the liveness timeout.
@@ -54,3 +59,17 @@ pub(crate) const MAX_TIMEOUT: Duration = Duration::from_secs(24 * 3600);
 
 /// A thread of an operation that wakes so much later than it asked for was kept from running.
 pub(crate) const SUSPEND_THRESHOLD: Duration = Duration::from_millis(250);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_outage_of_three_seconds_is_survived_by_jobs_of_every_size() {
+        for world_size in [2, 125, 250, 1024, 1 << 20] {
+            let last_byte = 2 * mesh_interval(DEFAULT_TIMEOUT, world_size);
+            let silence = last_byte + Duration::from_millis(3000 + 1000 + 100);
+            assert!(silence < DEFAULT_TIMEOUT, "{world_size} ranks: {silence:?}");
+        }
+    }
+}

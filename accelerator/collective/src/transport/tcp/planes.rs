@@ -357,13 +357,14 @@ impl Tcp {
         };
         let heartbeat = heartbeat.encode();
         let frame = Head::new(FrameKind::Heartbeat, heartbeat, milliseconds, &[], &[]).encode();
-        let mut tick = mesh_interval(liveness);
+        let ranks = self.peers.len();
+        let mut tick = mesh_interval(liveness, ranks);
         for (_, link) in self.present() {
             link.heartbeat(&frame);
             tick = link
                 .liveness
                 .peer_limit()
-                .map_or(tick, |wish| tick.min(mesh_interval(wish)));
+                .map_or(tick, |wish| tick.min(mesh_interval(wish, ranks)));
         }
         let mut next = tick;
         for (rank, link) in self.present() {
