@@ -1,5 +1,5 @@
-//! Questions to the system about a connection: the data that has not arrived, and if it is ready; and a bound on the
-//! pauses before lost data is sent again.
+//! Operations on TCP sockets: non-blocking connects, readiness, the amount of undelivered data, and a bound on the
+//! backoff of retransmissions.
 #![cfg_attr(
     target_os = "linux",
     expect(
@@ -8,9 +8,18 @@
     )
 )]
 
-use std::{net::TcpStream, time::Duration};
+use std::{
+    io,
+    net::{SocketAddr, TcpStream},
+    os::fd::OwnedFd,
+    time::Duration,
+};
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
+    io::Errno,
+    net::{AddressFamily, SocketFlags, SocketType, connect, socket_with, sockopt},
+};
 
 /// Lets a connection send again within a second what the network has lost. The system's pauses double without that: a
 /// link that is down for 3 s may stay silent for 6 s, and a peer be taken for lost that no longer is.
@@ -51,6 +60,49 @@ pub fn limit_backoff(stream: &TcpStream) {
     }
     #[cfg(not(target_os = "linux"))]
     let _ = stream;
+}
+
+/// Starts a non-blocking connect. Once the stream is writable, [`finish_connect`] returns the result.
+pub(crate) fn begin_connect(address: SocketAddr) -> io::Result<TcpStream> {
+    let socket = tcp_socket(match address {
+        SocketAddr::V4(_) => AddressFamily::INET,
+        SocketAddr::V6(_) => AddressFamily::INET6,
+    })?;
+    rustix::io::ioctl_fionbio(&socket, true)?;
+    match connect(&socket, &address) {
+        Ok(()) | Err(Errno::INPROGRESS | Errno::INTR) => Ok(socket.into()),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Completes a connect: returns `true` once connected, `false` while in progress, and the error if it failed, which the
+/// socket tells once.
+pub(crate) fn finish_connect(stream: &TcpStream) -> io::Result<bool> {
+    sockopt::socket_error(stream)??;
+    match stream.peer_addr() {
+        Ok(_) => Ok(true),
+        Err(error) if error.kind() == io::ErrorKind::NotConnected => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+/// Creates a TCP socket that child processes do not inherit.
+pub(crate) fn tcp_socket(family: AddressFamily) -> io::Result<OwnedFd> {
+    let socket = socket_with(
+        family,
+        SocketType::STREAM,
+        #[cfg(not(target_vendor = "apple"))]
+        SocketFlags::CLOEXEC,
+        #[cfg(target_vendor = "apple")]
+        SocketFlags::empty(),
+        None,
+    )?;
+    #[cfg(target_vendor = "apple")]
+    {
+        rustix::io::fcntl_setfd(&socket, rustix::io::FdFlags::CLOEXEC)?;
+        sockopt::set_socket_nosigpipe(&socket, true)?;
+    }
+    Ok(socket)
 }
 
 /// The number of bytes and ends of a connection that the system has not sent, for want of room at the peer or on the

@@ -4,6 +4,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, UdpSocket};
 use std::{fs, io};
 
 use crate::error::{Error, Result};
+use crate::socket::tcp_socket;
 
 /// Listens on the first of `addresses` that this host has. If it has none of them, they belong to a proxy in front of
 /// it, so this listens on all addresses of this host.
@@ -46,20 +47,10 @@ pub fn listen_at(addresses: &[IpAddr], port: u16) -> io::Result<TcpListener> {
 ///
 /// An error of the system, for instance if the port is taken.
 pub fn listen_everywhere(port: u16) -> io::Result<TcpListener> {
-    use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, listen, socket_with, sockopt};
+    use rustix::net::{AddressFamily, bind, listen, sockopt};
 
     let both = || -> io::Result<TcpListener> {
-        let socket = socket_with(
-            AddressFamily::INET6,
-            SocketType::STREAM,
-            #[cfg(not(target_vendor = "apple"))]
-            SocketFlags::CLOEXEC,
-            #[cfg(target_vendor = "apple")]
-            SocketFlags::empty(),
-            None,
-        )?;
-        #[cfg(target_vendor = "apple")]
-        rustix::io::fcntl_setfd(&socket, rustix::io::FdFlags::CLOEXEC)?;
+        let socket = tcp_socket(AddressFamily::INET6)?;
         sockopt::set_socket_reuseaddr(&socket, true)?;
         sockopt::set_ipv6_v6only(&socket, false)?;
         bind(&socket, &SocketAddr::from((Ipv6Addr::UNSPECIFIED, port)))?;

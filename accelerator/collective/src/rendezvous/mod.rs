@@ -23,7 +23,6 @@ use std::sync::Arc;
 
 use crate::error::{Error, Result};
 
-pub(crate) use address::reachable;
 pub use address::{is_own_address, listen_at, listen_everywhere};
 pub use inspection::{FlightRecords, flight_records};
 pub(crate) use locality::resolve_local_rank;

@@ -162,13 +162,23 @@ impl Message {
     pub(crate) fn read(from: &mut impl Read, bound: usize) -> Result<Self, ReadError> {
         let mut envelope = [0; ENVELOPE_BYTES];
         fill(from, &mut envelope)?;
-        let word = |at: usize| {
-            u32::from_le_bytes([
-                envelope[at],
-                envelope[at + 1],
-                envelope[at + 2],
-                envelope[at + 3],
-            ])
+        let len = Self::expected_len(&envelope, bound)? - ENVELOPE_BYTES;
+        let mut body = vec![0; len];
+        match fill(from, &mut body) {
+            Err(ReadError::Closed) => return Err(ReadError::Torn),
+            other => other?,
+        }
+        if envelope_u32(&envelope, 12) != crc32fast::hash(&body) {
+            return Err(ReadError::Message("a wrong checksum".to_owned()));
+        }
+        from_bytes(&body)
+    }
+
+    /// Returns the length of the message that starts with `received`, or of its envelope if that is still incomplete.
+    /// Fails if the envelope is invalid, or the body is longer than `bound`.
+    pub(crate) fn expected_len(received: &[u8], bound: usize) -> Result<usize, ReadError> {
+        let Some(envelope) = received.first_chunk::<ENVELOPE_BYTES>() else {
+            return Ok(ENVELOPE_BYTES);
         };
         if envelope[..4] != MESSAGE_MAGIC {
             return Err(ReadError::Message(format!(
@@ -183,22 +193,24 @@ impl Message {
                 envelope[4]
             )));
         }
-        let len = word(8) as usize;
+        let len = envelope_u32(envelope, 8) as usize;
         if len > bound {
             return Err(ReadError::Message(format!(
                 "a message of {len} bytes, at most {bound} are allowed"
             )));
         }
-        let mut body = vec![0; len];
-        match fill(from, &mut body) {
-            Err(ReadError::Closed) => return Err(ReadError::Torn),
-            other => other?,
-        }
-        if word(12) != crc32fast::hash(&body) {
-            return Err(ReadError::Message("a wrong checksum".to_owned()));
-        }
-        from_bytes(&body)
+        Ok(ENVELOPE_BYTES + len)
     }
+}
+
+/// Reads the little-endian `u32` at this offset.
+fn envelope_u32(envelope: &[u8; ENVELOPE_BYTES], at: usize) -> u32 {
+    u32::from_le_bytes([
+        envelope[at],
+        envelope[at + 1],
+        envelope[at + 2],
+        envelope[at + 3],
+    ])
 }
 
 /// The token that a rank can prove, if any.

@@ -48,7 +48,7 @@ impl Poller {
     }
 }
 
-/// A pair of sockets: whoever polls the one end wakes when the other is rung.
+/// A socket pair: [`wake`](Self::wake) makes the end that is polled readable.
 #[derive(Debug)]
 pub(crate) struct Waker {
     sender: UnixStream,
@@ -56,20 +56,20 @@ pub(crate) struct Waker {
 }
 
 impl Waker {
-    fn new() -> io::Result<Self> {
+    pub(crate) fn new() -> io::Result<Self> {
         let (sender, receiver) = UnixStream::pair()?;
         sender.set_nonblocking(true)?;
         receiver.set_nonblocking(true)?;
         Ok(Self { sender, receiver })
     }
 
-    fn wake(&self) {
-        // One that is full has been rung before.
+    pub(crate) fn wake(&self) {
+        // If the socket is full, a wake-up is already pending.
         let _ = (&self.sender).write(&[1]);
     }
 
-    /// Takes off all that was rung.
-    pub(super) fn drain(&self) {
+    /// Discards pending wake-ups.
+    pub(crate) fn drain(&self) {
         let _ = (&self.receiver).read(&mut [0; 64]);
     }
 }
