@@ -29,11 +29,18 @@ fn shm() {
 /// Chunks that a rank does not take yet, in the queue and in the connection, stop no other group.
 #[test]
 fn a_full_queue_stops_no_other_group() {
-    run(Means::Tcp, 2, |world| {
+    // The connections of the more ranks are found by epoll.
+    full_queues(2);
+    full_queues(10);
+}
+
+fn full_queues(ranks: usize) {
+    run(Means::Tcp, ranks, move |world| {
         let (rank, len) = (world.rank(), 5 << 20);
         // Rank 0 sends the first chunks of all gathers ahead: more than a queue and a connection hold.
         let layout = Arc::new(ShardLayout::new(len, vec![vec![0..len], vec![]]).unwrap());
-        let groups: Vec<ProcessGroup> = (0..24).map(|_| world.split(0, rank).unwrap()).collect();
+        let pair = rank / 2;
+        let groups: Vec<ProcessGroup> = (0..24).map(|_| world.split(pair, rank).unwrap()).collect();
         let start = || -> Vec<Pending> {
             let four = groups.iter().flat_map(|group| [group; 4]);
             four.map(|group| {
@@ -50,7 +57,7 @@ fn a_full_queue_stops_no_other_group() {
         for _ in 0..10 {
             let mut values = vec![1_u32; 100_000];
             world.all_reduce(&mut values, ReduceOp::Sum).unwrap();
-            assert!(values.iter().all(|x| *x == 2));
+            assert!(values.iter().all(|x| *x == ranks as u32));
         }
         if rank == 1 {
             started = start();

@@ -36,13 +36,25 @@ pub(super) struct FrameReader<S> {
 /// The outcome of one call to the reader.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum ReadOutcome {
-    /// Frames were delivered; there may be more.
+    /// Frames were delivered, or not every connection was tried; there may be more.
     Frames,
     /// There was only a part of a frame, or nothing at all.
     Nothing,
     /// The peer's queue in the inbox is full: nothing is read before there is room.
     Full,
     Ended,
+}
+
+impl ReadOutcome {
+    /// Merges the outcomes of two peers: the one that needs attention first wins.
+    pub(super) fn merge(self, other: Self) -> Self {
+        match (self, other) {
+            (Self::Frames, _) | (_, Self::Frames) => Self::Frames,
+            (Self::Full, _) | (_, Self::Full) => Self::Full,
+            (Self::Nothing, _) | (_, Self::Nothing) => Self::Nothing,
+            (Self::Ended, Self::Ended) => Self::Ended,
+        }
+    }
 }
 
 #[derive(Debug)]
@@ -52,19 +64,45 @@ struct PartialFrame {
     filled: usize,
 }
 
-/// [Reads frames](FrameReader::read_frames) by a reader that several threads share. What it holds is whole between two
-/// frames; a thread that panicked within one leaves it inconsistent, which ends the group.
-pub(super) fn read_frames<S: Read>(reader: &Mutex<FrameReader<S>>) -> ReadOutcome {
-    match reader.lock() {
-        Ok(mut reader) => reader.read_frames(),
-        Err(poisoned) => poisoned.into_inner().end_inconsistent(),
-    }
+/// [Reads frames](FrameReader::read_frames) from a reader that threads share, then calls `on_read` with the reader still
+/// locked. A thread that panics within a frame leaves the reader inconsistent; the next call then ends the group.
+pub(super) fn read_frames<S: Read>(
+    reader: &Mutex<FrameReader<S>>,
+    on_read: impl FnOnce(&FrameReader<S>),
+) -> ReadOutcome {
+    let (mut reader, is_consistent) = match reader.lock() {
+        Ok(reader) => (reader, true),
+        Err(poisoned) => (poisoned.into_inner(), false),
+    };
+    let outcome = match is_consistent {
+        true => reader.read_frames(),
+        false => reader.end_inconsistent(),
+    };
+    on_read(&reader);
+    outcome
 }
 
-/// Returns `true` if bytes can be read by a reader that several threads share.
+/// Returns `true` if a reader that threads share can accept more bytes.
 pub(super) fn is_open<S>(reader: &Mutex<FrameReader<S>>) -> bool {
     let reader = reader.lock().unwrap_or_else(PoisonError::into_inner);
-    !reader.is_full && !reader.has_ended
+    !reader.is_full() && !reader.has_ended()
+}
+
+impl<S> FrameReader<S> {
+    /// Returns `true` if the peer's queue in the inbox was full. Complete frames may then be buffered here.
+    pub(super) fn is_full(&self) -> bool {
+        self.is_full
+    }
+
+    /// Returns `true` if the peer's queue was full, and has room now.
+    pub(super) fn can_continue(&self) -> bool {
+        self.is_full && self.inbox.has_room(self.rank, Duration::ZERO)
+    }
+
+    /// Returns `true` if the connection has ended.
+    pub(super) fn has_ended(&self) -> bool {
+        self.has_ended
+    }
 }
 
 impl<S: Read> FrameReader<S> {

@@ -15,6 +15,8 @@ use std::{
 use rustix::event::{PollFd, PollFlags, poll};
 
 use super::frame_reader::{FrameReader, PeerLiveness, ReadOutcome, Stages, is_open, read_frames};
+#[cfg(target_os = "linux")]
+use super::readable::{EpollState, ReadableSet};
 use crate::error::{Error, Result};
 use crate::socket::{await_ready, limit_backoff, timespec, unconfirmed, unsent};
 use crate::transport::Inbox;
@@ -30,6 +32,9 @@ pub(super) struct Link {
     pub(super) is_local: bool,
     /// The reader of the connection; a thread that reads holds the lock for a few frames.
     pub(super) reader: Mutex<FrameReader<SharedStream>>,
+    /// The registration in [`Links::readable`]; changed only while the reader is locked.
+    #[cfg(target_os = "linux")]
+    epoll_state: accelerator_host::sync::Mutex<EpollState>,
     /// The record of when bytes came in.
     pub(super) liveness: Arc<PeerLiveness>,
     /// Set once a frame was left unfinished or the final message was sent, after which nothing can be
@@ -69,6 +74,8 @@ impl Link {
             writer: Mutex::new(()),
             is_local,
             reader: Mutex::new(reader),
+            #[cfg(target_os = "linux")]
+            epoll_state: accelerator_host::sync::Mutex::default(),
             liveness,
             torn: AtomicBool::new(false),
             late: accelerator_host::sync::Mutex::default(),
@@ -134,6 +141,34 @@ impl Link {
         });
         // If it is broken, the peer hears of that.
         written.is_ok() || self.torn.load(Ordering::Acquire)
+    }
+
+    /// Reads frames, and registers the connection of this rank as long as it can be read.
+    #[cfg(target_os = "linux")]
+    fn read_registered(&self, rank: usize, readable: &ReadableSet) -> ReadOutcome {
+        let _unregister = UnregisterOnPanic {
+            link: self,
+            rank,
+            readable,
+        };
+        let mut outcome = ReadOutcome::Ended;
+        let mut again = true;
+        while again {
+            again = false;
+            outcome = outcome.merge(read_frames(&self.reader, |reader| {
+                let after = match (reader.has_ended(), reader.is_full()) {
+                    (true, _) => EpollState::Ended,
+                    (false, true) => EpollState::Unregistered,
+                    (false, false) => EpollState::Registered,
+                };
+                let mut state = self.epoll_state.lock();
+                let before = *state;
+                *state = readable.set_state(rank, self.stream(), before, after);
+                // A thread that made room before the state changed did not try this connection.
+                again = before == EpollState::Registered && reader.can_continue();
+            }));
+        }
+        outcome
     }
 
     /// Checks if bytes, or the end of the connection, wait to be read.
@@ -228,9 +263,33 @@ impl Link {
     }
 }
 
+/// Lets every pass try a connection whose reader has panicked: epoll may have nothing to report of it.
+#[cfg(target_os = "linux")]
+struct UnregisterOnPanic<'a> {
+    link: &'a Link,
+    rank: usize,
+    readable: &'a ReadableSet,
+}
+
+#[cfg(target_os = "linux")]
+impl Drop for UnregisterOnPanic<'_> {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            let mut state = self.link.epoll_state.lock();
+            let (stream, after) = (self.link.stream(), EpollState::Unregistered);
+            *state = self.readable.set_state(self.rank, stream, *state, after);
+        }
+    }
+}
+
 /// The connections of a rank by the ranks of the peers; none to itself.
 #[derive(Debug)]
-pub(super) struct Links(Vec<Option<Link>>);
+pub(super) struct Links {
+    links: Vec<Option<Link>>,
+    /// Finds the readable connections; `None` if each is tried instead.
+    #[cfg(target_os = "linux")]
+    readable: Option<ReadableSet>,
+}
 
 impl Links {
     /// The connections, of which what comes goes to an inbox.
@@ -241,31 +300,77 @@ impl Links {
                 .map(|stream| Link::new(stream, rank, inbox, &stages))
                 .transpose()
         });
-        Ok(Self(links.collect::<Result<_>>()?))
+        let links = Self {
+            links: links.collect::<Result<_>>()?,
+            #[cfg(target_os = "linux")]
+            readable: None,
+        };
+        #[cfg(target_os = "linux")]
+        let links = links.with_readable_set();
+        Ok(links)
+    }
+
+    /// Registers the connections with epoll if that is cheaper than trying to read from each of them.
+    #[cfg(target_os = "linux")]
+    fn with_readable_set(self) -> Self {
+        let readable = match self.links.len() > MAX_SCANNED_RANKS {
+            // If epoll is unavailable, each connection is tried.
+            true => ReadableSet::new().ok(),
+            false => None,
+        };
+        if let Some(readable) = &readable {
+            for (rank, link) in self.iter() {
+                *link.epoll_state.lock() = readable.insert(rank, link.stream());
+            }
+        }
+        Self { readable, ..self }
     }
 
     pub(super) fn get(&self, rank: usize) -> Option<&Link> {
-        self.0.get(rank)?.as_ref()
+        self.links.get(rank)?.as_ref()
     }
 
     pub(super) fn iter(&self) -> impl Iterator<Item = (usize, &Link)> {
-        let links = self.0.iter().enumerate();
+        let links = self.links.iter().enumerate();
         links.filter_map(|(rank, link)| Some((rank, link.as_ref()?)))
     }
 
-    /// Takes at most a frame or two from everyone. Tells of the rest if nothing came: `Full` if some queue has no room,
-    /// `Ended` if all connections have ended.
+    /// Reads at most a frame or two from each peer. If there was none, returns `Full` if a queue has no room, `Ended` if
+    /// all connections have ended, and `Nothing` otherwise.
     pub(super) fn read_frames(&self) -> ReadOutcome {
-        let mut outcome = ReadOutcome::Ended;
-        for (_, link) in self.iter() {
-            outcome = match (outcome, read_frames(&link.reader)) {
-                (ReadOutcome::Frames, _) | (_, ReadOutcome::Frames) => ReadOutcome::Frames,
-                (ReadOutcome::Full, _) | (_, ReadOutcome::Full) => ReadOutcome::Full,
-                (ReadOutcome::Nothing, _) | (_, ReadOutcome::Nothing) => ReadOutcome::Nothing,
-                (ReadOutcome::Ended, ReadOutcome::Ended) => ReadOutcome::Ended,
-            };
+        #[cfg(target_os = "linux")]
+        if let Some(readable) = &self.readable {
+            return self.read_ready(readable);
         }
-        outcome
+        let links = self.iter();
+        links.fold(ReadOutcome::Ended, |outcome, (_, link)| {
+            outcome.merge(read_frames(&link.reader, |_| {}))
+        })
+    }
+
+    /// Like [`read_frames`](Self::read_frames), but skips connections without bytes to read.
+    #[cfg(target_os = "linux")]
+    fn read_ready(&self, readable: &ReadableSet) -> ReadOutcome {
+        let mut outcome = match readable.has_ended() {
+            true => ReadOutcome::Ended,
+            false => ReadOutcome::Nothing,
+        };
+        if readable.has_unregistered() {
+            let is_unregistered =
+                |link: &Link| *link.epoll_state.lock() == EpollState::Unregistered;
+            for (rank, link) in self.iter().filter(|(_, link)| is_unregistered(link)) {
+                outcome = outcome.merge(link.read_registered(rank, readable));
+            }
+        }
+        let has_more = readable.for_each_ready(|rank| {
+            if let Some(link) = self.get(rank) {
+                outcome = outcome.merge(link.read_registered(rank, readable));
+            }
+        });
+        match has_more {
+            true => ReadOutcome::Frames,
+            false => outcome,
+        }
     }
 
     /// Waits for one of these, or for bytes from anyone whose bytes can be taken.
@@ -279,10 +384,14 @@ impl Links {
         );
         let mut few = std::array::from_fn::<_, MAX_STACK_FDS, _>(|_| none.clone());
         let mut many = Vec::new();
-        let fds = match self.0.len() + N <= MAX_STACK_FDS {
+        #[cfg(target_os = "linux")]
+        let readable = self.readable.as_ref();
+        #[cfg(not(target_os = "linux"))]
+        let readable: Option<&std::os::fd::OwnedFd> = None;
+        let fds = match readable.is_some() || self.links.len() + N <= MAX_STACK_FDS {
             true => &mut few[..],
             false => {
-                many.resize(self.0.len() + N, none);
+                many.resize(self.links.len() + N, none);
                 &mut many[..]
             }
         };
@@ -291,16 +400,33 @@ impl Links {
             fds[count] = these;
             count += 1;
         }
-        for (_, link) in self.iter() {
+        if let Some(readable) = readable {
+            fds[count] = PollFd::new(readable, PollFlags::IN);
+            count += 1;
+        }
+        for (_, link) in self.iter().filter(|_| readable.is_none()) {
             if is_open(&link.reader) {
                 fds[count] = PollFd::new(link.stream(), PollFlags::IN);
                 count += 1;
             }
         }
+        // No event tells of bytes on a connection that epoll refused.
+        #[cfg(target_os = "linux")]
+        let pause = match readable.is_some_and(ReadableSet::has_unregistered) {
+            true => pause.min(ROOM_CHECK_INTERVAL),
+            false => pause,
+        };
         // One that failed is followed by another look.
         let _ = poll(&mut fds[..count], Some(&timespec(pause)));
     }
 }
+
+/// The largest world size at which every connection is tried on each pass, because epoll would not be cheaper.
+#[cfg(target_os = "linux")]
+const MAX_SCANNED_RANKS: usize = 8;
+
+/// The interval at which a reader checks if a full queue has room.
+pub(super) const ROOM_CHECK_INTERVAL: Duration = Duration::from_millis(20);
 
 /// The most connections that are polled without allocating memory.
 const MAX_STACK_FDS: usize = 64;

@@ -5,6 +5,8 @@ mod frame_reader;
 mod link;
 mod mesh;
 mod planes;
+#[cfg(target_os = "linux")]
+mod readable;
 
 #[cfg(feature = "fuzzing")]
 use std::io::Read;
@@ -19,7 +21,7 @@ use accelerator_host::sync::{Condvar, Mutex};
 #[cfg(feature = "fuzzing")]
 use self::frame_reader::{FrameReader, Stages};
 use self::frame_reader::{READER_PANICKED, ReadOutcome};
-use self::link::Links;
+use self::link::{Links, ROOM_CHECK_INTERVAL};
 use super::{ControlPlane, GroupId, Inbox, Peer, PeerLocation, Poller, Transport, new_poller};
 use crate::error::{Error, Result};
 use crate::rendezvous::{MAX_WAIT, Meeting};
@@ -209,9 +211,6 @@ impl ReaderThread {
 
 /// The interval at which a waiting reader checks if the inbox is closed.
 const CLOSE_CHECK_INTERVAL: Duration = Duration::from_millis(500);
-
-/// The interval at which a reader checks if a full queue has room.
-const ROOM_CHECK_INTERVAL: Duration = Duration::from_millis(20);
 
 /// The time that a closed inbox leaves the peer to finish.
 const DRAIN: Duration = Duration::from_secs(2);

@@ -78,6 +78,9 @@ fn run_with_witness<R: Send + 'static>(
     all.into_iter().map(|(_, result)| result).collect()
 }
 
+/// The numbers of ranks of which connections are tried one by one, and found by epoll.
+const FEW_AND_MANY: [usize; 2] = [3, 10];
+
 fn reduce(len: usize) -> impl Fn(ProcessGroup) -> Error + Clone + Send {
     move |group| {
         let mut values = vec![1.0_f32; len];
@@ -181,30 +184,36 @@ fn assert_lost(errors: &[Error], rank: usize) {
 
 #[test]
 fn a_death_before_the_operation_is_named_by_all() {
-    let errors = run(4, &long_timeouts(), reduce(10), drop);
-    assert_lost(&errors, 3);
+    for ranks in FEW_AND_MANY {
+        let errors = run(ranks, &long_timeouts(), reduce(10), drop);
+        assert_lost(&errors, ranks - 1);
+    }
 }
 
 #[test]
 fn a_death_in_the_operation_is_named_by_all() {
-    let errors = run(3, &long_timeouts(), reduce(3_000_000), |mut streams| {
-        // The odd rank reads a part of the data, sends nothing, and dies.
-        for stream in &mut streams {
-            stream.read_exact(&mut [0; 1000]).unwrap();
-        }
-    });
-    assert_lost(&errors, 2);
+    for ranks in FEW_AND_MANY {
+        let errors = run(ranks, &long_timeouts(), reduce(3_000_000), |mut streams| {
+            // The odd rank reads a part of the data, sends nothing, and dies.
+            for stream in &mut streams {
+                stream.read_exact(&mut [0; 1000]).unwrap();
+            }
+        });
+        assert_lost(&errors, ranks - 1);
+    }
 }
 
 #[test]
 fn a_death_within_a_frame_is_named() {
-    let errors = run(3, &long_timeouts(), reduce(10), |mut streams| {
-        let head = Head::new(FrameKind::Header, 0, 0, &[0; 20], &[0; 40]).encode();
-        for stream in &mut streams {
-            stream.write_all(&head[..20]).unwrap();
-        }
-    });
-    assert_lost(&errors, 2);
+    for ranks in FEW_AND_MANY {
+        let errors = run(ranks, &long_timeouts(), reduce(10), |mut streams| {
+            let head = Head::new(FrameKind::Header, 0, 0, &[0; 20], &[0; 40]).encode();
+            for stream in &mut streams {
+                stream.write_all(&head[..20]).unwrap();
+            }
+        });
+        assert_lost(&errors, ranks - 1);
+    }
 }
 
 #[test]
@@ -350,10 +359,13 @@ fn bytes_that_are_no_frame_are_told() {
             "expected Tag",
         ),
     ];
-    for (bytes, text) in garbage {
+    let cases = garbage
+        .iter()
+        .flat_map(|case| FEW_AND_MANY.map(|ranks| (case, ranks)));
+    for ((bytes, text), ranks) in cases {
         let bytes = bytes.to_vec();
         let (release, held) = mpsc::channel::<()>();
-        let errors = run(3, &long_timeouts(), reduce(10), move |mut streams| {
+        let errors = run(ranks, &long_timeouts(), reduce(10), move |mut streams| {
             for stream in &mut streams {
                 stream.write_all(&bytes).unwrap();
             }
@@ -362,7 +374,7 @@ fn bytes_that_are_no_frame_are_told() {
         drop(release);
         for error in errors {
             assert!(error.is_protocol(), "{error}");
-            assert_eq!(error.ranks(), [2], "{error}");
+            assert_eq!(error.ranks(), [ranks - 1], "{error}");
             assert!(error.to_string().contains(text), "{error}");
         }
     }
