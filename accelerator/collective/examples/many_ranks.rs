@@ -7,7 +7,7 @@ use std::{error::Error, fs, time::Instant};
 use accelerator_collective::{GroupOptions, Launch, ProcessGroup, ReduceOp};
 
 fn main() -> Result<(), Box<dyn Error>> {
-    let before = resident();
+    let before = pss_kib();
     let began = Instant::now();
     let group = ProcessGroup::connect(&Launch::from_env()?, &GroupOptions::new())?;
     let met = began.elapsed();
@@ -23,7 +23,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         met.as_secs_f64(),
         times[0].as_secs_f64(),
         times[1].as_secs_f64(),
-        resident().saturating_sub(before) as f64 / 1024.0,
+        pss_kib().saturating_sub(before) as f64 / 1024.0,
         count("/proc/self/fd") as f64,
         count("/proc/self/task") as f64,
     ];
@@ -40,10 +40,10 @@ fn main() -> Result<(), Box<dyn Error>> {
     Ok(group.close()?)
 }
 
-/// The memory of this process, in KiB.
-fn resident() -> u64 {
-    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let line = status.lines().find(|line| line.starts_with("VmRSS:"));
+/// The proportional set size of this process in KiB: a page that n processes share counts as 1/n.
+fn pss_kib() -> u64 {
+    let rollup = fs::read_to_string("/proc/self/smaps_rollup").unwrap_or_default();
+    let line = rollup.lines().find(|line| line.starts_with("Pss:"));
     let kib = line.and_then(|line| line.split_whitespace().nth(1)?.parse().ok());
     kib.unwrap_or(0)
 }
