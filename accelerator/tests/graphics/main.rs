@@ -1,7 +1,7 @@
 //! Training on a graphics device, if there is one. Mesa's `lavapipe` is one that computes on the CPU:
 //!
 //! ```text
-//! cargo test --release -p burn-accelerate --features wgpu,fusion --test graphics -- --nocapture
+//! cargo test --release -p burn-accelerate --features wgpu,fusion,ops --test graphics -- --nocapture
 //! ```
 //!
 //! The results are compared with the CPU's if `flex` is compiled in as well.
@@ -13,6 +13,8 @@ mod common;
 mod harness;
 
 mod clipping;
+#[cfg(feature = "ops")]
+mod ops;
 mod overlap;
 mod precision;
 mod resuming;
