@@ -95,6 +95,7 @@ impl<S> FrameReader<S> {
     }
 
     /// Returns `true` if the peer's queue was full, and has room now.
+    #[cfg(target_os = "linux")]
     pub(super) fn can_continue(&self) -> bool {
         self.is_full && self.inbox.has_room(self.rank, Duration::ZERO)
     }
