@@ -105,11 +105,20 @@ impl Accelerator {
         };
         let mut last = self.clone();
         let mut timeout = FIRST_PLACE_TIMEOUT;
-        let mut failure = None;
+        let mut failure: Option<Error> = None;
         let next = loop {
             let launch = match last.group().survivors_place(timeout) {
                 Ok(launch) => launch,
-                Err(error) => return Err(failure.unwrap_or_else(|| not_continued(&error, loss))),
+                Err(error) => {
+                    return Err(match failure {
+                        Some(newer) if newer.is_peer_lost() => newer,
+                        Some(failure) => not_continued(
+                            &format!("{error}; this rank did not join: {failure}"),
+                            loss,
+                        ),
+                        None => not_continued(&error, loss),
+                    });
+                }
             };
             timeout = NEXT_PLACE_TIMEOUT;
             let builder = self.shared.builder.clone().launched_as(launch);
@@ -161,10 +170,7 @@ impl Accelerator {
 }
 
 /// The error of a rank that was to continue but does not.
-fn not_continued(
-    why: &accelerator_collective::Error,
-    loss: accelerator_collective::Error,
-) -> Error {
+fn not_continued(why: &dyn core::fmt::Display, loss: accelerator_collective::Error) -> Error {
     let message = format!("the survivors do not continue ({why}); {loss}");
     Error::new(Kind::Collective, message).with_source(loss)
 }

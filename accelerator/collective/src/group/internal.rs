@@ -410,7 +410,7 @@ impl GroupExt for ProcessGroup {
         if told.is_empty() {
             return Ok(NextPlace::Leave);
         }
-        Ok(NextPlace::Join(Box::new(launch_at(told)?)))
+        Ok(NextPlace::Join(Box::new(launch_at(told, self)?)))
     }
 
     fn continues_on_loss(&self) -> bool {
@@ -424,7 +424,7 @@ impl GroupExt for ProcessGroup {
                 "the launcher does not let the ranks continue that are left",
             ));
         }
-        launch_at(told)
+        launch_at(told, self)
     }
 
     fn token(&self, purpose: &str) -> Option<Token> {
@@ -581,17 +581,23 @@ fn of_loss(told: &[(String, String)]) -> Option<&str> {
     found.map(|(_, value)| value.as_str())
 }
 
-/// The launch with these variables, which take precedence over the environment.
-fn launch_at(told: Vec<(String, String)>) -> Result<Launch> {
+/// Builds the launch of a rank that comes from the group `former`. The variables in `told` take precedence over the
+/// environment.
+fn launch_at(told: Vec<(String, String)>, former: &ProcessGroup) -> Result<Launch> {
     let told: BTreeMap<String, String> = told.into_iter().collect();
-    Launch::from_vars(|name| match told.get(name) {
+    let mut launch = Launch::from_vars(|name| match told.get(name) {
         Some(value) => Some(value.clone()),
         None => Some(variable(name)?.to_string_lossy().into_owned()),
-    })
+    })?;
+    if let Some(store) = &former.handle.rank_state.store {
+        launch.former_store = store.downgrade();
+    }
+    Ok(launch)
 }
 
 #[cfg(test)]
 mod tests {
+    use std::sync::mpsc;
     use std::thread;
 
     use super::*;
@@ -663,6 +669,44 @@ mod tests {
                 });
             }
         });
+    }
+
+    /// If a group loses another rank before it is complete, the launcher replaces it and closes its store. A survivor
+    /// may not have reached that store yet, or may already be waiting there for the others.
+    #[test]
+    fn a_newer_place_makes_a_survivor_leave_an_incomplete_group() {
+        let survivor_of = |store: &StoreServer, size| {
+            let on_loss = (ON_LOSS.name.to_owned(), SURVIVOR.to_owned());
+            let mut told = variables(store, 0, size, "running");
+            told.push(on_loss);
+            told
+        };
+        for has_store in [true, false] {
+            let [first, second, third] = [store(1), store(2), store(1)];
+            let group = connect(&launch(&first, 0, 1, "running"));
+            let mut told = survivor_of(&second, 2);
+            if !has_store {
+                // Nobody listens at this port.
+                let port = told.iter_mut().find(|(name, _)| name == "ACCEL_PORT");
+                port.unwrap().1 = "1".to_owned();
+            }
+            first.tell_next_place(0, told);
+            let place = group.survivors_place(SOON).unwrap();
+            let (sender, outcome) = mpsc::channel();
+            thread::spawn(move || {
+                let group = ProcessGroup::connect(&place, &GroupOptions::new());
+                // The receiver is gone only if the test has failed already.
+                let _ = sender.send(group.map(drop));
+            });
+            thread::sleep(Duration::from_millis(200));
+            first.tell_next_place(0, survivor_of(&third, 1));
+            let error = outcome.recv_timeout(SOON).unwrap().unwrap_err();
+            assert!(error.is_rendezvous(), "{error}");
+            let text = error.to_string();
+            assert!(text.contains("has given up the group"), "{text}");
+            let place = group.survivors_place(SOON).unwrap();
+            assert_eq!(sum(&connect(&place)), 1.0);
+        }
     }
 
     #[test]

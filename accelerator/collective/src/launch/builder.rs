@@ -13,7 +13,7 @@ use super::{
 };
 use crate::{
     error::{Error, Result},
-    rendezvous::{Rendezvous, Security, StoreHost},
+    rendezvous::{Rendezvous, Security, StoreHost, WeakStoreClient},
     topology::{Topology, TransportKind},
 };
 
@@ -62,6 +62,7 @@ impl<'a> LaunchBuilder<'a> {
             noticed,
             elastic: self.elastic()?,
             on_loss: self.on_loss()?,
+            former_store: WeakStoreClient::default(),
             ..Launch::single()
         };
         if let Some(place) = place {

@@ -12,7 +12,7 @@ use std::{
 use super::{pmi1, pmix};
 use crate::{
     error::{Error, Result},
-    rendezvous::{MAX_WAIT, Meeting, Rendezvous, StorePlace, Token},
+    rendezvous::{MAX_WAIT, Meeting, Rendezvous, StorePlace, Token, WeakStoreClient},
     topology::{Topology, TransportKind},
 };
 
@@ -85,6 +85,7 @@ impl Exchange {
             connect_timeout,
             liveness,
             transport,
+            &WeakStoreClient::default(),
         )
     }
 

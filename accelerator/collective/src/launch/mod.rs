@@ -30,7 +30,7 @@ use reader::LaunchReader;
 use crate::{
     error::{Error, Result},
     processor::keep_mark,
-    rendezvous::{MAX_WAIT, Meeting, Rendezvous, resolve_local_rank},
+    rendezvous::{MAX_WAIT, Meeting, Rendezvous, WeakStoreClient, resolve_local_rank},
     topology::{Topology, TransportKind},
     wire::message::Registration,
 };
@@ -127,6 +127,8 @@ pub struct Launch {
     exchange: Option<Exchange>,
     elastic: Elastic,
     pub(crate) on_loss: OnLoss,
+    /// The store of the group that this rank comes from, if any.
+    pub(crate) former_store: WeakStoreClient,
     /// A local rank that was told without the local world size.
     local_rank: Option<usize>,
 }
@@ -147,6 +149,7 @@ impl Launch {
             exchange: None,
             elastic: Elastic::Fixed,
             on_loss: OnLoss::End,
+            former_store: WeakStoreClient::default(),
             local_rank: None,
         }
     }
@@ -232,9 +235,13 @@ impl Launch {
             (Elastic::Fixed | Elastic::Running, OnLoss::End | OnLoss::Continue) => connect_timeout,
         };
         match (&self.rendezvous, &self.exchange) {
-            (Some(rendezvous), _) => {
-                rendezvous.meet(&self.topology, connect_timeout, liveness, transport)
-            }
+            (Some(rendezvous), _) => rendezvous.meet(
+                &self.topology,
+                connect_timeout,
+                liveness,
+                transport,
+                &self.former_store,
+            ),
             (None, Some(exchange)) => {
                 exchange.meet(&self.topology, connect_timeout, liveness, transport)
             }

@@ -10,7 +10,7 @@ use std::{
 
 use super::address::{address_like, any_like, listen_everywhere};
 use super::peer_origin::PeerOrigin;
-use super::store_client::{HeartbeatTimer, StoreLocation};
+use super::store_client::{HeartbeatTimer, StoreLocation, WeakStoreClient};
 use super::store_state::RECONNECT_TIME;
 use super::token::{Key, random};
 use super::{Rendezvous, Security, StoreHost};
@@ -32,6 +32,9 @@ pub(super) struct JoinAttempt<'a> {
     /// The time without a heartbeat after which a rank or the store counts as lost.
     pub(super) liveness: Duration,
     pub(super) transport: TransportKind,
+    /// The store of the group that this rank comes from, if any. The launcher may announce a newer place for the rank
+    /// there.
+    pub(super) former_store: &'a WeakStoreClient,
     /// The store's address as the other ranks see it.
     pub(super) outward: SocketAddr,
     /// True if other hosts may reach this one by an address other than the one by which this rank reaches the store.
@@ -56,6 +59,7 @@ impl JoinAttempt<'_> {
         let started = Instant::now();
         let mut warning = WARN_AFTER;
         loop {
+            self.check_for_newer_place()?;
             // `targets` has at least one address, so its cycle has no end.
             let Some(target) = targets.next() else {
                 return Err(self.error("its host has no address"));
@@ -189,6 +193,7 @@ impl JoinAttempt<'_> {
                 // Whether the store is there shows when something is read.
                 let _ = Message::Heartbeat.offer(stream);
             }
+            self.check_for_newer_place().map_err(JoinError::Final)?;
             if self.rendezvous.store == StoreHost::Rank0
                 && let Some(silence) = timer.silence()
             {
@@ -201,6 +206,17 @@ impl JoinAttempt<'_> {
             if Instant::now() > until {
                 return Err(JoinError::Again("nothing came in time".to_owned()));
             }
+        }
+    }
+
+    /// Returns an error if the launcher has told this rank more since: a newer place, or that it does not continue. The
+    /// group that meets at this store will then never be complete, and the store may be gone.
+    fn check_for_newer_place(&self) -> Result<()> {
+        match self.former_store.has_next_place() {
+            true => Err(self.error(
+                "the launcher has given up the group that meets there, because a rank was lost",
+            )),
+            false => Ok(()),
         }
     }
 

@@ -13,7 +13,10 @@ use super::address::{
 use super::join::{JoinAttempt, Joined, RETRY};
 use super::server::not_listening;
 use super::token::{Key, Token};
-use super::{MAX_WAIT, Rendezvous, StoreClient, StoreHost, StoreOptions, StoreServer, TokenSource};
+use super::{
+    MAX_WAIT, Rendezvous, StoreClient, StoreHost, StoreOptions, StoreServer, TokenSource,
+    WeakStoreClient,
+};
 use crate::error::{Error, Kind, Result, Seconds, stderr_fallback};
 use crate::liveness::bounded;
 use crate::topology::{Topology, TransportKind};
@@ -32,13 +35,15 @@ pub(crate) struct Meeting {
 
 impl Rendezvous {
     /// Meets the other ranks within `connect_timeout`. A rank that sends nothing for `liveness` is lost, and all ranks
-    /// must ask for the same `transport`.
+    /// must ask for the same `transport`. If this rank comes from another group, the launcher may end the attempt at the
+    /// `former_store`.
     pub(crate) fn meet(
         &self,
         topology: &Topology,
         connect_timeout: Duration,
         liveness: Duration,
         transport: TransportKind,
+        former_store: &WeakStoreClient,
     ) -> Result<Meeting> {
         let place = |deadline| match self.is_in_network() && self.is_hosted_by(topology) {
             true => StorePlace::in_network(self.port, self.network_interface()),
@@ -50,7 +55,14 @@ impl Rendezvous {
                 })
             }
         };
-        self.meet_at(place, topology, connect_timeout, liveness, transport)
+        self.meet_at(
+            place,
+            topology,
+            connect_timeout,
+            liveness,
+            transport,
+            former_store,
+        )
     }
 
     /// Meets the other ranks as [`meet`](Self::meet) does, at the place that `place` finds; `place` gets the deadline.
@@ -61,6 +73,7 @@ impl Rendezvous {
         connect_timeout: Duration,
         liveness: Duration,
         transport: TransportKind,
+        former_store: &WeakStoreClient,
     ) -> Result<Meeting> {
         if let Some(Effect::DropConnection) = fail_point(topology.rank(), Point::Rendezvous) {
             return Err(Error::rendezvous(format!(
@@ -104,6 +117,7 @@ impl Rendezvous {
             connect_timeout,
             liveness,
             transport,
+            former_store,
             outward,
             is_in_network,
             store_process: OnceCell::new(),

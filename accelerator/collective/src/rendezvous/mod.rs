@@ -29,7 +29,7 @@ pub(crate) use locality::resolve_local_rank;
 pub(crate) use meeting::{Meeting, StorePlace};
 pub use pending_handshakes::{PendingHandshake, PendingHandshakes};
 pub use server::StoreServer;
-pub(crate) use store_client::StoreClient;
+pub(crate) use store_client::{StoreClient, WeakStoreClient};
 pub(crate) use store_state::MAX_WAIT;
 pub use token::Token;
 pub(crate) use token::{Key, random};

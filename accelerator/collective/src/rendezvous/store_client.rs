@@ -4,7 +4,7 @@ use std::{
     collections::{BTreeMap, VecDeque},
     fmt,
     net::{Shutdown, TcpStream},
-    sync::Arc,
+    sync::{Arc, Weak},
     thread,
     time::{Duration, Instant},
 };
@@ -31,6 +31,11 @@ use accelerator_host::sync::{Condvar, Mutex};
 pub(crate) struct StoreClient(Arc<ClientHandle>);
 
 impl StoreClient {
+    /// Returns a handle that does not keep the connection open.
+    pub(crate) fn downgrade(&self) -> WeakStoreClient {
+        WeakStoreClient(Arc::downgrade(&self.0))
+    }
+
     /// Keeps the connection on which the table arrived.
     pub(super) fn open(
         rank: usize,
@@ -301,6 +306,25 @@ impl HeartbeatTimer {
 
     fn next(&self) -> Instant {
         self.beat + store_interval(self.liveness)
+    }
+}
+
+/// A handle to a [`StoreClient`] that does not keep the connection open.
+#[derive(Clone, Default)]
+pub(crate) struct WeakStoreClient(Weak<ClientHandle>);
+
+impl WeakStoreClient {
+    /// Returns `true` if the client still exists, and the launcher has told this rank something about a next group that
+    /// nobody has taken yet.
+    pub(super) fn has_next_place(&self) -> bool {
+        let client = self.0.upgrade().map(StoreClient);
+        client.is_some_and(|client| client.has_next_place(|_| true))
+    }
+}
+
+impl fmt::Debug for WeakStoreClient {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("WeakStoreClient")
     }
 }
 

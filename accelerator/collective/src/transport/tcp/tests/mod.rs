@@ -15,7 +15,7 @@ use crate::fingerprint::{CallSite, CollectiveFingerprint, OpKind};
 use crate::group::{GroupOptions, ProcessGroup};
 use crate::launch::{Launch, LaunchExt};
 use crate::rendezvous::tests::registration;
-use crate::rendezvous::{Key, Meeting, Rendezvous, StoreHost, StoreServer};
+use crate::rendezvous::{Key, Meeting, Rendezvous, StoreHost, StoreServer, WeakStoreClient};
 use crate::topology::{Topology, TransportKind};
 use crate::transport::Abort;
 use crate::wire::message::Registration;
@@ -66,7 +66,13 @@ fn run_with_witness<R: Send + 'static>(
         let timeout = Duration::from_secs(30);
         let rank = world_size - 1;
         let topology = Topology::new(rank, world_size).unwrap();
-        let meeting = rendezvous.meet(&topology, timeout, timeout, TransportKind::Tcp);
+        let meeting = rendezvous.meet(
+            &topology,
+            timeout,
+            timeout,
+            TransportKind::Tcp,
+            &WeakStoreClient::default(),
+        );
         let meeting = meeting.unwrap();
         let streams = mesh::connect(rank, &meeting, Instant::now() + timeout).unwrap();
         gate.wait();
