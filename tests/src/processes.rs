@@ -130,14 +130,19 @@ fn wait_for_all(commands: impl Iterator<Item = Command>) -> Vec<Ended> {
 fn wait_for(mut running: Vec<Running>) -> Vec<Ended> {
     let deadline = Instant::now() + DEADLINE;
     while running.iter_mut().any(|rank| !rank.has_ended()) {
-        assert!(
-            Instant::now() < deadline,
-            "still running after {DEADLINE:?}: {:?}",
-            running
-                .iter_mut()
-                .map(Running::has_ended)
-                .collect::<Vec<_>>()
-        );
+        if Instant::now() >= deadline {
+            let ended: Vec<_> = running.iter_mut().map(Running::has_ended).collect();
+            let outputs = running.into_iter().map(|mut rank| {
+                // Its children end with it, and then its output does.
+                let _ = rank.child.kill();
+                rank.end().stderr
+            });
+            let outputs: Vec<_> = outputs.collect();
+            panic!(
+                "after {DEADLINE:?}, these have ended: {ended:?}; {}",
+                outputs.join("\n")
+            );
+        }
         std::thread::sleep(Duration::from_millis(5));
     }
     running.into_iter().map(Running::end).collect()
