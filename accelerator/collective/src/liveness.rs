@@ -1,8 +1,8 @@
 //! The policy of liveness: how often heartbeats are sent, how long a peer may be silent, and when this process takes
 //! itself for suspended.
 //!
-//! Three loops follow it, and find by it that they were suspended: the heartbeats of the mesh
-//! (`transport/tcp/planes.rs`), a rank's connection to the store (`rendezvous/store_client.rs`), and the clock of
+//! Three loops follow this policy and use it to detect that they were suspended: the heartbeats of the mesh
+//! (`transport/tcp/heartbeats.rs`), a rank's connection to the store (`rendezvous/store_client.rs`), and the clock of
 //! the store (`rendezvous/store_state/clock.rs`). The clock of an operation (`transport/deadline.rs`) finds it by
 //! [`SUSPEND_THRESHOLD`].
 
@@ -14,17 +14,18 @@ pub(crate) fn store_interval(timeout: Duration) -> Duration {
     (timeout / 4).min(Duration::from_millis(250))
 }
 
-/// The interval between heartbeat rounds of the mesh: a sixteenth of the liveness timeout, within 25 to 250 ms. A
-/// connection that carried nothing since the last round gets a heartbeat, so its last byte is at most two rounds old.
+/// The interval between heartbeat rounds of a rank that sends heartbeats over this many `connections`: a sixteenth of the
+/// liveness timeout, within 25 to 250 ms. A connection that carried nothing since the last round gets a heartbeat, so its
+/// last byte is at most two rounds old.
 ///
 /// With the default timeout of 5 s, a link that is down for 3 s must not be silent for 5 s: the last byte before the
 /// outage may be two rounds old, and TCP may take another second to retransmit.
 ///
-/// In large jobs the interval grows to 2 ms per rank, so that a rank sends 500 heartbeats per second, but at most to a
-/// twelfth of the timeout, which leaves room for such an outage.
-pub(crate) fn mesh_interval(timeout: Duration, world_size: usize) -> Duration {
+/// With many connections, the interval grows to 2 ms per connection, which keeps a rank at 500 heartbeats per second. It
+/// never exceeds a twelfth of the timeout, to leave room for such an outage.
+pub(crate) fn mesh_interval(timeout: Duration, connections: usize) -> Duration {
     let base = (timeout / 16).clamp(Duration::from_millis(25), Duration::from_millis(250));
-    let scaled = Duration::from_millis(2 * world_size as u64).min(timeout / 12);
+    let scaled = Duration::from_millis(2 * connections as u64).min(timeout / 12);
     base.max(scaled)
 }
 
@@ -65,11 +66,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_outage_of_three_seconds_is_survived_by_jobs_of_every_size() {
-        for world_size in [2, 125, 250, 1024, 1 << 20] {
-            let last_byte = 2 * mesh_interval(DEFAULT_TIMEOUT, world_size);
+    fn an_outage_of_three_seconds_is_survived_with_any_number_of_connections() {
+        for connections in [1, 125, 250, 1024, 1 << 20] {
+            let last_byte = 2 * mesh_interval(DEFAULT_TIMEOUT, connections);
             let silence = last_byte + Duration::from_millis(3000 + 1000 + 100);
-            assert!(silence < DEFAULT_TIMEOUT, "{world_size} ranks: {silence:?}");
+            assert!(
+                silence < DEFAULT_TIMEOUT,
+                "{connections} connections: {silence:?}"
+            );
         }
     }
 }

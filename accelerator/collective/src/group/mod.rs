@@ -200,6 +200,7 @@ impl ProcessGroup {
         let transport = Tcp::connect(&topology, meeting, connect_timeout)?.into_transport();
         let group = Self::join(topology, options, transport, store, Some(key))?;
         data_path::negotiate(&group.handle.rank_state, asked, began)?;
+        group.handle.rank_state.enable_heartbeats();
         Ok(group)
     }
 

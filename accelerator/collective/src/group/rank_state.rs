@@ -135,8 +135,8 @@ impl RankState {
             .fetch_max(number.saturating_add(1), Ordering::Relaxed);
     }
 
-    /// Starts to detect failures: installs the panic hook, and starts heartbeats if the ranks are processes.
-    /// A world of one has neither.
+    /// Starts to detect failures: installs the panic hook, and starts the heartbeat thread if the ranks are
+    /// processes. A world of one has neither.
     pub(crate) fn start_failure_detection(self: &Arc<Self>) -> Result<()> {
         if self.topology.world_size() == 1 {
             return Ok(());
@@ -155,6 +155,15 @@ impl RankState {
         let inbox = self.transport.inbox();
         inbox.note_running(self.options.liveness_timeout());
         HeartbeatThread::start(self)
+    }
+
+    /// Enables heartbeats, and sends the first ones before this rank does anything else: until then, peers allow it more
+    /// than the liveness timeout. The ranks must have agreed on the data path.
+    pub(super) fn enable_heartbeats(&self) {
+        self.transport.enable_heartbeats();
+        let liveness = self.options.liveness_timeout();
+        let _ = self.transport.control().heartbeat(liveness);
+        self.heartbeat.wake();
     }
 
     /// One round: sends heartbeats, finds silent peers, takes exit notices of the store. Says after how long
@@ -547,7 +556,7 @@ pub(super) struct HeartbeatThread {
 }
 
 impl HeartbeatThread {
-    /// Starts the heartbeats of a rank. They end with its final message, or with the `RankState`.
+    /// Starts the heartbeat thread of a rank. It ends with the rank's final message, or with the `RankState`.
     pub(super) fn start(rank_state: &Arc<RankState>) -> Result<()> {
         let heartbeat = Arc::clone(&rank_state.heartbeat);
         let weak = Arc::downgrade(rank_state);

@@ -6,6 +6,7 @@
 )]
 
 mod arena;
+mod heartbeat;
 mod memory;
 mod seq_counter;
 
@@ -14,6 +15,7 @@ use std::{fmt, ops::Range, sync::Arc};
 use seq_counter::SeqCounter;
 
 pub(crate) use arena::{Arena, ArenaId, Region, Room, SHM_CHUNK};
+pub(crate) use heartbeat::HeartbeatWords;
 pub(crate) use memory::{HeaderDigest, MemoryRange};
 pub(crate) use seq_counter::Spin;
 

@@ -105,6 +105,12 @@ pub(crate) trait ControlPlane: fmt::Debug + Send + Sync {
     /// The time at which a peer last showed that it works outside of operations.
     fn last_activity(&self, rank: usize) -> Option<Instant>;
 
+    /// Enables heartbeats: through `memory` to the ranks that share it, and over connections to all others. Until then,
+    /// peers allow this rank the connect timeout in addition, as if it were still connecting.
+    fn enable_heartbeats(&self, memory: Option<&ShmPeers>) {
+        let _ = memory;
+    }
+
     /// Sends heartbeats, and reports peers to the inbox that were silent for the `liveness` timeout. Says
     /// when to call it again; `None` where a peer cannot fall silent.
     fn heartbeat(&self, liveness: Duration) -> Option<Duration> {
@@ -336,6 +342,15 @@ impl Transport {
         if let Some(plane) = &self.mesh {
             plane.inject_corruption();
         }
+    }
+
+    /// Enables heartbeats. The ranks must have agreed on the data path.
+    pub(crate) fn enable_heartbeats(&self) {
+        let memory = match self.path.get() {
+            Some(DataPath::Hierarchical(hosts)) => Some(hosts.peers()),
+            _ => self.shared(),
+        };
+        self.control.enable_heartbeats(memory);
     }
 
     /// A buffer that this transport reduces without further copies.

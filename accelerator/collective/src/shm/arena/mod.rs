@@ -9,6 +9,7 @@ use std::{fmt, io, slice};
 use accelerator_host::sync::{Mutex, MutexGuard};
 use serde::{Deserialize, Serialize};
 
+use super::heartbeat::SharedHeartbeat;
 #[cfg(target_os = "linux")]
 use super::memory::Advice;
 use super::memory::{Atomics, MemoryRange, PAGE, RawMemory, ShmHeader};
@@ -24,10 +25,11 @@ pub(crate) struct ArenaId {
     pub(crate) nonce: [u64; 2],
 }
 
-/// The memory that a rank shares: its progress, its headers, two slots of data, and the buffers that it has made.
+/// The memory that a rank shares: its progress, its headers, its heartbeat, two slots of data, and the
+/// buffers that it has made.
 ///
 /// ```text
-/// 0        counter, two headers
+/// 0        random number, counter, headers, heartbeat
 /// 4 KiB    two slots
 /// CONTROL  buffers
 /// ```
@@ -46,6 +48,7 @@ struct ArenaHeader {
     nonce: [AtomicU64; 2],
     counter: SeqCounter,
     headers: [ShmHeader; SLOTS],
+    heartbeat: SharedHeartbeat,
 }
 
 // SAFETY: made of atomics, and padding that nobody reads.
@@ -165,6 +168,10 @@ impl Arena {
 
     pub(crate) fn counter(&self) -> &SeqCounter {
         &self.head().counter
+    }
+
+    pub(crate) fn heartbeat(&self) -> &SharedHeartbeat {
+        &self.head().heartbeat
     }
 
     pub(crate) fn header(&self, step: u32) -> &ShmHeader {

@@ -17,7 +17,7 @@ use super::chunk::{Pool, PooledBuffer};
 use super::peer::PeerState;
 use super::{Abort, LastOp, LeaveKind, OpDeadline, Peer};
 use crate::error::Certainty;
-use crate::wire::GroupId;
+use crate::wire::{GroupId, Heartbeat};
 
 pub(crate) use self::poller::{Poller, Waker};
 pub(crate) use super::peer::{ActivityClock, MAX_IN_FLIGHT, OpPosition, RecvChunk};
@@ -160,10 +160,14 @@ impl Inbox {
         &self.activity
     }
 
-    /// Notes how long ago a peer showed that it works.
-    pub(crate) fn note_activity(&self, rank: usize, age: Duration) {
-        let at = Instant::now().checked_sub(age);
-        self.state.lock().on_activity(rank, at);
+    /// Records a heartbeat of a peer. The rank that it says the peer waits for counts as of `as_of`.
+    pub(crate) fn on_heartbeat(&self, rank: usize, heartbeat: Heartbeat, as_of: Instant) {
+        let now = Instant::now();
+        let mut state = self.state.lock();
+        state.on_waiting(rank, heartbeat.awaited, as_of);
+        if let Some(age) = heartbeat.active {
+            state.on_activity(rank, now.checked_sub(age));
+        }
     }
 
     pub(crate) fn active(&self, rank: usize) -> Option<Instant> {
@@ -173,10 +177,6 @@ impl Inbox {
     /// Returns the latest operation that a peer has begun, as far as the parts that arrived show.
     pub(crate) fn last_op(&self, rank: usize) -> Option<LastOp> {
         self.state.lock().queues.get(rank)?.last
-    }
-
-    pub(crate) fn note_waiting(&self, rank: usize, awaited: Option<usize>) {
-        self.state.lock().on_waiting(rank, awaited);
     }
 
     /// The ranks at the ends of the chains of waiting that begin at `missing`, which wait for nobody themselves.

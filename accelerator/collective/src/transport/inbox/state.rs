@@ -239,11 +239,11 @@ impl InboxState {
         *active = at.max(*active);
     }
 
-    /// Records for which rank a peer waits; a number that is no rank counts as none.
-    pub(super) fn on_waiting(&mut self, rank: usize, awaited: Option<usize>) {
+    /// Records which rank a peer waited for as of `at`; a number that is not a rank counts as none.
+    pub(super) fn on_waiting(&mut self, rank: usize, awaited: Option<usize>, at: Instant) {
         let world_size = self.queues.len();
         let awaited = awaited.filter(|rank| *rank < world_size);
-        self.queues[rank].awaited = awaited.map(|rank| (rank, Instant::now()));
+        self.queues[rank].awaited = awaited.map(|rank| (rank, at));
     }
 
     /// Records that this process runs, and will say so again within `limit`.

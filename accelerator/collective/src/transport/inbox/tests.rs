@@ -83,21 +83,29 @@ fn a_rank_that_is_told_of_a_lost_one_says_where_it_was_itself() {
     assert!(!text.contains("rank 1"), "{text}");
 }
 
+fn note_waiting(inbox: &Inbox, rank: usize, awaited: Option<usize>) {
+    let heartbeat = Heartbeat {
+        awaited,
+        active: None,
+    };
+    inbox.on_heartbeat(rank, heartbeat, Instant::now());
+}
+
 #[test]
 fn who_waits_for_another_is_not_the_one_that_is_missing() {
     let inbox = Inbox::new(5);
     let deadline = deadline(0, LONG);
     let roots = |missing: &[usize]| inbox.roots(missing.to_vec(), &deadline);
     assert_eq!(roots(&[1, 2]), [1, 2]);
-    inbox.note_waiting(1, Some(2));
-    inbox.note_waiting(2, Some(3));
+    note_waiting(&inbox, 1, Some(2));
+    note_waiting(&inbox, 2, Some(3));
     assert_eq!(roots(&[1, 2, 4]), [3, 4]);
-    inbox.note_waiting(2, None);
+    note_waiting(&inbox, 2, None);
     assert_eq!(roots(&[1]), [2]);
     // A cycle, a chain through this rank, and an unknown rank end the search.
-    inbox.note_waiting(2, Some(1));
-    inbox.note_waiting(4, Some(0));
-    inbox.note_waiting(3, Some(9));
+    note_waiting(&inbox, 2, Some(1));
+    note_waiting(&inbox, 4, Some(0));
+    note_waiting(&inbox, 3, Some(9));
     assert_eq!(roots(&[1, 4]), [1, 4]);
     assert_eq!(roots(&[3]), [3]);
 }
@@ -106,10 +114,10 @@ fn who_waits_for_another_is_not_the_one_that_is_missing() {
 #[test]
 fn for_whom_a_rank_waited_before_does_not_count() {
     let inbox = Inbox::new(3);
-    inbox.note_waiting(2, Some(1));
+    note_waiting(&inbox, 2, Some(1));
     let deadline = deadline(0, LONG);
     assert_eq!(inbox.roots(vec![2], &deadline), [2]);
-    inbox.note_waiting(2, Some(1));
+    note_waiting(&inbox, 2, Some(1));
     assert_eq!(inbox.roots(vec![2], &deadline), [1]);
 }
 

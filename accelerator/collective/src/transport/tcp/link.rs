@@ -14,7 +14,8 @@ use std::{
 
 use rustix::event::{PollFd, PollFlags, poll};
 
-use super::frame_reader::{FrameReader, PeerLiveness, ReadOutcome, Stages, is_open, read_frames};
+use super::frame_reader::{FrameReader, ReadOutcome, Stages, is_open, read_frames};
+use super::peer_liveness::PeerLiveness;
 #[cfg(target_os = "linux")]
 use super::readable::{EpollState, ReadableSet};
 use crate::error::{Error, Result};
@@ -35,14 +36,16 @@ pub(super) struct Link {
     /// The registration in [`Links::readable`]; changed only while the reader is locked.
     #[cfg(target_os = "linux")]
     epoll_state: accelerator_host::sync::Mutex<EpollState>,
-    /// The record of when bytes came in.
+    /// The record of when the peer was last heard from.
     pub(super) liveness: Arc<PeerLiveness>,
     /// Set once a frame was left unfinished or the final message was sent, after which nothing can be
     /// sent any more.
     torn: AtomicBool,
-    /// Short frames for which there was no room.
-    late: accelerator_host::sync::Mutex<Vec<[u8; Head::LEN]>>,
-    /// Set if something was sent since [`heartbeat`](Self::heartbeat) last asked.
+    /// Short frames that are deferred because there was no room.
+    deferred: accelerator_host::sync::Mutex<Vec<[u8; Head::LEN]>>,
+    /// Set once a heartbeat was written. Until one arrives, the peer allows this rank the connect timeout in addition.
+    has_sent_heartbeat: AtomicBool,
+    /// Set if something was sent since the last call of [`heartbeat`](Self::heartbeat).
     used: AtomicBool,
 }
 
@@ -78,7 +81,8 @@ impl Link {
             epoll_state: accelerator_host::sync::Mutex::default(),
             liveness,
             torn: AtomicBool::new(false),
-            late: accelerator_host::sync::Mutex::default(),
+            deferred: accelerator_host::sync::Mutex::default(),
+            has_sent_heartbeat: AtomicBool::new(false),
             used: AtomicBool::new(false),
         })
     }
@@ -103,23 +107,32 @@ impl Link {
         self.write_frame([head, preamble, payload], go_on)
     }
 
-    /// Writes a short frame where nothing was written since the last call. Never waits: where a
-    /// frame is under way the link is not idle, and a peer that takes nothing is not reading.
+    /// Writes as many deferred frames as there is room for.
+    pub(super) fn write_deferred(&self) {
+        self.deferred
+            .lock()
+            .retain(|frame| !self.try_write_short(frame));
+    }
+
+    /// Writes a heartbeat if nothing was written since the last call, and the first one in any case. Never waits: a link
+    /// with a frame in progress is not idle, and a peer whose socket is full is not reading.
     pub(super) fn heartbeat(&self, frame: &[u8; Head::LEN]) {
-        self.late.lock().retain(|late| !self.try_write_short(late));
-        if !self.used.swap(false, Ordering::Relaxed) {
-            self.try_write_short(frame);
+        let is_idle = !self.used.swap(false, Ordering::Relaxed);
+        let is_first = !self.has_sent_heartbeat.load(Ordering::Relaxed);
+        if (is_idle || is_first) && self.try_write_short(frame) {
+            self.has_sent_heartbeat.store(true, Ordering::Relaxed);
         }
     }
 
-    /// Writes a short frame, or leaves it to the next [`heartbeat`](Self::heartbeat) if there is no room in time.
+    /// Writes a short frame, or defers it to the next [`write_deferred`](Self::write_deferred) if there is no room in
+    /// time.
     pub(super) fn write_soon(&self, frame: &[u8; Head::LEN], until: Instant) {
         loop {
             if self.try_write_short(frame) {
                 return;
             }
             if Instant::now() >= until {
-                self.late.lock().push(*frame);
+                self.deferred.lock().push(*frame);
                 return;
             }
             thread::sleep(Duration::from_millis(5));

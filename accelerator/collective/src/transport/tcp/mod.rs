@@ -2,16 +2,19 @@
 //! send while no operation does, with the handoff to it. See the README.
 
 mod frame_reader;
+mod heartbeats;
 mod link;
+mod local_heartbeats;
 mod mesh;
+mod peer_liveness;
 mod planes;
 #[cfg(target_os = "linux")]
 mod readable;
 
 #[cfg(feature = "fuzzing")]
 use std::io::Read;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -22,6 +25,7 @@ use accelerator_host::sync::{Condvar, Mutex};
 use self::frame_reader::{FrameReader, Stages};
 use self::frame_reader::{READER_PANICKED, ReadOutcome};
 use self::link::{Links, ROOM_CHECK_INTERVAL};
+use self::local_heartbeats::LocalHeartbeats;
 use super::{ControlPlane, GroupId, Inbox, Peer, PeerLocation, Poller, Transport, new_poller};
 use crate::error::{Error, Result};
 use crate::rendezvous::{MAX_WAIT, Meeting};
@@ -44,6 +48,8 @@ pub(crate) struct Tcp {
     connect_timeout: Duration,
     /// The time at which the next round is due; the first one is when the connections are made.
     round_due: Mutex<Instant>,
+    /// Set when heartbeats are enabled; holds the heartbeats in shared memory if this rank shares memory with others.
+    heartbeats: OnceLock<Option<LocalHeartbeats>>,
     corrupt_next: AtomicBool,
 }
 
@@ -87,6 +93,7 @@ impl Tcp {
             handoff,
             connect_timeout,
             round_due: Mutex::new(round_due),
+            heartbeats: OnceLock::new(),
             corrupt_next: AtomicBool::new(false),
         })
     }
@@ -161,7 +168,7 @@ fn spawn_reader(
 /// Reads bytes as if a peer had sent them, until they end.
 #[cfg(feature = "fuzzing")]
 pub(crate) fn feed(source: impl Read, peer: Peer, inbox: Arc<Inbox>) {
-    let liveness = Arc::new(frame_reader::PeerLiveness::new());
+    let liveness = Arc::new(peer_liveness::PeerLiveness::new());
     let stages = Arc::new(Stages::default());
     let mut reader = FrameReader::new(source, peer.rank, Arc::clone(&inbox), liveness, stages);
     loop {

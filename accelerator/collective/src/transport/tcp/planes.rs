@@ -1,5 +1,5 @@
-//! The planes of the mesh: chunks as frames of the connections, with the waits that read them meanwhile; and final
-//! messages, heartbeats and exit reports.
+//! The planes of the mesh: the data plane sends chunks as frames and reads while it waits; the control plane sends final
+//! messages and takes exit reports. Heartbeats are in `heartbeats.rs`.
 
 use std::{
     sync::atomic::Ordering,
@@ -12,16 +12,18 @@ use super::{
     FINAL_MESSAGES_TIMEOUT, Tcp,
     frame_reader::ReadOutcome,
     link::{Link, WRITER_CHECK_INTERVAL},
+    local_heartbeats::LocalHeartbeats,
 };
-use crate::error::{Certainty, Error, Result, Seconds};
-use crate::liveness::{self, mesh_interval, suspended_for};
+use crate::error::{Certainty, Error, Result};
+use crate::liveness::{self, suspended_for};
+use crate::shm::ShmPeers;
 use crate::socket::await_ready;
 use crate::topology::TransportKind;
 use crate::transport::{
     ControlPlane, DataPlane, FinalMessage, LeaveKind, MAX_IN_FLIGHT, OpDeadline, OutgoingChunk,
     Poller, Subset,
 };
-use crate::wire::{FrameKind, Head, Heartbeat};
+use crate::wire::{FrameKind, Head};
 
 impl DataPlane for Tcp {
     fn kind(&self) -> TransportKind {
@@ -285,7 +287,13 @@ impl ControlPlane for Tcp {
 
     fn heartbeat(&self, liveness: Duration) -> Option<Duration> {
         let mut due = self.round_due.lock();
-        Some(self.round(Instant::now(), &mut due, liveness))
+        Some(self.heartbeat_round(Instant::now(), &mut due, liveness))
+    }
+
+    fn enable_heartbeats(&self, memory: Option<&ShmPeers>) {
+        let memory = memory.map(|peers| LocalHeartbeats::new(peers.clone()));
+        // This is called once; a second call would have no effect.
+        let _ = self.heartbeats.set(memory);
     }
 
     fn silent(&self, silence: Duration) -> Vec<usize> {
@@ -296,11 +304,12 @@ impl ControlPlane for Tcp {
         if suspended_for(due, now, 2 * silence).is_some() {
             return Vec::new();
         }
+        self.read_local_heartbeats();
         self.links
             .iter()
             .filter(|(rank, link)| {
                 self.inbox.is_present(*rank)
-                    && link.liveness.has_spoken()
+                    && link.liveness.has_sent_heartbeat()
                     && link.liveness.silence(now) >= silence
                     && !link.has_unread()
             })
@@ -335,87 +344,3 @@ fn goodbye(kind: LeaveKind) -> Head {
     };
     Head::new(FrameKind::Goodbye, 0, code, &[], &[])
 }
-
-impl Tcp {
-    /// Runs one round that begins at `now`: a heartbeat on every idle link, then a check of every silent one.
-    ///
-    /// A process that was suspended receives nothing meanwhile. A round that comes later than it was `due` does not
-    /// count that time, and after more than a whole period finds nobody silent before another one has passed; and
-    /// nobody is silent whose bytes wait to be read.
-    pub(super) fn round(&self, now: Instant, due: &mut Instant, liveness: Duration) -> Duration {
-        self.inbox.note_running(liveness);
-        if let Some(late) = suspended_for(Some(*due), now, liveness) {
-            self.credit_silence(match late < liveness {
-                true => late,
-                false => liveness.saturating_add(late),
-            });
-        }
-        let milliseconds = liveness.as_millis().try_into().unwrap_or(u32::MAX);
-        let heartbeat = Heartbeat {
-            awaited: self.inbox.awaited(),
-            active: self.inbox.activity().last().map(|at| at.elapsed()),
-        };
-        let heartbeat = heartbeat.encode();
-        let frame = Head::new(FrameKind::Heartbeat, heartbeat, milliseconds, &[], &[]).encode();
-        let ranks = self.peers.len();
-        let mut tick = mesh_interval(liveness, ranks);
-        for (_, link) in self.present() {
-            link.heartbeat(&frame);
-            tick = link
-                .liveness
-                .peer_limit()
-                .map_or(tick, |wish| tick.min(mesh_interval(wish, ranks)));
-        }
-        let mut next = tick;
-        for (rank, link) in self.present() {
-            let limit = match link.liveness.has_spoken() {
-                true => liveness,
-                // It may be waiting for others to connect to it, and shows no life meanwhile.
-                false => liveness.saturating_add(self.connect_timeout),
-            };
-            let silence = link.liveness.silence(now);
-            if silence < limit {
-                next = next.min((limit - silence).max(MIN_PAUSE));
-                continue;
-            }
-            next = next.min(MIN_PAUSE);
-            // The socket is checked before the clock, so that a suspension in between blames no peer.
-            if link.has_unread() {
-                continue;
-            }
-            if let Some(late) = suspended_for(Some(now), Instant::now(), liveness) {
-                self.credit_silence(liveness.saturating_add(late));
-                break;
-            }
-            let cause = format!(
-                "it has been silent for {:.1} s: stopped, swapped out, or cut off from the network",
-                silence.as_secs_f64()
-            );
-            tracing::debug!(
-                rank = self.rank,
-                "rank {rank} was silent for {}",
-                Seconds(silence)
-            );
-            self.inbox.lost(rank, cause, Certainty::Settled);
-        }
-        // A suspension after the round began makes the next one late.
-        *due = now + next;
-        next
-    }
-
-    /// Takes so much silence off every peer.
-    fn credit_silence(&self, silence: Duration) {
-        let now = Instant::now();
-        for (_, link) in self.links.iter() {
-            link.liveness.credit(silence, now);
-        }
-    }
-
-    fn present(&self) -> impl Iterator<Item = (usize, &Link)> {
-        self.links
-            .iter()
-            .filter(|(rank, _)| self.inbox.is_present(*rank))
-    }
-}
-
-const MIN_PAUSE: Duration = Duration::from_millis(20);

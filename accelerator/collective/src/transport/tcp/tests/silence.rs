@@ -3,23 +3,28 @@
 use std::{
     io::Write,
     net::TcpStream,
-    sync::mpsc,
+    sync::{Arc, mpsc},
     thread,
     time::{Duration, Instant},
 };
 
+use rustix::event::PollFlags;
+
 use super::{
-    Tcp, final_message, long_timeouts, pair, reduce, run, run_with_witness, short_liveness_timeout,
-    show_life,
+    Tcp, final_message, long_timeouts, meetings, mesh, pair, reduce, run, run_with_witness,
+    short_liveness_timeout, show_life,
 };
 use crate::element::{Element, ReduceOp};
 use crate::error::Result;
 use crate::fingerprint::{CallSite, CollectiveFingerprint, OpKind};
 use crate::group::ProcessGroup;
 use crate::liveness::suspect_after;
+use crate::shm::{Arena, HeartbeatWords, Room, ShmPeers, Spin};
+use crate::socket::await_ready;
+use crate::topology::Topology;
 use crate::transport::tests::deadline;
 use crate::transport::{CHUNK, ControlPlane, DataPlane, OpPhase, OutgoingChunk, Tag};
-use crate::wire::{FrameKind, GroupId, Head};
+use crate::wire::{FrameKind, GroupId, Head, Heartbeat};
 
 /// The odd rank shows life once and then is silent. Every operation reports it in time, and names no live rank.
 #[test]
@@ -178,16 +183,16 @@ fn who_was_stopped_blames_nobody() {
     let (tcp, _other) = heard_pair();
     let until = Instant::now() + Duration::from_secs(30);
     let mut due = Instant::now();
-    tcp.round(Instant::now(), &mut due, liveness);
+    tcp.heartbeat_round(Instant::now(), &mut due, liveness);
     // A stopped process sleeps like this.
     thread::sleep(3 * liveness);
     let woke = Instant::now();
-    let mut pause = tcp.round(Instant::now(), &mut due, liveness);
+    let mut pause = tcp.heartbeat_round(Instant::now(), &mut due, liveness);
     assert!(tcp.inbox.is_present(1), "it was asleep itself");
     while tcp.inbox.is_present(1) {
         assert!(Instant::now() < until, "silence is never noticed");
         thread::sleep(pause);
-        pause = tcp.round(Instant::now(), &mut due, liveness);
+        pause = tcp.heartbeat_round(Instant::now(), &mut due, liveness);
     }
     // The clocks count whole milliseconds.
     let least = liveness - Duration::from_millis(5);
@@ -211,7 +216,7 @@ fn who_was_stopped_within_a_round_blames_nobody() {
     let (tcp, _other) = heard_pair();
     let began = Instant::now();
     thread::sleep(3 * liveness);
-    let pause = tcp.round(began, &mut tcp.round_due.lock(), liveness);
+    let pause = tcp.heartbeat_round(began, &mut tcp.round_due.lock(), liveness);
     thread::sleep(pause);
     tcp.heartbeat(liveness);
     assert!(tcp.inbox.is_present(1), "it was asleep itself");
@@ -222,11 +227,119 @@ fn heard_pair() -> (Tcp, TcpStream) {
     let (tcp, mut other) = pair();
     show_life(std::slice::from_mut(&mut other));
     let until = Instant::now() + Duration::from_secs(30);
-    while !tcp.links.get(1).unwrap().liveness.has_spoken() {
-        assert!(Instant::now() < until, "nothing was heard");
+    while !tcp.links.get(1).unwrap().liveness.has_sent_heartbeat() {
+        assert!(Instant::now() < until, "no heartbeat arrived");
         thread::sleep(Duration::from_millis(1));
     }
     (tcp, other)
+}
+
+/// A peer that is still negotiating the data path gets the connect timeout in addition.
+#[test]
+fn a_peer_without_a_heartbeat_gets_the_connect_timeout_too() {
+    let liveness = Duration::from_millis(200);
+    let (tcp, mut other) = pair();
+    let connected = Instant::now();
+    // Any frame other than a heartbeat.
+    let goodbye_of_a_group = Head::new(FrameKind::Goodbye, 0, 0, &[], &[]).in_group(GroupId(1));
+    other.write_all(&goodbye_of_a_group.encode()).unwrap();
+    while connected.elapsed() < 4 * liveness {
+        thread::sleep(tcp.heartbeat(liveness).unwrap().min(liveness / 4));
+        assert!(tcp.inbox.is_present(1));
+    }
+    assert!(
+        !is_ready(&other),
+        "a frame was sent before heartbeats were enabled"
+    );
+
+    tcp.enable_heartbeats(None);
+    tcp.heartbeat(liveness);
+    assert_eq!(Head::read(&mut other).unwrap().kind, FrameKind::Heartbeat);
+    show_life(std::slice::from_mut(&mut other));
+    await_loss(&tcp, 1, liveness);
+}
+
+/// A peer that is never idle would not need a heartbeat, but its liveness timeout counts from the first one.
+#[test]
+fn a_link_in_constant_use_carries_the_first_heartbeat() {
+    let (tcp, mut other) = pair();
+    tcp.enable_heartbeats(None);
+    let frame = Head::new(FrameKind::Goodbye, 0, 0, &[], &[]).in_group(GroupId(1));
+    let link = tcp.links.get(1).unwrap();
+    for has_heartbeat in [true, false] {
+        link.write(&frame.encode(), &[], &[], |_| true).unwrap();
+        assert_eq!(Head::read(&mut other).unwrap().kind, FrameKind::Goodbye);
+        tcp.heartbeat(Duration::from_secs(5));
+        assert_eq!(is_ready(&other), has_heartbeat);
+        if has_heartbeat {
+            assert_eq!(Head::read(&mut other).unwrap().kind, FrameKind::Heartbeat);
+        }
+    }
+}
+
+/// Rank 1 shares memory with rank 2, and not with rank 0.
+#[test]
+fn ranks_that_share_memory_exchange_heartbeats_there() {
+    let liveness = Duration::from_millis(400);
+    let (tcp, mut remote, local) = middle_of_three();
+    let arenas: Arc<[Arc<Arena>]> = (0..2)
+        .map(|_| Arc::new(Arena::of_thread(Room::World(2)).unwrap()))
+        .collect();
+    let spin = Spin::for_ranks(2, 2);
+    tcp.enable_heartbeats(Some(&ShmPeers::new(0, Arc::clone(&arenas), 1, spin)));
+    let started = Instant::now();
+    while started.elapsed() < 3 * liveness {
+        show_life(std::slice::from_mut(&mut remote));
+        arenas[1].heartbeat().publish(HeartbeatWords {
+            content: Heartbeat {
+                awaited: Some(1),
+                active: Some(Duration::ZERO),
+            }
+            .encode(),
+            timeout_ms: 400,
+        });
+        thread::sleep(tcp.heartbeat(liveness).unwrap());
+        assert!(tcp.inbox.is_present(0) && tcp.inbox.is_present(2));
+    }
+    assert!(tcp.last_activity(2).is_some_and(|at| at > started));
+    assert!(arenas[0].heartbeat().read_new(&mut 0).is_some());
+    assert!(!is_ready(&local), "rank 2 got a frame");
+    let head = Head::read(&mut remote).unwrap();
+    assert_eq!(head.kind, FrameKind::Heartbeat);
+    await_loss(&tcp, 2, liveness);
+}
+
+/// Returns rank 1 of three connected ranks, and the connections of ranks 0 and 2 to it.
+fn middle_of_three() -> (Tcp, TcpStream, TcpStream) {
+    let timeout = Duration::from_secs(40);
+    let mut others = Vec::new();
+    let mut own = None;
+    for (rank, meeting) in meetings(1, 3).into_iter().enumerate() {
+        if rank == 1 {
+            own = Some(meeting);
+            continue;
+        }
+        others.push(thread::spawn(move || {
+            let mut streams = mesh::connect(rank, &meeting, Instant::now() + timeout).unwrap();
+            streams.remove(1).unwrap()
+        }));
+    }
+    let tcp = Tcp::connect(&Topology::new(1, 3).unwrap(), own.unwrap(), timeout).unwrap();
+    let [remote, local] = <[_; 2]>::try_from(others).unwrap();
+    (tcp, remote.join().unwrap(), local.join().unwrap())
+}
+
+/// Runs heartbeat rounds until the rank, which stays silent, is reported lost.
+fn await_loss(tcp: &Tcp, rank: usize, liveness: Duration) {
+    let until = Instant::now() + Duration::from_secs(30);
+    while tcp.inbox.is_present(rank) {
+        assert!(Instant::now() < until, "silence is never noticed");
+        thread::sleep(tcp.heartbeat(liveness).unwrap());
+    }
+}
+
+fn is_ready(stream: &TcpStream) -> bool {
+    await_ready(stream, PollFlags::IN, Duration::ZERO)
 }
 
 /// Connections that end after this process did not run are the others' answer to its silence.
@@ -235,7 +348,7 @@ fn who_was_stopped_and_given_up_knows_it() {
     let liveness = Duration::from_millis(100);
     let (tcp, other) = pair();
     let now = Instant::now();
-    tcp.round(now, &mut { now }, liveness);
+    tcp.heartbeat_round(now, &mut { now }, liveness);
     thread::sleep(5 * liveness);
     drop(other);
     let mut deadline = deadline(4, Duration::from_secs(50));
