@@ -8,15 +8,14 @@ use std::{
 };
 
 use super::ServerState;
+use super::rank_stream::RankStream;
 use crate::error::{Error, Result};
 use crate::rendezvous::outbox::{Outbox, RankConnection};
 use crate::rendezvous::peer_origin::{PeerOrigin, plain};
-use crate::rendezvous::store_state::{Connection, RankMessage, StoreInput};
+use crate::rendezvous::store_state::{Connection, StoreInput};
 use crate::rendezvous::{PendingHandshake, PendingHandshakes, Security, Token, random};
 use crate::socket::limit_backoff;
-use crate::wire::message::{
-    MAX_RECORDS_BYTES, MAX_SHORT_BYTES, Message, Nonce, Proves, Registration,
-};
+use crate::wire::message::{MAX_SHORT_BYTES, Message, Nonce, Proves, Registration};
 use crate::wire::{ReadError, WireError, from_bytes};
 
 impl ServerState {
@@ -45,7 +44,7 @@ impl ServerState {
         }
     }
 
-    /// Serves one connection from the first byte to the last.
+    /// Serves a connection until a rank has joined, which the reading thread takes over, or until it ends.
     fn receive(
         &self,
         connection: Connection,
@@ -94,36 +93,15 @@ impl ServerState {
             registration: *registration,
         });
         if self.registry.lock().state.knows(connection) {
-            self.listen(stream, rank);
-            self.records.end(rank);
-        } else {
-            // The rank reads why it was refused, and goes.
-            let _ = Message::arrives(stream, Some(Duration::from_secs(1)));
+            return self
+                .joined
+                .add(RankStream::new(connection, rank, Arc::clone(stream)));
         }
+        // The rank reads why it was refused, and goes.
+        let _ = Message::arrives(stream, Some(Duration::from_secs(1)));
         self.registry.lock().connections.remove(&connection);
         outbox.end();
         self.step(StoreInput::Gone { connection });
-    }
-
-    /// Handles the messages of a rank until the rank or the store ends.
-    fn listen(&self, stream: &TcpStream, rank: usize) {
-        while let Ok(true) = Message::arrives(stream, None) {
-            let deadline = Instant::now() + PendingHandshakes::TIMEOUT;
-            let message = match Message::receive(stream, MAX_RECORDS_BYTES, deadline) {
-                Ok(Message::ReportFailure(refusal)) => {
-                    RankMessage::ReportFailure(refusal.into_error())
-                }
-                Ok(Message::Connected) => RankMessage::Connected,
-                Ok(Message::Leave) => RankMessage::Leave,
-                Ok(Message::Heartbeat) => RankMessage::Heartbeat,
-                Ok(Message::Records(records)) => {
-                    self.records.add(rank, records);
-                    RankMessage::Heartbeat
-                }
-                _ => return,
-            };
-            self.step(StoreInput::Message { rank, message });
-        }
     }
 
     /// Answers an observer with the last operations of all ranks.

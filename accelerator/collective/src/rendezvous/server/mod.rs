@@ -1,6 +1,8 @@
 //! The store behind its sockets.
 
 mod handshake;
+mod rank_stream;
+mod reader;
 
 use std::{
     collections::HashMap,
@@ -16,6 +18,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use self::rank_stream::JoinedRanks;
 use super::{
     FlightRecords, StoreOptions,
     address::{is_own_address, listen_everywhere, reachable},
@@ -100,6 +103,8 @@ impl StoreServer {
             changed: Condvar::new(),
             rejected_count: AtomicUsize::new(0),
             records: RecordStore::default(),
+            joined: JoinedRanks::new()
+                .map_err(|error| Error::io("there is no pair of sockets for the store", error))?,
             is_inspected: AtomicBool::new(false),
             stopped: AtomicBool::new(false),
         });
@@ -119,6 +124,10 @@ impl StoreServer {
         server.spawn("store-clock", {
             let shared = Arc::clone(&shared);
             move || shared.run_clock()
+        })?;
+        server.spawn("store-reader", {
+            let shared = Arc::clone(&shared);
+            move || shared.read_ranks()
         })?;
         server.spawn("store", move || shared.accept(&listener))?;
         Ok(server)
@@ -225,6 +234,7 @@ impl Drop for StoreServer {
         self.shared.pending.clear();
         self.shared.rejected_handshakes.clear();
         self.shared.changed.notify_all();
+        self.shared.joined.wake();
         // A last connection wakes the thread that accepts. Should it not get through, the thread
         // ends with the next one.
         let address = reachable(self.address);
@@ -288,6 +298,7 @@ struct ServerState {
     rejected_count: AtomicUsize,
     /// The last operations of ranks, as they have told them.
     records: RecordStore,
+    joined: JoinedRanks,
     /// Set while an observer is answered.
     is_inspected: AtomicBool,
     stopped: AtomicBool,
