@@ -20,7 +20,7 @@ use self::operations::RankOperations;
 use crate::error::START_AGAIN;
 use crate::process::End;
 use crate::supervisor::group_machine::Cause;
-use crate::supervisor::run::FinishedAttempt;
+use crate::supervisor::run::{FinishedAttempt, LostRank};
 use crate::supervisor::store::FailureReport;
 use crate::text::{shell_line, utc};
 use crate::variables;
@@ -82,6 +82,32 @@ struct FirstText {
     loss: Option<String>,
 }
 
+/// A loss of ranks after which the others continued.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct SurvivedLoss {
+    lost: Vec<LostRankRecord>,
+    /// The number of ranks before the loss.
+    world_size: usize,
+    /// The number of ranks that continued.
+    survivors: usize,
+    time: String,
+}
+
+/// A rank that was lost.
+#[derive(Clone, Debug, Serialize)]
+struct LostRankRecord {
+    rank: usize,
+    host: String,
+    pid: i32,
+    /// The event that ended it; follows "rank 1: ".
+    cause: String,
+    /// Its exit code or signal; both are `null` if its host was lost.
+    exit_code: Option<i32>,
+    signal: Option<i32>,
+    signal_name: Option<&'static str>,
+    last_words: Vec<String>,
+}
+
 /// Another rank of the job, and its end.
 #[derive(Clone, Debug, Serialize)]
 struct OtherRank {
@@ -107,7 +133,7 @@ pub(crate) enum JobOutcome {
     Failed,
     /// It is being started again.
     Restarting,
-    /// It ended well. The report is written only if an attempt had failed.
+    /// It ended well. The report is written only if an attempt had failed, or ranks were lost.
     #[serde(rename = "recovered")]
     Succeeded,
     /// It failed, and before it had succeeded a signal ended the launcher.
@@ -194,8 +220,38 @@ impl FailureRecord {
     }
 }
 
-/// Writes `attempts` to the report in `folder`; the last is the failure of the job. Without any there is a report of a
-/// preemption only.
+impl SurvivedLoss {
+    /// Describes a loss after which `survivors` ranks continue.
+    pub(crate) fn of(lost: &[LostRank], survivors: usize) -> Self {
+        let lost = lost.iter().map(|rank| {
+            let (exit_code, signal) = parts(Some(rank.end));
+            let loss = rank.process.loss.clone();
+            LostRankRecord {
+                rank: rank.rank,
+                host: rank.process.host.clone().unwrap_or_else(host_name),
+                pid: rank.process.pid,
+                cause: loss.unwrap_or_else(|| match rank.end {
+                    End::Code(_) => format!("it ended with {}", rank.end),
+                    End::Signal(_) | End::Lost => format!("it was {}", rank.end),
+                }),
+                exit_code,
+                signal,
+                signal_name: signal.and_then(signal_name),
+                last_words: rank.last_words.clone(),
+            }
+        });
+        let lost: Vec<_> = lost.collect();
+        Self {
+            world_size: survivors + lost.len(),
+            survivors,
+            lost,
+            time: utc(SystemTime::now()),
+        }
+    }
+}
+
+/// Writes `attempts` and `losses` to the report in `folder`; the last attempt is the failure of the job. Without any
+/// there is a report of a preemption only.
 ///
 /// `reason` tells why there was no further attempt, if there might have been one.
 ///
@@ -203,13 +259,15 @@ impl FailureRecord {
 pub(crate) fn write(
     folder: &Path,
     attempts: &[FailureRecord],
+    losses: &[SurvivedLoss],
     ending: JobOutcome,
     reason: Option<&str>,
 ) -> std::io::Result<()> {
-    if attempts.is_empty() && ending != JobOutcome::Preempted {
+    if attempts.is_empty() && losses.is_empty() && ending != JobOutcome::Preempted {
         return Ok(());
     }
-    let mut text = serde_json::to_vec_pretty(&ReportFile::of(attempts, ending, reason))?;
+    let file = ReportFile::of(attempts, losses, ending, reason);
+    let mut text = serde_json::to_vec_pretty(&file)?;
     text.push(b'\n');
     Replace::new(&folder.join(FILE), Durability::Cached)
         .draft(folder.join(format!("{FILE}.partial")))
@@ -225,6 +283,8 @@ pub(crate) struct ReportFile<'a> {
     ending: JobOutcome,
     reason: Option<&'a str>,
     attempts: &'a [FailureRecord],
+    /// The losses after which the job continued without a restart.
+    losses: &'a [SurvivedLoss],
     /// The last operations of each rank in the last attempt: 64 of each, fewer in a world of more than 128 ranks.
     operations: &'a [RankOperations],
 }
@@ -232,6 +292,7 @@ pub(crate) struct ReportFile<'a> {
 impl<'a> ReportFile<'a> {
     pub(crate) fn of(
         attempts: &'a [FailureRecord],
+        losses: &'a [SurvivedLoss],
         ending: JobOutcome,
         reason: Option<&'a str>,
     ) -> Self {
@@ -241,6 +302,7 @@ impl<'a> ReportFile<'a> {
             ending,
             reason,
             attempts,
+            losses,
             operations: attempts.last().map_or(&[], |last| &last.operations),
         }
     }

@@ -345,6 +345,11 @@ impl<'a> Regrouping<'a> {
 }
 
 impl NextGroup {
+    /// Returns `true` if this group has the survivors of a loss.
+    pub(super) fn is_recovery(&self) -> bool {
+        self.is_recovery
+    }
+
     /// Turns it into an attempt that continues with the processes of `group`, the running group, which reports on
     /// `channel`.
     pub(super) fn into_attempt(

@@ -42,7 +42,12 @@ pub(crate) enum AttemptOutcome {
     /// The process of this rank could not be started, and those before it were ended.
     NotStarted { rank: usize, error: Error },
     /// Its ranks continue in a larger or smaller group, which reports on this channel.
-    Regrouped(Box<Attempt>, Channel),
+    Regrouped {
+        next: Box<Attempt>,
+        channel: Channel,
+        /// The ranks after whose loss its ranks continue.
+        lost: Vec<LostRank>,
+    },
 }
 
 /// An attempt whose ranks have ended.
@@ -69,6 +74,26 @@ pub(crate) struct RankInfo {
     pub(crate) host: Option<String>,
     /// The host that was lost with it, and the cause.
     pub(crate) loss: Option<String>,
+}
+
+impl RankInfo {
+    fn of(process: &dyn RankProcess) -> Self {
+        Self {
+            pid: process.pid(),
+            host: process.host(),
+            loss: process.loss(),
+        }
+    }
+}
+
+/// A rank of a group whose other ranks continue without it.
+#[derive(Clone, Debug)]
+pub(crate) struct LostRank {
+    pub(crate) rank: usize,
+    pub(crate) process: RankInfo,
+    pub(crate) end: End,
+    /// The last lines of its output.
+    pub(crate) last_words: Vec<String>,
 }
 
 impl Attempt {
@@ -134,20 +159,30 @@ impl Attempt {
             other_hosts.0 = None;
             carried.readers += observer.regrouping.given_up_readers();
             carried.readers = carried.readers.saturating_sub(outcome.drained);
+            let mut lost = Vec::new();
+            if next.is_recovery() {
+                let ended = (0..group.len()).filter_map(|rank| Some((rank, outcome.end(rank)?)));
+                lost.extend(ended.map(|(rank, end)| LostRank {
+                    rank,
+                    process: RankInfo::of(&*group[rank]),
+                    end,
+                    last_words: output.stderr_tail(rank),
+                }));
+            }
             let (attempt, channel) =
                 next.into_attempt(group, carried, channel, spawner, &outcome, &output);
-            return Ok(AttemptOutcome::Regrouped(Box::new(attempt), channel));
+            return Ok(AttemptOutcome::Regrouped {
+                next: Box::new(attempt),
+                channel,
+                lost,
+            });
         }
         observer.regrouping.give_up(None);
         let was_to_regroup = observer.regrouping.was_told();
         carried.readers += observer.regrouping.given_up_readers();
         outcome.add(other_hosts.end(&outcome, settings.grace, channel));
         carried.guard.disarm();
-        let processes = group.iter().map(|process| RankInfo {
-            pid: process.pid(),
-            host: process.host(),
-            loss: process.loss(),
-        });
+        let processes = group.iter().map(|process| RankInfo::of(&**process));
         let processes = processes.collect();
         if let Some(Cause::Failure(failed_rank)) = outcome.cause() {
             let failed_ranks: Vec<usize> = (0..group.len())

@@ -350,7 +350,7 @@ fn a_job_that_ends_does_not_wait_for_who_was_to_join() {
 #[test]
 fn survivors_continue_in_their_processes_until_one_is_left() {
     let folder = Folder::new();
-    let options = "-n 3 --on-loss continue --regrow-after 600 --max-restarts 0";
+    let options = "-n 3 --on-loss continue --regrow-after 600 --max-restarts 0 --log-dir logs";
     let run = folder.start(&format!("{options} {}", program()));
     let (three, _) = group_of(&folder, 3, 0.0);
     signal(&three[0], Signal::KILL);
@@ -368,6 +368,23 @@ fn survivors_continue_in_their_processes_until_one_is_left() {
     for pid in &three {
         wait_until_dead(pid);
     }
+    let report: serde_json::Value =
+        serde_json::from_str(&folder.read("logs/latest/failure.json")).unwrap();
+    assert_eq!(report["ending"], "recovered");
+    assert_eq!(report["attempts"], serde_json::json!([]));
+    let losses = report["losses"].as_array().unwrap();
+    // The second one was rank 1 of the two that were left.
+    for (loss, (before, rank, pid)) in losses.iter().zip([(3, 0, &three[0]), (2, 1, &two[1])]) {
+        assert_eq!(loss["world_size"], before);
+        assert_eq!(loss["survivors"], before - 1);
+        let lost = loss["lost"].as_array().unwrap();
+        assert_eq!(lost.len(), 1);
+        assert_eq!(lost[0]["rank"], rank);
+        assert_eq!(lost[0]["pid"].to_string(), pid.to_string());
+        assert_eq!(lost[0]["cause"], "it was killed by SIGKILL");
+        assert_eq!(lost[0]["signal_name"], "SIGKILL");
+    }
+    assert_eq!(losses.len(), 2);
 }
 
 #[test]

@@ -262,7 +262,7 @@ impl Agent<'_> {
             },
             self.node.command,
         );
-        report::write(&folder, &[record], JobOutcome::Failed, None).map_err(unwritable)?;
+        report::write(&folder, &[record], &[], JobOutcome::Failed, None).map_err(unwritable)?;
         output::point_latest(&folder).map_err(unwritable)?;
         Ok(folder.join(report::FILE))
     }

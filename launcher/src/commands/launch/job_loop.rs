@@ -9,7 +9,7 @@ use super::restart::{AttemptFailure, Decision, Restarts};
 use crate::error::{BEFORE_RESTART, Error, Result, chain, ended_by};
 use crate::event::{Channel, Event};
 use crate::output::Output;
-use crate::report::{self, FailureRecord, JobOutcome, ReportFile};
+use crate::report::{self, FailureRecord, JobOutcome, ReportFile, SurvivedLoss};
 use crate::settings::options::Options;
 use crate::settings::{Settings, variable};
 use crate::supervisor::attempt::Attempt;
@@ -41,6 +41,8 @@ struct JobHistory {
     output: Output,
     /// The failures of the attempts whose ranks ran.
     failures: Vec<FailureRecord>,
+    /// The losses of ranks after which the others continued.
+    losses: Vec<SurvivedLoss>,
 }
 
 /// The end of a job, for the launchers of all hosts.
@@ -68,6 +70,7 @@ impl JobLoop<'_> {
         let mut history = JobHistory {
             output: attempt.output().clone(),
             failures: Vec::new(),
+            losses: Vec::new(),
         };
         let end = match self.repeat(attempt, channel, &mut history) {
             Ok(end) => end,
@@ -117,7 +120,14 @@ impl JobLoop<'_> {
         loop {
             let outcome = attempt.run(self.spawner, self.package_dir, &channel)?;
             let next = match outcome {
-                AttemptOutcome::Regrouped(next, next_channel) => {
+                AttemptOutcome::Regrouped {
+                    next,
+                    channel: next_channel,
+                    lost,
+                } => {
+                    if !lost.is_empty() {
+                        history.losses.push(SurvivedLoss::of(&lost, next.ranks()));
+                    }
                     restarts.regrown(next.ranks());
                     NextStep::Continue(next, next_channel)
                 }
@@ -409,7 +419,12 @@ impl JobLoop<'_> {
 
     /// Puts the failure into the runs of this launch that are in the working directory.
     fn tell_runs(&self, history: &JobHistory, last: &FailureRecord, reason: Option<&str>) {
-        let report = ReportFile::of(&history.failures, JobOutcome::Failed, reason);
+        let report = ReportFile::of(
+            &history.failures,
+            &history.losses,
+            JobOutcome::Failed,
+            reason,
+        );
         let launch = &self.settings.launch;
         if let Err(error) =
             accelerator_track::internal::record_failure(RUNS, launch, &last.summary(), &report)
@@ -428,7 +443,7 @@ impl JobLoop<'_> {
     ) -> Option<PathBuf> {
         let dir = self.settings.log_dir.as_ref()?;
         let path = dir.join(report::FILE);
-        match report::write(dir, &history.failures, outcome, reason) {
+        match report::write(dir, &history.failures, &history.losses, outcome, reason) {
             Ok(()) => Some(path),
             Err(error) => {
                 let text = format!("{} cannot be written: {error}", path.display());
