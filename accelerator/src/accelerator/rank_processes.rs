@@ -6,8 +6,8 @@ use std::path::Path;
 use std::process::{Child, Command, ExitStatus};
 use std::time::{Duration, Instant};
 
-use accelerator_collective::ProcessGroup;
 use accelerator_collective::internal::{GroupExt, StoreOptions, StoreServer};
+use accelerator_collective::{Culprit, ProcessGroup};
 use accelerator_host::PREEMPTED_EXIT_CODE;
 use accelerator_host::sync::Mutex;
 use serde::Serialize;
@@ -366,7 +366,7 @@ where
     T: Send,
     F: Fn(ProcessGroup) -> Result<T> + Send + Sync,
 {
-    // In the order in which ranks ended: the first failure is the cause of the others.
+    // In the order in which ranks ended.
     let failures = Mutex::new(Vec::new());
     let results: Vec<Option<T>> = std::thread::scope(|scope| {
         let threads: Vec<_> = groups
@@ -386,7 +386,7 @@ where
                             format!("rank {rank} panicked: {}", panic_text(&*panic)),
                         ),
                     };
-                    // Noted before the group is left, so that no consequence can come first.
+                    // Noted before the group is left, so that its consequences come later.
                     let reason = format!("it returned an error: {error:?}");
                     failures.lock().push((rank, error));
                     // A group that failed before keeps its cause.
@@ -411,7 +411,7 @@ where
             .map(|thread| thread.ok().and_then(|thread| thread.join().ok()).flatten())
             .collect()
     });
-    if let Some((rank, error)) = failures.into_inner().into_iter().next() {
+    if let Some((rank, error)) = first_cause(failures.into_inner()) {
         tracing::debug!(rank, %error, "the first rank that failed");
         return Err(error);
     }
@@ -427,4 +427,43 @@ where
         ));
     }
     Ok(values)
+}
+
+/// Returns the failure that is the cause of the others: that of the rank that the first one names, else the first one. A
+/// rank that ends its group and cleans up may return after those that were waiting for it.
+fn first_cause(mut failures: Vec<(usize, Error)>) -> Option<(usize, Error)> {
+    let culprit = failures.first()?.1.culprit().map(Culprit::rank);
+    let cause = failures.iter().position(|(rank, _)| Some(*rank) == culprit);
+    Some(failures.swap_remove(cause.unwrap_or(0)))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    use accelerator_collective::GroupOptions;
+
+    use super::*;
+
+    #[test]
+    fn the_cause_is_returned_even_if_its_rank_ends_last() {
+        let groups = ProcessGroup::threads(3, &GroupOptions::new()).unwrap();
+        let returned = AtomicBool::new(false);
+        let outcome: Result<Vec<()>> = run(groups, |group| {
+            if group.rank() == 2 {
+                group.abort("the codebook is empty");
+                while !returned.load(Ordering::Acquire) {
+                    std::thread::yield_now();
+                }
+                // The other ranks have returned by then; the test passes in any case.
+                std::thread::sleep(Duration::from_millis(100));
+                return Err(Error::config("the codebook is empty"));
+            }
+            let error = group.barrier().unwrap_err();
+            returned.store(true, Ordering::Release);
+            Err(error.into())
+        });
+        let error = outcome.unwrap_err();
+        assert!(error.is_config(), "{error:?}");
+    }
 }
