@@ -1,5 +1,7 @@
 //! `accel-launch plan`: which rank gets which sample.
 
+mod tokens;
+
 use std::error::Error;
 use std::io::{self, BufWriter, ErrorKind, Write};
 use std::process::ExitCode;
@@ -10,6 +12,8 @@ use accelerator_plan::{
 use clap::Args;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 
+use self::tokens::{TokenArgs, TokenPlan};
+
 /// Shows which rank gets which samples, batch by batch.
 ///
 /// Starts nothing: the plan depends only on these options, and a training program with the same
@@ -17,12 +21,25 @@ use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 #[derive(Args, Clone, Debug)]
 pub(crate) struct PlanArgs {
     /// The number of samples in the data set.
-    #[arg(long, value_name = "N")]
-    samples: u64,
+    #[arg(
+        long,
+        value_name = "N",
+        required_unless_present = "lengths",
+        conflicts_with = "lengths"
+    )]
+    samples: Option<u64>,
 
     /// The number of samples in a batch of one rank; with --split-batches, of all ranks together.
-    #[arg(long, value_name = "B")]
-    batch_size: usize,
+    #[arg(
+        long,
+        value_name = "B",
+        required_unless_present = "lengths",
+        conflicts_with = "lengths"
+    )]
+    batch_size: Option<usize>,
+
+    #[command(flatten)]
+    tokens: TokenArgs,
 
     /// The number of ranks.
     #[arg(long, value_name = "W")]
@@ -30,21 +47,21 @@ pub(crate) struct PlanArgs {
 
     /// The policy for the last samples, if they do not fill a batch on every rank
     /// [default: exact; with --iterable: pad].
-    #[arg(long, value_name = "POLICY", value_parser = tail_parser())]
+    #[arg(long, value_name = "POLICY", value_parser = tail_parser(), conflicts_with = "lengths")]
     tail: Option<TailPolicy>,
 
     /// Divide every batch of B samples over the ranks; B must be a multiple of W.
-    #[arg(long)]
+    #[arg(long, conflicts_with = "lengths")]
     split_batches: bool,
 
     /// The same as --tail drop. It overrides --tail pad and --tail uneven; with --tail exact, it is an error.
-    #[arg(long)]
+    #[arg(long, conflicts_with = "lengths")]
     drop_last: bool,
 
     /// Plan as Accelerate shards an iterable data set: padded, unless another tail is given.
     ///
     /// With --tail pad or drop, the batches are the same as for a data set that is read by index.
-    #[arg(long)]
+    #[arg(long, conflicts_with = "lengths")]
     iterable: bool,
 
     /// Shuffle the samples with this seed.
@@ -81,11 +98,11 @@ pub(crate) fn run(args: &PlanArgs) -> crate::error::Result<ExitCode> {
 }
 
 fn write_plan(args: &PlanArgs, out: &mut impl Write) -> Result<(), Box<dyn Error>> {
-    let epoch = args.epoch_plan()?;
+    let plan = args.plan()?;
     let mut out = BufWriter::new(out);
     let written = match args.json {
-        true => write_json(&epoch, &mut out),
-        false => write_table(&epoch, &mut out),
+        true => write_json(&plan, &mut out),
+        false => write_table(args, &plan, &mut out),
     };
     match written.and_then(|()| out.flush()) {
         Err(error) if error.kind() != ErrorKind::BrokenPipe => {
@@ -95,12 +112,54 @@ fn write_plan(args: &PlanArgs, out: &mut impl Write) -> Result<(), Box<dyn Error
     }
 }
 
+/// The plan of an epoch.
+enum PlanKind {
+    Samples(EpochPlan),
+    Tokens(TokenPlan),
+}
+
+impl PlanKind {
+    fn world_size(&self) -> usize {
+        match self {
+            Self::Samples(epoch) => epoch.plan().world_size(),
+            Self::Tokens(plan) => plan.world_size(),
+        }
+    }
+
+    fn steps(&self, rank: usize) -> u64 {
+        match self {
+            Self::Samples(epoch) => epoch.steps(rank),
+            Self::Tokens(plan) => plan.steps(rank),
+        }
+    }
+
+    /// The batches of a rank.
+    fn rank(&self, rank: usize) -> Box<dyn Iterator<Item = PlannedBatch> + '_> {
+        match self {
+            Self::Samples(epoch) => Box::new(epoch.rank(rank)),
+            Self::Tokens(plan) => Box::new(plan.rank(rank)),
+        }
+    }
+}
+
 impl PlanArgs {
+    fn plan(&self) -> Result<PlanKind, Box<dyn Error>> {
+        let by_tokens = self
+            .tokens
+            .plan(self.world_size, self.shuffle, self.epoch, self.start)?;
+        match by_tokens {
+            Some(plan) => Ok(PlanKind::Tokens(plan)),
+            None => self.epoch_plan().map(PlanKind::Samples),
+        }
+    }
+
     fn epoch_plan(&self) -> Result<EpochPlan, Box<dyn Error>> {
         let tail = self.tail_policy()?;
+        // Both are required where there are no lengths.
+        let (samples, batch_size) = (self.samples.unwrap_or(0), self.batch_size.unwrap_or(0));
         let batch_size = match self.split_batches {
-            true => BatchSize::global(self.batch_size),
-            false => BatchSize::per_rank(self.batch_size),
+            true => BatchSize::global(batch_size),
+            false => BatchSize::per_rank(batch_size),
         };
         let order = match self.shuffle {
             Some(seed) => Order::Shuffled { seed },
@@ -108,7 +167,7 @@ impl PlanArgs {
         };
         batch_size
             .and_then(|batch_size| {
-                PlanConfig::new(self.samples, batch_size)
+                PlanConfig::new(samples, batch_size)
                     .with_world_size(self.world_size)
                     .with_tail(tail)
                     .with_order(order)
@@ -142,7 +201,8 @@ impl PlanArgs {
             } else {
                 ""
             };
-            format!("--batch-size {}{split}", self.batch_size)
+            let size = self.batch_size.unwrap_or(0);
+            format!("--batch-size {size}{split}")
         } else {
             "--samples, --batch-size and --world-size".to_owned()
         }
@@ -162,15 +222,11 @@ fn tail_parser() -> impl TypedValueParser<Value = TailPolicy> {
     .try_map(|word| word.parse())
 }
 
-fn write_json(epoch: &EpochPlan, out: &mut impl Write) -> io::Result<()> {
+fn write_json(plan: &PlanKind, out: &mut impl Write) -> io::Result<()> {
     out.write_all(b"{\"ranks\": [")?;
-    for rank in 0..epoch.plan().world_size() {
+    for rank in 0..plan.world_size() {
         out.write_all(if rank == 0 { b"[" } else { b", [" })?;
-        for (position, batch) in epoch
-            .rank(rank)
-            .filter(|batch| !batch.is_idle())
-            .enumerate()
-        {
+        for (position, batch) in plan.rank(rank).filter(|batch| !batch.is_idle()).enumerate() {
             out.write_all(if position == 0 { b"[" } else { b",[" })?;
             write_joined(&batch.indices, ",", out)?;
             out.write_all(b"]")?;
@@ -180,7 +236,45 @@ fn write_json(epoch: &EpochPlan, out: &mut impl Write) -> io::Result<()> {
     out.write_all(b"]}\n")
 }
 
-fn write_table(epoch: &EpochPlan, out: &mut impl Write) -> io::Result<()> {
+fn write_table(args: &PlanArgs, kind: &PlanKind, out: &mut impl Write) -> io::Result<()> {
+    match kind {
+        PlanKind::Samples(epoch) => write_heading(epoch, out)?,
+        PlanKind::Tokens(plan) => plan.write_heading(out)?,
+    }
+    let order = match (args.shuffle, kind) {
+        (Some(seed), _) => format!("shuffled with seed {seed}"),
+        (None, PlanKind::Samples(_)) => "in sequence".to_owned(),
+        (None, PlanKind::Tokens(_)) => "longest first".to_owned(),
+    };
+    writeln!(
+        out,
+        "epoch {}, {order}, from offset {}",
+        args.epoch, args.start
+    )?;
+    writeln!(
+        out,
+        "(7) sample 7 again, as padding; [7] for an idle rank, does not count"
+    )?;
+    for rank in 0..kind.world_size() {
+        let nothing = if kind.steps(rank) == 0 {
+            ": nothing"
+        } else {
+            ""
+        };
+        writeln!(out, "\nrank {rank}{nothing}")?;
+        for batch in kind.rank(rank) {
+            write!(out, "  step {}: ", batch.step)?;
+            write_cell(&batch, out)?;
+            if let PlanKind::Tokens(plan) = kind {
+                plan.write_tokens(&batch, out)?;
+            }
+            writeln!(out)?;
+        }
+    }
+    Ok(())
+}
+
+fn write_heading(epoch: &EpochPlan, out: &mut impl Write) -> io::Result<()> {
     let plan = epoch.plan();
     // Rank 0 has the most steps, where ranks differ.
     let (steps, at_most) = match plan.tail() {
@@ -201,35 +295,7 @@ fn write_table(epoch: &EpochPlan, out: &mut impl Write) -> io::Result<()> {
         plan.global_batch(),
         plan.world_size(),
         plan.tail(),
-    )?;
-    let order = match plan.order() {
-        Order::Sequential => "in sequence".to_owned(),
-        Order::Shuffled { seed } => format!("shuffled with seed {seed}"),
-    };
-    writeln!(
-        out,
-        "epoch {}, {order}, from offset {}",
-        epoch.epoch(),
-        epoch.start()
-    )?;
-    writeln!(
-        out,
-        "(7) sample 7 again, as padding; [7] for an idle rank, does not count"
-    )?;
-    for rank in 0..plan.world_size() {
-        let nothing = if epoch.steps(rank) == 0 {
-            ": nothing"
-        } else {
-            ""
-        };
-        writeln!(out, "\nrank {rank}{nothing}")?;
-        for batch in epoch.rank(rank) {
-            write!(out, "  step {}: ", batch.step)?;
-            write_cell(&batch, out)?;
-            writeln!(out)?;
-        }
-    }
-    Ok(())
+    )
 }
 
 fn write_cell(batch: &PlannedBatch, out: &mut impl Write) -> io::Result<()> {
@@ -433,6 +499,52 @@ mod tests {
         );
         check("--samples 9 --batch-size 5", &["--world-size"]);
         check("--samples -9 --batch-size 5 --world-size 2", &["-9"]);
+    }
+
+    #[test]
+    fn plans_batches_by_tokens() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("lengths");
+        std::fs::write(&path, "3\n9\n4\n\n8\n2\n").unwrap();
+        let line = format!("--lengths {} --world-size 2", path.display());
+        assert_eq!(
+            table(&format!("{line} --max-tokens 18")),
+            "samples 5, at most 18 tokens with padding, batches 2 (2 ranks), steps 1\n\
+             tokens 26, padding 13.3 %; it would be 39.5 % in shuffled batches of 3\n\
+             epoch 0, longest first, from offset 0\n\
+             (7) sample 7 again, as padding; [7] for an idle rank, does not count\n\
+             \n\
+             rank 0\n  step 0: 1 3  (2 × 9 tokens)\n\
+             \n\
+             rank 1\n  step 0: 2 0 4  (3 × 4 tokens)\n"
+        );
+        let packed = table(&format!("{line} --max-tokens 13 --pack"));
+        assert!(packed.contains("padding 0.0 %"), "{packed}");
+        assert!(packed.contains("step 0: 3 0 4  (13 tokens)"), "{packed}");
+        let rest = table(&format!("{line} --max-tokens 18 --start 2 --json"));
+        assert_eq!(rest, "{\"ranks\": [[[2,0,4]], []]}\n");
+        // The batches of a program with this seed.
+        let shuffled: Value = serde_json::from_str(&table(&format!(
+            "{line} --max-tokens 9 --shuffle 5 --epoch 3 --json"
+        )))
+        .unwrap();
+        let batches = accelerator_plan::TokenBatches::padded([3, 9, 4, 8, 2], 9).unwrap();
+        let batches = batches.shuffled(5, 3);
+        for (place, batch) in batches.iter().enumerate() {
+            assert_eq!(flat(&shuffled["ranks"][place % 2][place / 2]), *batch);
+        }
+
+        let long = error(&format!("{line} --max-tokens 8"));
+        assert!(long.contains("--max-tokens 8: sample 1 has 9"), "{long}");
+        let middle = error(&format!("{line} --max-tokens 18 --start 1"));
+        assert!(middle.contains("--start 1:"), "{middle}");
+        let alone = error("--max-tokens 18 --world-size 2");
+        assert!(alone.contains("--lengths"), "{alone}");
+        let both = error(&format!("{line} --max-tokens 18 --batch-size 2"));
+        assert!(both.contains("cannot be used with"), "{both}");
+        std::fs::write(&path, "3\nlong\n").unwrap();
+        let word = error(&format!("{line} --max-tokens 18"));
+        assert!(word.contains("line 2 is \"long\""), "{word}");
     }
 
     /// A reader that leaves, as `head` does, or a disk that is full.
