@@ -1,4 +1,4 @@
-//! Operations on TCP sockets: non-blocking connects, readiness, the amount of undelivered data, and a bound on the
+//! A waker for threads that poll, and operations on TCP sockets: non-blocking connects, readiness, the amount of undelivered data, and a bound on the
 //! backoff of retransmissions.
 #![cfg_attr(
     target_os = "linux",
@@ -9,9 +9,10 @@
 )]
 
 use std::{
-    io,
+    io::{self, Read, Write},
     net::{SocketAddr, TcpStream},
-    os::fd::OwnedFd,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    os::unix::net::UnixStream,
     time::Duration,
 };
 
@@ -20,6 +21,38 @@ use rustix::{
     io::Errno,
     net::{AddressFamily, SocketFlags, SocketType, connect, socket_with, sockopt},
 };
+
+/// A socket pair: [`wake`](Self::wake) makes the end that is polled readable.
+#[derive(Debug)]
+pub(crate) struct Waker {
+    sender: UnixStream,
+    receiver: UnixStream,
+}
+
+impl Waker {
+    pub(crate) fn new() -> io::Result<Self> {
+        let (sender, receiver) = UnixStream::pair()?;
+        sender.set_nonblocking(true)?;
+        receiver.set_nonblocking(true)?;
+        Ok(Self { sender, receiver })
+    }
+
+    pub(crate) fn wake(&self) {
+        // If the socket is full, a wake-up is already pending.
+        let _ = (&self.sender).write(&[1]);
+    }
+
+    /// Discards pending wake-ups.
+    pub(crate) fn drain(&self) {
+        let _ = (&self.receiver).read(&mut [0; 64]);
+    }
+}
+
+impl AsFd for Waker {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.receiver.as_fd()
+    }
+}
 
 /// Lets a connection send again within a second what the network has lost. The system's pauses double without that: a
 /// link that is down for 3 s may stay silent for 6 s, and a peer be taken for lost that no longer is.

@@ -157,13 +157,12 @@ impl RankState {
         HeartbeatThread::start(self)
     }
 
-    /// Enables heartbeats, and sends the first ones before this rank does anything else: until then, peers allow it more
-    /// than the liveness timeout. The ranks must have agreed on the data path.
+    /// Enables heartbeats and sends the first ones before it returns. Until its first heartbeat arrives, peers allow this
+    /// rank the connect timeout in addition to the liveness timeout. The ranks must have agreed on the data path.
     pub(super) fn enable_heartbeats(&self) {
         self.transport.enable_heartbeats();
         let liveness = self.options.liveness_timeout();
         let _ = self.transport.control().heartbeat(liveness);
-        self.heartbeat.wake();
     }
 
     /// One round: sends heartbeats, finds silent peers, takes exit notices of the store. Says after how long

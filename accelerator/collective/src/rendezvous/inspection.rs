@@ -236,7 +236,9 @@ impl RecordStore {
                 RankStatus::Silent if known.has_answered(began) => {
                     rank.state = RankStatus::Answered
                 }
-                RankStatus::Silent if known.ended.is_some() => rank.state = RankStatus::Gone,
+                RankStatus::Silent if known.ended.is_some_and(|at| at >= began) => {
+                    rank.state = RankStatus::Gone
+                }
                 _ => {}
             }
             rank.operations = known.told.as_ref().map(|(_, records)| records.clone());

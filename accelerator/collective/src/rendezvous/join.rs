@@ -209,8 +209,8 @@ impl JoinAttempt<'_> {
         }
     }
 
-    /// Returns an error if the launcher has told this rank more since: a newer place, or that it does not continue. The
-    /// group that meets at this store will then never be complete, and the store may be gone.
+    /// Returns an error if the launcher has since given this rank a newer place, or told it that it does not continue.
+    /// The group at this store will then never be complete, and the store may be gone.
     fn check_for_newer_place(&self) -> Result<()> {
         match self.former_store.has_next_place() {
             true => Err(self.error(

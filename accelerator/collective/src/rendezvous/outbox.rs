@@ -182,7 +182,7 @@ pub(super) struct RankConnection {
 }
 
 impl Registry {
-    /// Checks if bytes wait to be read. The end of a connection counts too; its thread reports it.
+    /// Returns `true` if bytes wait to be read. The end of a connection counts too; the reading thread reports it.
     pub(super) fn has_unread(&self, connection: Connection) -> bool {
         let Some(rank) = self.connections.get(&connection) else {
             return false;

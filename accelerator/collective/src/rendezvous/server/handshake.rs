@@ -35,7 +35,7 @@ impl ServerState {
             let handshake = self.pending.enter(&stream);
             let shared = Arc::clone(self);
             let spawned = thread::Builder::new()
-                .name("store-rank".to_owned())
+                .name("store-handshake".to_owned())
                 .stack_size(512 * 1024)
                 .spawn(move || shared.receive(connection, &stream, handshake));
             if let Err(error) = spawned {
@@ -44,7 +44,8 @@ impl ServerState {
         }
     }
 
-    /// Serves a connection until a rank has joined, which the reading thread takes over, or until it ends.
+    /// Performs the handshake of a connection. If a rank joins, hands the connection to the reading thread; otherwise
+    /// serves it until it ends.
     fn receive(
         &self,
         connection: Connection,
@@ -94,7 +95,7 @@ impl ServerState {
         });
         if self.registry.lock().state.knows(connection) {
             return self
-                .joined
+                .reader_queue
                 .add(RankStream::new(connection, rank, Arc::clone(stream)));
         }
         // The rank reads why it was refused, and goes.

@@ -18,7 +18,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use self::rank_stream::JoinedRanks;
+use self::rank_stream::ReaderQueue;
 use super::{
     FlightRecords, StoreOptions,
     address::{is_own_address, listen_everywhere, reachable},
@@ -103,8 +103,9 @@ impl StoreServer {
             changed: Condvar::new(),
             rejected_count: AtomicUsize::new(0),
             records: RecordStore::default(),
-            joined: JoinedRanks::new()
-                .map_err(|error| Error::io("there is no pair of sockets for the store", error))?,
+            reader_queue: ReaderQueue::new().map_err(|error| {
+                Error::io("a socket pair for the store cannot be created", error)
+            })?,
             is_inspected: AtomicBool::new(false),
             stopped: AtomicBool::new(false),
         });
@@ -234,7 +235,7 @@ impl Drop for StoreServer {
         self.shared.pending.clear();
         self.shared.rejected_handshakes.clear();
         self.shared.changed.notify_all();
-        self.shared.joined.wake();
+        self.shared.reader_queue.waker().wake();
         // A last connection wakes the thread that accepts. Should it not get through, the thread
         // ends with the next one.
         let address = reachable(self.address);
@@ -298,7 +299,8 @@ struct ServerState {
     rejected_count: AtomicUsize,
     /// The last operations of ranks, as they have told them.
     records: RecordStore,
-    joined: JoinedRanks,
+    /// Hands connections to the reading thread.
+    reader_queue: ReaderQueue,
     /// Set while an observer is answered.
     is_inspected: AtomicBool,
     stopped: AtomicBool,
@@ -414,7 +416,7 @@ impl ServerState {
             self.step_at(registry, StoreInput::Suspended, now);
         }
         if registry.state.due().is_some_and(|due| due <= now) {
-            // A heartbeat may have come that its thread had no time to read.
+            // A heartbeat may have arrived that the reading thread has not read yet.
             for (rank, connection) in registry.state.silent(now) {
                 if registry.has_unread(connection) {
                     let message = RankMessage::Heartbeat;
@@ -470,6 +472,18 @@ mod tests {
             server.shared.look_at_clock(&mut registry, now);
         }
         assert!(registry.state.due().is_none(), "silence is never noticed");
+    }
+
+    #[test]
+    fn the_threads_of_a_dropped_store_end() {
+        let server = StoreServer::bind(("127.0.0.1", 0), 2, None).unwrap();
+        let shared = Arc::downgrade(&server.shared);
+        drop(server);
+        let until = Instant::now() + Duration::from_secs(30);
+        while shared.strong_count() > 0 {
+            assert!(Instant::now() < until, "a thread still runs");
+            thread::sleep(Duration::from_millis(5));
+        }
     }
 
     #[test]

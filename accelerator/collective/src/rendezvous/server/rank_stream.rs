@@ -1,27 +1,21 @@
-//! The connections of ranks that have joined, and how messages are read from them.
+//! The connections of joined ranks: the queue to the reading thread, and non-blocking reads.
 
-use std::{
-    io::{self, Write},
-    net::TcpStream,
-    os::unix::net::UnixStream,
-    sync::Arc,
-};
+use std::{io, net::TcpStream, sync::Arc};
 
 use accelerator_host::sync::Mutex;
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, recv};
 
 use crate::rendezvous::store_state::Connection;
+use crate::socket::Waker;
 use crate::wire::ReadError;
 use crate::wire::message::{MAX_RECORDS_BYTES, Message};
 
-/// The connections that the reading thread has not taken over yet.
+/// Connections of joined ranks, on their way to the reading thread.
 #[derive(Debug)]
-pub(super) struct JoinedRanks {
-    new: Mutex<Vec<RankStream>>,
-    /// A byte written here wakes the reading thread.
-    waker: UnixStream,
-    wakeup: UnixStream,
+pub(super) struct ReaderQueue {
+    ranks: Mutex<Vec<RankStream>>,
+    waker: Waker,
 }
 
 /// The connection of a rank that has joined.
@@ -30,42 +24,31 @@ pub(super) struct RankStream {
     pub(super) connection: Connection,
     pub(super) rank: usize,
     pub(super) stream: Arc<TcpStream>,
-    /// The beginning of a message that has not arrived whole.
+    /// The bytes of a message that is not complete yet.
     received: Vec<u8>,
 }
 
-impl JoinedRanks {
+impl ReaderQueue {
     pub(super) fn new() -> io::Result<Self> {
-        let (waker, wakeup) = UnixStream::pair()?;
-        waker.set_nonblocking(true)?;
-        wakeup.set_nonblocking(true)?;
         Ok(Self {
-            new: Mutex::default(),
-            waker,
-            wakeup,
+            ranks: Mutex::default(),
+            waker: Waker::new()?,
         })
     }
 
-    /// Hands a connection over to the reading thread.
     pub(super) fn add(&self, rank: RankStream) {
-        self.new.lock().push(rank);
-        self.wake();
+        self.ranks.lock().push(rank);
+        self.waker.wake();
     }
 
-    /// Moves the connections that were added to `ranks`.
-    pub(super) fn take_new(&self, ranks: &mut Vec<RankStream>) {
-        ranks.append(&mut self.new.lock());
+    /// Moves all queued connections to the end of `ranks`.
+    pub(super) fn take(&self, ranks: &mut Vec<RankStream>) {
+        ranks.append(&mut self.ranks.lock());
     }
 
-    /// Makes [`wakeup`](Self::wakeup) readable.
-    pub(super) fn wake(&self) {
-        // If there is no room, bytes that wake the thread are there already.
-        let _ = (&self.waker).write(&[0]);
-    }
-
-    /// The end that the reading thread polls.
-    pub(super) fn wakeup(&self) -> &UnixStream {
-        &self.wakeup
+    /// The waker that the reading thread polls.
+    pub(super) fn waker(&self) -> &Waker {
+        &self.waker
     }
 }
 
@@ -79,11 +62,12 @@ impl RankStream {
         }
     }
 
-    /// Reads what has arrived, at most the length of `scratch`, and calls `on_message` for each message that is complete.
+    /// Reads up to `scratch.len()` bytes without blocking, and calls `on_message` for each complete message. The end of
+    /// the connection is an error.
     pub(super) fn read(
         &mut self,
         scratch: &mut [u8],
-        mut on_message: impl FnMut(Message),
+        mut on_message: impl FnMut(Message) -> Result<(), ReadError>,
     ) -> Result<(), ReadError> {
         match recv(&*self.stream, &mut *scratch, RecvFlags::DONTWAIT) {
             Ok((0, _)) => return Err(ReadError::Closed),
@@ -98,7 +82,7 @@ impl RankStream {
             let Some(mut message) = rest.get(..len) else {
                 break;
             };
-            on_message(Message::read(&mut message, MAX_RECORDS_BYTES)?);
+            on_message(Message::read(&mut message, MAX_RECORDS_BYTES)?)?;
             taken += len;
         }
         self.received.drain(..taken);
@@ -111,7 +95,9 @@ impl RankStream {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Write;
     use std::net::TcpListener;
+    use std::thread;
     use std::time::{Duration, Instant};
 
     use super::*;
@@ -123,38 +109,56 @@ mod tests {
         (RankStream::new(1, 0, near), far)
     }
 
-    /// Reads until there are `count` messages, or an error.
+    /// Reads a few bytes at a time until there are `count` messages, or an error.
     fn read(rank: &mut RankStream, count: usize) -> Result<Vec<Message>, ReadError> {
         let until = Instant::now() + Duration::from_secs(30);
         let mut messages = Vec::new();
         while messages.len() < count {
             assert!(Instant::now() < until, "{messages:?}");
-            // Messages are longer than this.
-            rank.read(&mut [0; 7], |message| messages.push(message))?;
+            rank.read(&mut [0; 7], |message| {
+                messages.push(message);
+                Ok(())
+            })?;
+            thread::sleep(Duration::from_millis(1));
         }
         Ok(messages)
     }
 
     #[test]
-    fn messages_are_whole_however_their_bytes_arrive() {
+    fn one_read_returns_all_complete_messages_and_keeps_the_rest() {
         let (mut rank, mut far) = pair();
-        rank.read(&mut [0; 7], |message| panic!("{message:?} was not sent"))
-            .unwrap();
-        let both = [Message::Connected, Message::Leave].map(|message| message.encode());
-        let (first, rest) = both[0].split_at(9);
-        far.write_all(first).unwrap();
-        far.write_all(&[rest, &both[1]].concat()).unwrap();
-        let messages = read(&mut rank, 2).unwrap();
-        assert!(matches!(messages[..], [Message::Connected, Message::Leave]));
+        let sent = [Message::Connected, Message::Heartbeat, Message::Leave];
+        let bytes = sent.map(|message| message.encode()).concat();
+        let (most, rest) = bytes.split_at(bytes.len() - 3);
+        far.write_all(most).unwrap();
+        while rank.stream.peek(&mut vec![0; most.len()]).unwrap() < most.len() {
+            thread::sleep(Duration::from_millis(1));
+        }
+        let mut messages = Vec::new();
+        rank.read(&mut [0; 1024], |message| {
+            messages.push(message);
+            Ok(())
+        })
+        .unwrap();
+        assert!(matches!(
+            messages[..],
+            [Message::Connected, Message::Heartbeat]
+        ));
+        far.write_all(rest).unwrap();
+        assert!(matches!(read(&mut rank, 1).unwrap()[..], [Message::Leave]));
         assert!(rank.received.is_empty());
     }
 
     #[test]
-    fn bytes_that_are_no_message_are_an_error() {
+    fn invalid_bytes_are_an_error() {
         let (mut rank, mut far) = pair();
         far.write_all(&[7; 64]).unwrap();
         let error = read(&mut rank, 1).unwrap_err();
         assert!(matches!(error, ReadError::Message(_)), "{error}");
+    }
+
+    #[test]
+    fn the_end_of_a_connection_is_an_error() {
         let (mut rank, far) = pair();
         drop(far);
         let error = read(&mut rank, 1).unwrap_err();

@@ -1,6 +1,11 @@
-//! Reads the messages of all ranks that have joined, on one thread.
+//! Reads the messages of all joined ranks, on one thread.
 
-use std::{io::Read, net::Shutdown, sync::atomic::Ordering, thread, time::Duration};
+use std::{
+    net::Shutdown,
+    sync::atomic::Ordering,
+    thread,
+    time::{Duration, Instant},
+};
 
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
@@ -12,50 +17,57 @@ use crate::wire::ReadError;
 use crate::wire::message::Message;
 
 impl ServerState {
-    /// Handles the messages of all ranks until the store stops and their connections have ended.
+    /// Reads and handles the messages of all joined ranks. Returns once the store has stopped and all connections have
+    /// ended.
     pub(super) fn read_ranks(&self) {
         let mut ranks: Vec<RankStream> = Vec::new();
         let mut scratch = vec![0; READ_BYTES];
         loop {
-            self.joined.take_new(&mut ranks);
+            self.reader_queue.take(&mut ranks);
             if ranks.is_empty() && self.stopped.load(Ordering::Acquire) {
                 return;
             }
-            let mut ready = self.await_ready(&ranks).into_iter();
+            let mut readable = self.poll_ranks(&ranks).into_iter();
             ranks.retain_mut(|rank| {
-                let is_ready = ready.next().unwrap_or(false);
-                let is_open = !is_ready || self.read_rank(rank, &mut scratch).is_ok();
-                if !is_open {
-                    self.end(rank);
+                if !readable.next().unwrap_or(false) {
+                    return true;
                 }
-                is_open
+                let Err(error) = self.read_rank(rank, &mut scratch) else {
+                    return true;
+                };
+                tracing::debug!(rank = rank.rank, %error, "the connection of a rank ended");
+                self.disconnect(rank);
+                false
             });
         }
     }
 
-    /// Waits until a rank has sent something, or another one has joined, and returns for each rank if it can be read.
-    fn await_ready(&self, ranks: &[RankStream]) -> Vec<bool> {
+    /// Waits until a connection is readable or the thread is woken. Returns, for each rank, whether to read from it.
+    fn poll_ranks(&self, ranks: &[RankStream]) -> Vec<bool> {
+        let waker = self.reader_queue.waker();
         let streams = ranks
             .iter()
             .map(|rank| PollFd::new(&*rank.stream, PollFlags::IN));
-        let wakeup = PollFd::new(self.joined.wakeup(), PollFlags::IN);
-        let mut fds: Vec<PollFd<'_>> = streams.chain([wakeup]).collect();
-        if let Err(error) = poll(&mut fds, None)
-            && error != Errno::INTR
-        {
-            tracing::warn!(%error, "the store cannot wait for its ranks, and tries again");
-            thread::sleep(POLL_RETRY);
+        let mut fds: Vec<PollFd<'_>> = streams.chain([PollFd::new(waker, PollFlags::IN)]).collect();
+        let polled = poll(&mut fds, None);
+        waker.drain();
+        match polled {
+            Ok(_) => {
+                let is_ready = |fd: &PollFd<'_>| !fd.revents().is_empty();
+                fds[..ranks.len()].iter().map(is_ready).collect()
+            }
+            Err(Errno::INTR) => vec![false; ranks.len()],
+            Err(error) => {
+                tracing::debug!(%error, "polling the connections of the ranks failed");
+                thread::sleep(POLL_RETRY);
+                // Reads do not block, so each connection can be tried.
+                vec![true; ranks.len()]
+            }
         }
-        // What wakes the thread has no meaning of its own.
-        let mut wakeup = self.joined.wakeup();
-        let _ = wakeup.read(&mut [0; 64]);
-        let is_ready = |fd: &PollFd<'_>| !fd.revents().is_empty();
-        fds[..ranks.len()].iter().map(is_ready).collect()
     }
 
     fn read_rank(&self, rank: &mut RankStream, scratch: &mut [u8]) -> Result<(), ReadError> {
         let number = rank.rank;
-        let mut is_understood = true;
         rank.read(scratch, |message| {
             let message = match message {
                 Message::ReportFailure(refusal) => RankMessage::ReportFailure(refusal.into_error()),
@@ -66,31 +78,37 @@ impl ServerState {
                     self.records.add(number, records);
                     RankMessage::Heartbeat
                 }
-                _ => return is_understood = false,
+                _ => {
+                    let text = "a message that ranks do not send".to_owned();
+                    return Err(ReadError::Message(text));
+                }
             };
-            self.step(StoreInput::Message {
-                rank: number,
-                message,
-            });
-        })?;
-        match is_understood {
-            true => Ok(()),
-            false => Err(ReadError::Message("no message of a rank".to_owned())),
-        }
+            let rank = number;
+            self.step(StoreInput::Message { rank, message });
+            Ok(())
+        })
     }
 
-    fn end(&self, rank: &RankStream) {
-        self.records.end(rank.rank);
-        self.registry.lock().connections.remove(&rank.connection);
+    /// Closes the connection of a rank and reports its end.
+    fn disconnect(&self, rank: &RankStream) {
+        let connection = rank.connection;
         // The other end may be gone already.
         let _ = rank.stream.shutdown(Shutdown::Both);
-        self.step(StoreInput::Gone {
-            connection: rank.connection,
-        });
+        let mut registry = self.registry.lock();
+        registry.connections.remove(&connection);
+        let gone = StoreInput::Gone { connection };
+        let is_sooner = self.step_before_clock(&mut registry, gone, Instant::now());
+        drop(registry);
+        if is_sooner {
+            self.changed.notify_all();
+        }
+        // After that, so that nobody who asks for records waits for those of this rank.
+        self.records.end(rank.rank);
     }
 }
 
-/// The most bytes that are read from a rank before the others get their turn.
+/// The maximum number of bytes read from one rank before the next is served.
 const READ_BYTES: usize = 64 * 1024;
 
+/// The pause after a failed poll.
 const POLL_RETRY: Duration = Duration::from_millis(20);

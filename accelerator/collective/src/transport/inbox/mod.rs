@@ -19,7 +19,7 @@ use super::{Abort, LastOp, LeaveKind, OpDeadline, Peer};
 use crate::error::Certainty;
 use crate::wire::{GroupId, Heartbeat};
 
-pub(crate) use self::poller::{Poller, Waker};
+pub(crate) use self::poller::Poller;
 pub(crate) use super::peer::{ActivityClock, MAX_IN_FLIGHT, OpPosition, RecvChunk};
 
 /// The parts for one rank, one queue for each sender, and what is known of the senders.

@@ -6,9 +6,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::poller::{Poller, Waker};
+use super::poller::Poller;
 use super::{Inbox, OpPosition, RecvChunk, state::InboxState};
 use crate::error::Result;
+use crate::socket::Waker;
 use crate::transport::{OpDeadline, Peer, Transport};
 
 impl Inbox {

@@ -14,8 +14,7 @@ use rustix::event::{PollFd, PollFlags, poll};
 use crate::{
     error::{Error, Kind, Result, list_ranks},
     rendezvous::{Key, Meeting, PendingHandshake, PendingHandshakes, random},
-    socket::{begin_connect, finish_connect, timespec},
-    transport::inbox::Waker,
+    socket::{Waker, begin_connect, finish_connect, timespec},
     wire::{
         ReadError,
         message::{MAX_SHORT_BYTES, Message, Nonce, Registration},
