@@ -1,5 +1,5 @@
-//! A waker for threads that poll, and operations on TCP sockets: non-blocking connects, readiness, the amount of undelivered data, and a bound on the
-//! backoff of retransmissions.
+//! A waker for threads that poll, and operations on TCP sockets: non-blocking connects, readiness, the amount of
+//! undelivered data, and a bound on the backoff of retransmissions.
 #![cfg_attr(
     target_os = "linux",
     expect(

@@ -386,7 +386,7 @@ where
                             format!("rank {rank} panicked: {}", panic_text(&*panic)),
                         ),
                     };
-                    // Noted before the group is left, so that its consequences come later.
+                    // Recorded before this rank leaves the group, so that it precedes the failures that it causes.
                     let reason = format!("it returned an error: {error:?}");
                     failures.lock().push((rank, error));
                     // A group that failed before keeps its cause.
@@ -412,7 +412,7 @@ where
             .collect()
     });
     if let Some((rank, error)) = first_cause(failures.into_inner()) {
-        tracing::debug!(rank, %error, "the first rank that failed");
+        tracing::debug!(rank, %error, "returning the error of this rank");
         return Err(error);
     }
     let count = results.len();
@@ -429,12 +429,19 @@ where
     Ok(values)
 }
 
-/// Returns the failure that is the cause of the others: that of the rank that the first one names, else the first one. A
-/// rank that ends its group and cleans up may return after those that were waiting for it.
+/// Returns the failure that caused the others. A rank that aborts its group can return after the ranks that were waiting
+/// for it, so this follows the culprits that the errors name. If they lead in a circle, it returns the first failure.
 fn first_cause(mut failures: Vec<(usize, Error)>) -> Option<(usize, Error)> {
-    let culprit = failures.first()?.1.culprit().map(Culprit::rank);
-    let cause = failures.iter().position(|(rank, _)| Some(*rank) == culprit);
-    Some(failures.swap_remove(cause.unwrap_or(0)))
+    let mut cause = 0;
+    for _ in 0..failures.len() {
+        let culprit = failures[cause].1.culprit().map(Culprit::rank);
+        let next = failures.iter().position(|(rank, _)| Some(*rank) == culprit);
+        match next.filter(|&next| next != cause) {
+            Some(next) => cause = next,
+            None => return Some(failures.swap_remove(cause)),
+        }
+    }
+    (!failures.is_empty()).then(|| failures.swap_remove(0))
 }
 
 #[cfg(test)]
@@ -455,7 +462,7 @@ mod tests {
                 while !returned.load(Ordering::Acquire) {
                     std::thread::yield_now();
                 }
-                // The other ranks have returned by then; the test passes in any case.
+                // By then the other ranks have returned; if not, the test passes without proving anything.
                 std::thread::sleep(Duration::from_millis(100));
                 return Err(Error::config("the codebook is empty"));
             }

@@ -11,7 +11,7 @@ use crate::socket::Waker;
 use crate::wire::ReadError;
 use crate::wire::message::{MAX_RECORDS_BYTES, Message};
 
-/// Connections of joined ranks, on their way to the reading thread.
+/// Connections of joined ranks that the reading thread has not taken yet.
 #[derive(Debug)]
 pub(super) struct ReaderQueue {
     ranks: Mutex<Vec<RankStream>>,

@@ -102,7 +102,7 @@ impl ServerState {
         if is_sooner {
             self.changed.notify_all();
         }
-        // After that, so that nobody who asks for records waits for those of this rank.
+        // After the step: an observer that asks in between finds the rank gone, and does not wait for its records.
         self.records.end(rank.rank);
     }
 }
