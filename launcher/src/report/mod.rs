@@ -1,4 +1,4 @@
-//! The report of a failed attempt: which rank failed first, as text and as `failure.json`.
+//! The report of failed attempts and survived losses, as text and as `failure.json`.
 
 mod block;
 pub(crate) mod operations;
@@ -90,6 +90,7 @@ pub(crate) struct SurvivedLoss {
     world_size: usize,
     /// The number of ranks that continued.
     survivors: usize,
+    /// The time at which the others continued.
     time: String,
 }
 
@@ -101,7 +102,7 @@ struct LostRankRecord {
     pid: i32,
     /// The event that ended it; follows "rank 1: ".
     cause: String,
-    /// Its exit code or signal; both are `null` if its host was lost.
+    /// Its exit code or signal; both are `null` if the launcher ended it or its host was lost.
     exit_code: Option<i32>,
     signal: Option<i32>,
     signal_name: Option<&'static str>,
@@ -133,7 +134,7 @@ pub(crate) enum JobOutcome {
     Failed,
     /// It is being started again.
     Restarting,
-    /// It ended well. The report is written only if an attempt had failed, or ranks were lost.
+    /// It succeeded. A report is written only if an attempt failed or ranks were lost before.
     #[serde(rename = "recovered")]
     Succeeded,
     /// It failed, and before it had succeeded a signal ended the launcher.
@@ -224,15 +225,16 @@ impl SurvivedLoss {
     /// Describes a loss after which `survivors` ranks continue.
     pub(crate) fn of(lost: &[LostRank], survivors: usize) -> Self {
         let lost = lost.iter().map(|rank| {
-            let (exit_code, signal) = parts(Some(rank.end));
+            let (exit_code, signal) = parts(rank.end);
             let loss = rank.process.loss.clone();
             LostRankRecord {
                 rank: rank.rank,
                 host: rank.process.host.clone().unwrap_or_else(host_name),
                 pid: rank.process.pid,
                 cause: loss.unwrap_or_else(|| match rank.end {
-                    End::Code(_) => format!("it ended with {}", rank.end),
-                    End::Signal(_) | End::Lost => format!("it was {}", rank.end),
+                    Some(end @ End::Code(_)) => format!("it ended with {end}"),
+                    Some(end) => format!("it was {end}"),
+                    None => "it stopped responding, and the launcher killed it".to_owned(),
                 }),
                 exit_code,
                 signal,
@@ -250,8 +252,8 @@ impl SurvivedLoss {
     }
 }
 
-/// Writes `attempts` and `losses` to the report in `folder`; the last attempt is the failure of the job. Without any
-/// there is a report of a preemption only.
+/// Writes the report in `folder`. The last of `attempts` is the failure of the job. Without attempts and losses, a report
+/// is written only for a preemption.
 ///
 /// `reason` tells why there was no further attempt, if there might have been one.
 ///

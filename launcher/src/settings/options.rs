@@ -215,7 +215,8 @@ pub(crate) struct Options {
     #[arg(long)]
     pub(crate) oversubscribe_gpus: bool,
 
-    /// Also write each rank's output to DIR/latest/rank-N.log, and the report of a failure to DIR/latest/failure.json.
+    /// Also write each rank's output to DIR/latest/rank-N.log, and a report of failures and
+    /// survived losses to DIR/latest/failure.json.
     ///
     /// Each run has its own folder in DIR, named after its start time (UTC), and DIR/latest links to the newest.
     /// After restart K, ranks write to rank-N.restart-K.log in the same folder.

@@ -345,7 +345,12 @@ impl<'a> Regrouping<'a> {
 }
 
 impl NextGroup {
-    /// Returns `true` if this group has the survivors of a loss.
+    /// Returns `true` if `rank` of the running group is in this group, too.
+    pub(super) fn keeps(&self, rank: usize) -> bool {
+        self.former.contains(&Some(rank))
+    }
+
+    /// Returns `true` if this group consists of the survivors of a loss.
     pub(super) fn is_recovery(&self) -> bool {
         self.is_recovery
     }

@@ -45,7 +45,7 @@ pub(crate) enum AttemptOutcome {
     Regrouped {
         next: Box<Attempt>,
         channel: Channel,
-        /// The ranks after whose loss its ranks continue.
+        /// The ranks that were lost; empty if the group was resized.
         lost: Vec<LostRank>,
     },
 }
@@ -86,12 +86,13 @@ impl RankInfo {
     }
 }
 
-/// A rank of a group whose other ranks continue without it.
+/// A lost rank; the others continue without it.
 #[derive(Clone, Debug)]
 pub(crate) struct LostRank {
     pub(crate) rank: usize,
     pub(crate) process: RankInfo,
-    pub(crate) end: End,
+    /// `None` if the launcher ended it.
+    pub(crate) end: Option<End>,
     /// The last lines of its output.
     pub(crate) last_words: Vec<String>,
 }
@@ -161,11 +162,11 @@ impl Attempt {
             carried.readers = carried.readers.saturating_sub(outcome.drained);
             let mut lost = Vec::new();
             if next.is_recovery() {
-                let ended = (0..group.len()).filter_map(|rank| Some((rank, outcome.end(rank)?)));
-                lost.extend(ended.map(|(rank, end)| LostRank {
+                let gone = (0..group.len()).filter(|&rank| !next.keeps(rank));
+                lost.extend(gone.map(|rank| LostRank {
                     rank,
                     process: RankInfo::of(&*group[rank]),
-                    end,
+                    end: outcome.end(rank).filter(|_| outcome.ended_by_itself(rank)),
                     last_words: output.stderr_tail(rank),
                 }));
             }

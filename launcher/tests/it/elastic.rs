@@ -405,7 +405,7 @@ fn a_new_process_replaces_a_lost_rank() {
 #[test]
 fn a_rank_that_hangs_is_killed_and_the_others_continue() {
     let folder = Folder::new();
-    let options = "-n 2 --on-loss continue --regrow-after 600";
+    let options = "-n 2 --on-loss continue --regrow-after 600 --log-dir logs";
     let mut command = folder.command(&format!("{options} {}", program()));
     command.env("ACCEL_LIVENESS_TIMEOUT", "1");
     let run = Run::start(command);
@@ -416,6 +416,12 @@ fn a_rank_that_hangs_is_killed_and_the_others_continue() {
     wait_until_dead(&two[0]);
     folder.write("stop", "");
     run.end().expect(0);
+    let report: serde_json::Value =
+        serde_json::from_str(&folder.read("logs/latest/failure.json")).unwrap();
+    let lost = &report["losses"][0]["lost"][0];
+    let cause = "it stopped responding, and the launcher killed it";
+    assert_eq!((&lost["rank"], &lost["cause"]), (&0.into(), &cause.into()));
+    assert!(lost["signal"].is_null(), "{report}");
 }
 
 #[test]

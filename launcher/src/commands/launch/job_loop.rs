@@ -41,7 +41,7 @@ struct JobHistory {
     output: Output,
     /// The failures of the attempts whose ranks ran.
     failures: Vec<FailureRecord>,
-    /// The losses of ranks after which the others continued.
+    /// The losses that the job survived without a restart.
     losses: Vec<SurvivedLoss>,
 }
 
@@ -74,7 +74,16 @@ impl JobLoop<'_> {
         };
         let end = match self.repeat(attempt, channel, &mut history) {
             Ok(end) => end,
-            Err(error) if history.failures.is_empty() => return Err(error),
+            Err(error) if history.failures.is_empty() => {
+                if !history.losses.is_empty() {
+                    let outcome = match error.is_interrupted() {
+                        true => JobOutcome::Interrupted,
+                        false => JobOutcome::Failed,
+                    };
+                    self.record(&history, outcome, Some(&chain(&error)));
+                }
+                return Err(error);
+            }
             Err(error) if error.is_interrupted() => JobEnd {
                 outcome: JobOutcome::Interrupted,
                 code: error.code(),

@@ -16,16 +16,16 @@ use self::tokens::{TokenArgs, TokenPlan};
 
 /// Shows which rank gets which samples, batch by batch.
 ///
-/// Starts nothing: the plan depends only on these options, and a training program with the same
-/// settings follows it.
+/// Starts nothing: the plan depends only on these options and on the lengths, and a training program
+/// with the same settings follows it.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct PlanArgs {
     /// The number of samples in the data set.
     #[arg(
         long,
         value_name = "N",
-        required_unless_present = "lengths",
-        conflicts_with = "lengths"
+        required_unless_present_any = BY_TOKENS,
+        conflicts_with_all = BY_TOKENS
     )]
     samples: Option<u64>,
 
@@ -33,8 +33,8 @@ pub(crate) struct PlanArgs {
     #[arg(
         long,
         value_name = "B",
-        required_unless_present = "lengths",
-        conflicts_with = "lengths"
+        required_unless_present_any = BY_TOKENS,
+        conflicts_with_all = BY_TOKENS
     )]
     batch_size: Option<usize>,
 
@@ -47,24 +47,24 @@ pub(crate) struct PlanArgs {
 
     /// The policy for the last samples, if they do not fill a batch on every rank
     /// [default: exact; with --iterable: pad].
-    #[arg(long, value_name = "POLICY", value_parser = tail_parser(), conflicts_with = "lengths")]
+    #[arg(long, value_name = "POLICY", value_parser = tail_parser())]
     tail: Option<TailPolicy>,
 
     /// Divide every batch of B samples over the ranks; B must be a multiple of W.
-    #[arg(long, conflicts_with = "lengths")]
+    #[arg(long, conflicts_with_all = BY_TOKENS)]
     split_batches: bool,
 
     /// The same as --tail drop. It overrides --tail pad and --tail uneven; with --tail exact, it is an error.
-    #[arg(long, conflicts_with = "lengths")]
+    #[arg(long)]
     drop_last: bool,
 
     /// Plan as Accelerate shards an iterable data set: padded, unless another tail is given.
     ///
     /// With --tail pad or drop, the batches are the same as for a data set that is read by index.
-    #[arg(long, conflicts_with = "lengths")]
+    #[arg(long, conflicts_with_all = BY_TOKENS)]
     iterable: bool,
 
-    /// Shuffle the samples with this seed.
+    /// Shuffle with this seed.
     #[arg(long, value_name = "SEED")]
     shuffle: Option<u64>,
 
@@ -72,7 +72,7 @@ pub(crate) struct PlanArgs {
     #[arg(long, value_name = "E", default_value_t = 0)]
     epoch: u64,
 
-    /// Show the rest of the epoch after this number of samples.
+    /// Show the rest of the epoch after this number of samples. With --lengths, a batch must end there.
     #[arg(long, value_name = "OFFSET", default_value_t = 0)]
     start: u64,
 
@@ -85,7 +85,11 @@ pub(crate) struct PlanArgs {
     json: bool,
 }
 
-/// Prints the plan, while it is computed, so that a large one needs no memory.
+/// The options of a plan by tokens.
+const BY_TOKENS: [&str; 3] = ["lengths", "max_tokens", "pack"];
+
+/// Prints the plan while it is computed. A plan of samples needs no memory, however large it is; one by tokens holds the
+/// lengths and batches.
 ///
 /// A closed pipe is no error.
 ///
@@ -112,13 +116,13 @@ fn write_plan(args: &PlanArgs, out: &mut impl Write) -> Result<(), Box<dyn Error
     }
 }
 
-/// The plan of an epoch.
-enum PlanKind {
+/// The plan of an epoch, by samples or by tokens.
+enum PlannedEpoch {
     Samples(EpochPlan),
     Tokens(TokenPlan),
 }
 
-impl PlanKind {
+impl PlannedEpoch {
     fn world_size(&self) -> usize {
         match self {
             Self::Samples(epoch) => epoch.plan().world_size(),
@@ -143,19 +147,23 @@ impl PlanKind {
 }
 
 impl PlanArgs {
-    fn plan(&self) -> Result<PlanKind, Box<dyn Error>> {
-        let by_tokens = self
-            .tokens
-            .plan(self.world_size, self.shuffle, self.epoch, self.start)?;
+    fn plan(&self) -> Result<PlannedEpoch, Box<dyn Error>> {
+        let by_tokens = self.tokens.plan(
+            self.world_size,
+            self.tail_policy()?,
+            self.shuffle,
+            self.epoch,
+            self.start,
+        )?;
         match by_tokens {
-            Some(plan) => Ok(PlanKind::Tokens(plan)),
-            None => self.epoch_plan().map(PlanKind::Samples),
+            Some(plan) => Ok(PlannedEpoch::Tokens(plan)),
+            None => self.epoch_plan().map(PlannedEpoch::Samples),
         }
     }
 
     fn epoch_plan(&self) -> Result<EpochPlan, Box<dyn Error>> {
         let tail = self.tail_policy()?;
-        // Both are required where there are no lengths.
+        // Both are required unless the plan is by tokens.
         let (samples, batch_size) = (self.samples.unwrap_or(0), self.batch_size.unwrap_or(0));
         let batch_size = match self.split_batches {
             true => BatchSize::global(batch_size),
@@ -222,7 +230,7 @@ fn tail_parser() -> impl TypedValueParser<Value = TailPolicy> {
     .try_map(|word| word.parse())
 }
 
-fn write_json(plan: &PlanKind, out: &mut impl Write) -> io::Result<()> {
+fn write_json(plan: &PlannedEpoch, out: &mut impl Write) -> io::Result<()> {
     out.write_all(b"{\"ranks\": [")?;
     for rank in 0..plan.world_size() {
         out.write_all(if rank == 0 { b"[" } else { b", [" })?;
@@ -236,37 +244,38 @@ fn write_json(plan: &PlanKind, out: &mut impl Write) -> io::Result<()> {
     out.write_all(b"]}\n")
 }
 
-fn write_table(args: &PlanArgs, kind: &PlanKind, out: &mut impl Write) -> io::Result<()> {
-    match kind {
-        PlanKind::Samples(epoch) => write_heading(epoch, out)?,
-        PlanKind::Tokens(plan) => plan.write_heading(out)?,
+fn write_table(args: &PlanArgs, plan: &PlannedEpoch, out: &mut impl Write) -> io::Result<()> {
+    match plan {
+        PlannedEpoch::Samples(epoch) => write_heading(epoch, out)?,
+        PlannedEpoch::Tokens(tokens) => tokens.write_heading(out)?,
     }
-    let order = match (args.shuffle, kind) {
+    let order = match (args.shuffle, plan) {
         (Some(seed), _) => format!("shuffled with seed {seed}"),
-        (None, PlanKind::Samples(_)) => "in sequence".to_owned(),
-        (None, PlanKind::Tokens(_)) => "longest first".to_owned(),
+        (None, PlannedEpoch::Samples(_)) => "in sequence".to_owned(),
+        (None, PlannedEpoch::Tokens(_)) => "longest first".to_owned(),
     };
     writeln!(
         out,
         "epoch {}, {order}, from offset {}",
         args.epoch, args.start
     )?;
-    writeln!(
-        out,
-        "(7) sample 7 again, as padding; [7] for an idle rank, does not count"
-    )?;
-    for rank in 0..kind.world_size() {
-        let nothing = if kind.steps(rank) == 0 {
+    let repeated = match plan {
+        PlannedEpoch::Samples(_) => "(7) sample 7 again, as padding; ",
+        PlannedEpoch::Tokens(_) => "",
+    };
+    writeln!(out, "{repeated}[7] for an idle rank, does not count")?;
+    for rank in 0..plan.world_size() {
+        let nothing = if plan.steps(rank) == 0 {
             ": nothing"
         } else {
             ""
         };
         writeln!(out, "\nrank {rank}{nothing}")?;
-        for batch in kind.rank(rank) {
+        for batch in plan.rank(rank) {
             write!(out, "  step {}: ", batch.step)?;
             write_cell(&batch, out)?;
-            if let PlanKind::Tokens(plan) = kind {
-                plan.write_tokens(&batch, out)?;
+            if let PlannedEpoch::Tokens(tokens) = plan {
+                tokens.write_tokens(&batch, out)?;
             }
             writeln!(out)?;
         }
@@ -505,19 +514,26 @@ mod tests {
     fn plans_batches_by_tokens() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("lengths");
-        std::fs::write(&path, "3\n9\n4\n\n8\n2\n").unwrap();
+        std::fs::write(&path, "3\n9\n4\n8\n2\n").unwrap();
         let line = format!("--lengths {} --world-size 2", path.display());
         assert_eq!(
             table(&format!("{line} --max-tokens 18")),
-            "samples 5, at most 18 tokens with padding, batches 2 (2 ranks), steps 1\n\
-             tokens 26, padding 13.3 %; it would be 39.5 % in shuffled batches of 3\n\
+            "samples 5, at most 18 tokens with padding, batches 2 (2 ranks), steps 1, tail exact\n\
+             tokens 26, padding 13.3 % (39.5 % with shuffled batches of 3 samples)\n\
              epoch 0, longest first, from offset 0\n\
-             (7) sample 7 again, as padding; [7] for an idle rank, does not count\n\
+             [7] for an idle rank, does not count\n\
              \n\
              rank 0\n  step 0: 1 3  (2 × 9 tokens)\n\
              \n\
              rank 1\n  step 0: 2 0 4  (3 × 4 tokens)\n"
         );
+        let idle = table(&format!("{line} --max-tokens 12"));
+        assert!(
+            idle.ends_with("rank 1\n  step 0: 3  (1 × 8 tokens)\n  step 1: [3]\n"),
+            "{idle}"
+        );
+        let dropped = table(&format!("{line} --max-tokens 12 --tail drop --json"));
+        assert_eq!(dropped, "{\"ranks\": [[[1]], [[3]]]}\n");
         let packed = table(&format!("{line} --max-tokens 13 --pack"));
         assert!(packed.contains("padding 0.0 %"), "{packed}");
         assert!(packed.contains("step 0: 3 0 4  (13 tokens)"), "{packed}");
@@ -540,11 +556,23 @@ mod tests {
         assert!(middle.contains("--start 1:"), "{middle}");
         let alone = error("--max-tokens 18 --world-size 2");
         assert!(alone.contains("--lengths"), "{alone}");
+        assert!(!alone.contains("--samples"), "{alone}");
+        let ignored = error("--samples 9 --batch-size 2 --world-size 2 --max-tokens 8");
+        assert!(ignored.contains("cannot be used with"), "{ignored}");
         let both = error(&format!("{line} --max-tokens 18 --batch-size 2"));
         assert!(both.contains("cannot be used with"), "{both}");
-        std::fs::write(&path, "3\nlong\n").unwrap();
-        let word = error(&format!("{line} --max-tokens 18"));
-        assert!(word.contains("line 2 is \"long\""), "{word}");
+        for (text, says) in [
+            ("3\nlong\n", "line 2 is \"long\""),
+            ("3\n\n4", "line 2 is \"\""),
+        ] {
+            std::fs::write(&path, text).unwrap();
+            let word = error(&format!("{line} --max-tokens 18"));
+            assert!(word.contains(says), "{word}");
+        }
+        let huge = u64::MAX;
+        std::fs::write(&path, format!("{huge}\n{huge}\n")).unwrap();
+        let heading = table(&format!("{line} --max-tokens {huge}"));
+        assert!(heading.contains("padding 0.0 %"), "{heading}");
     }
 
     /// A reader that leaves, as `head` does, or a disk that is full.

@@ -8,20 +8,22 @@ use std::path::{Path, PathBuf};
 use accelerator_plan::{BatchPlan, Permutation, PlannedBatch, TailPolicy, TokenBatches};
 use clap::Args;
 
+use crate::text::short;
+
 /// The options of batches with a limit on their tokens.
 #[derive(Args, Clone, Debug)]
 pub(super) struct TokenArgs {
-    /// Plan batches by tokens, from the length of each sample: a file with one number per line; `-` reads the standard
-    /// input.
+    /// Plan batches that are limited by tokens. FILE lists the number of tokens of each sample, one per line, in the order
+    /// of the data set; `-` reads standard input. An empty sample counts as one token.
     #[arg(long, value_name = "FILE", requires = "max_tokens")]
     lengths: Option<PathBuf>,
 
-    /// The most tokens in a batch of one rank, as in `LoaderBuilder::max_tokens`: the number of samples times the longest
-    /// length.
+    /// The maximum number of tokens in a batch of one rank, as in `LoaderBuilder::max_tokens`: the number of samples times
+    /// the length of the longest; with --pack, the sum of the lengths.
     #[arg(long, value_name = "N", requires = "lengths")]
     max_tokens: Option<u64>,
 
-    /// Pack the samples of a batch into one sequence, as `LoaderBuilder::max_packed_tokens` does: without padding.
+    /// Concatenate the samples of a batch without padding, as in `LoaderBuilder::max_packed_tokens`.
     #[arg(long, requires = "lengths")]
     pack: bool,
 }
@@ -33,25 +35,27 @@ pub(super) struct TokenPlan {
     world_size: usize,
     lengths: Vec<u64>,
     tokens: TokenTotals,
-    /// The settings, for the heading of the table.
-    settings: String,
+    tail: TailPolicy,
+    /// The limit, for the heading of the table.
+    limit: String,
     is_packed: bool,
 }
 
-/// Sums over all batches.
+/// Totals of the whole epoch, wherever the plan starts.
 #[derive(Debug)]
 struct TokenTotals {
     batches: usize,
     /// The tokens of the samples.
-    real: u64,
+    real: u128,
     /// The tokens of the batches, with padding.
-    all: u64,
-    /// The percentage of padding if samples were shuffled into batches of one size, and that size.
-    unsorted: (f64, usize),
+    padded: u128,
+    /// The percentage of padding if samples were shuffled into batches of one size.
+    unsorted_padding: f64,
+    unsorted_batch_size: usize,
 }
 
 impl TokenArgs {
-    /// Makes the plan for `world_size` ranks, if these options ask for one. It begins after `start` samples of the epoch.
+    /// Returns the plan for `world_size` ranks after `start` samples of the epoch; `None` without `--lengths`.
     ///
     /// # Errors
     ///
@@ -59,6 +63,7 @@ impl TokenArgs {
     pub(super) fn plan(
         &self,
         world_size: usize,
+        tail: TailPolicy,
         seed: Option<u64>,
         epoch: u64,
         start: u64,
@@ -73,13 +78,13 @@ impl TokenArgs {
             false => TokenBatches::padded(lengths.clone(), max_tokens),
         };
         let batches = batches.map_err(|error| format!("--max-tokens {max_tokens}: {error}"))?;
-        let settings = batches.to_string();
+        let limit = batches.to_string();
         let order = match seed {
             Some(seed) => batches.shuffled(seed, epoch),
             None => batches.longest_first(),
         };
         let tokens = TokenTotals::of(&order, &lengths, self.pack, seed.unwrap_or(0));
-        let batches = BatchPlan::new(order, world_size, TailPolicy::Exact)
+        let batches = BatchPlan::new(order, world_size, tail)
             .map_err(|error| format!("--world-size {world_size}: {error}"))?
             .starting_at(start)
             .map_err(|error| format!("--start {start}: {error}"))?;
@@ -88,7 +93,8 @@ impl TokenArgs {
             world_size,
             lengths,
             tokens,
-            settings,
+            tail,
+            limit,
             is_packed: self.pack,
         }))
     }
@@ -109,29 +115,38 @@ impl TokenPlan {
 
     pub(super) fn write_heading(&self, out: &mut impl Write) -> io::Result<()> {
         let (totals, samples) = (&self.tokens, self.lengths.len());
+        let at_most = match self.tail {
+            TailPolicy::Uneven => "at most ",
+            _ => "",
+        };
         writeln!(
             out,
-            "samples {samples}, {}, batches {} ({} ranks), steps {}",
-            self.settings,
+            "samples {samples}, {}, batches {} ({} ranks), steps {at_most}{}, tail {}",
+            self.limit,
             totals.batches,
             self.world_size,
-            self.steps(0)
+            self.steps(0),
+            self.tail,
         )?;
-        let (unsorted, size) = totals.unsorted;
         writeln!(
             out,
-            "tokens {}, padding {:.1} %; it would be {unsorted:.1} % in shuffled batches of {size}",
+            "tokens {}, padding {:.1} % ({:.1} % with shuffled batches of {} samples)",
             totals.real,
-            percent(totals.all - totals.real, totals.all),
+            percent(totals.padded - totals.real, totals.padded),
+            totals.unsorted_padding,
+            totals.unsorted_batch_size,
         )
     }
 
-    /// Writes the tokens of a batch.
+    /// Writes the tokens of a batch that counts.
     pub(super) fn write_tokens(
         &self,
         batch: &PlannedBatch,
         out: &mut impl Write,
     ) -> io::Result<()> {
+        if batch.is_idle() {
+            return Ok(());
+        }
         let (real, longest) = tokens(&batch.indices, &self.lengths);
         match (batch.indices.len(), self.is_packed) {
             (samples, false) => write!(out, "  ({samples} × {longest} tokens)"),
@@ -142,44 +157,44 @@ impl TokenPlan {
 
 impl TokenTotals {
     fn of(batches: &[Vec<u64>], lengths: &[u64], is_packed: bool, seed: u64) -> Self {
-        let sums = |batches: &mut dyn Iterator<Item = &[u64]>, is_packed: bool| {
-            batches.fold((0, 0), |(real, all), batch| {
+        let sums = |batches: &mut dyn Iterator<Item = &[u64]>| {
+            batches.fold((0, 0), |(real, padded), batch| {
                 let (tokens, longest) = tokens(batch, lengths);
-                let padded = batch.len() as u64 * longest;
-                (real + tokens, all + if is_packed { tokens } else { padded })
+                (real + tokens, padded + batch.len() as u128 * longest)
             })
         };
-        let (real, all) = sums(&mut batches.iter().map(Vec::as_slice), is_packed);
+        let (real, padded) = sums(&mut batches.iter().map(Vec::as_slice));
         let size = lengths.len().div_ceil(batches.len().max(1)).max(1);
         let samples = lengths.len() as u64;
         let order = Permutation::new(samples, seed, 0);
         let order: Vec<u64> = (0..samples).map(|place| order.index(place)).collect();
-        let (_, unsorted) = sums(&mut order.chunks(size), false);
+        let (_, unsorted) = sums(&mut order.chunks(size));
         Self {
             batches: batches.len(),
             real,
-            all,
-            unsorted: (percent(unsorted - real, unsorted), size),
+            padded: if is_packed { real } else { padded },
+            unsorted_padding: percent(unsorted - real, unsorted),
+            unsorted_batch_size: size,
         }
     }
 }
 
 /// Returns the sum of the lengths of these samples, and the longest. An empty sample counts as one token.
-fn tokens(samples: &[u64], lengths: &[u64]) -> (u64, u64) {
+fn tokens(samples: &[u64], lengths: &[u64]) -> (u128, u128) {
     samples.iter().fold((0, 0), |(sum, longest), &sample| {
-        let length = lengths[sample as usize].max(1);
+        let length = u128::from(lengths[sample as usize].max(1));
         (sum + length, longest.max(length))
     })
 }
 
-fn percent(part: u64, whole: u64) -> f64 {
+fn percent(part: u128, whole: u128) -> f64 {
     match whole {
         0 => 0.0,
         whole => part as f64 / whole as f64 * 100.0,
     }
 }
 
-/// Reads one length per line; empty lines do not count.
+/// Reads one length per line.
 fn read_lengths(path: &Path) -> Result<Vec<u64>, Box<dyn Error>> {
     let text = if path == Path::new("-") {
         let mut text = String::new();
@@ -188,15 +203,15 @@ fn read_lengths(path: &Path) -> Result<Vec<u64>, Box<dyn Error>> {
     } else {
         fs::read_to_string(path)?
     };
-    let lines = text.lines().enumerate();
-    let lines = lines.filter(|(_, line)| !line.trim().is_empty());
     let length = |(number, line): (usize, &str)| {
         line.trim().parse().map_err(|_| {
             format!(
-                "line {} is {line:?}; expected the number of tokens of a sample",
-                number + 1
+                "line {} is {:?}; expected the number of tokens of a sample",
+                number + 1,
+                short(line.trim())
             )
         })
     };
-    Ok(lines.map(length).collect::<Result<_, _>>()?)
+    let lengths = text.lines().enumerate().map(length);
+    Ok(lengths.collect::<Result<_, _>>()?)
 }
