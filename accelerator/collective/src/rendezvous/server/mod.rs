@@ -11,7 +11,7 @@ use std::{
     net::{IpAddr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs},
     sync::{
         Arc,
-        atomic::{AtomicBool, AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
         mpsc,
     },
     thread,
@@ -25,7 +25,7 @@ use super::{
     inspection::RecordStore,
     outbox::{self, Registry},
     pending_handshakes::PendingHandshakes,
-    store_state::{RankMessage, Severity, StoreAction, StoreInput, StoreState},
+    store_state::{Connection, RankMessage, Severity, StoreAction, StoreInput, StoreState},
     token::{Token, random},
 };
 use crate::{
@@ -103,6 +103,7 @@ impl StoreServer {
             changed: Condvar::new(),
             rejected_count: AtomicUsize::new(0),
             records: RecordStore::default(),
+            reading: AtomicU64::new(0),
             reader_queue: ReaderQueue::new().map_err(|error| {
                 Error::io("a socket pair for the store cannot be created", error)
             })?,
@@ -301,6 +302,8 @@ struct ServerState {
     records: RecordStore,
     /// Hands connections to the reading thread.
     reader_queue: ReaderQueue,
+    /// The connection whose messages the reading thread is handling, plus one; zero if there is none.
+    reading: AtomicU64,
     /// Set while an observer is answered.
     is_inspected: AtomicBool,
     stopped: AtomicBool,
@@ -418,7 +421,7 @@ impl ServerState {
         if registry.state.due().is_some_and(|due| due <= now) {
             // A heartbeat may have arrived that the reading thread has not read yet.
             for (rank, connection) in registry.state.silent(now) {
-                if registry.has_unread(connection) {
+                if registry.has_unread(connection) || self.is_reading(connection) {
                     let message = RankMessage::Heartbeat;
                     self.step_at(registry, StoreInput::Message { rank, message }, now);
                 }
@@ -427,6 +430,11 @@ impl ServerState {
         }
         registry.clock_due = registry.state.due().map(|due| due.max(now));
         registry.clock_due
+    }
+
+    /// Returns `true` if the reading thread may have taken bytes of a connection, and not handled them yet.
+    fn is_reading(&self, connection: Connection) -> bool {
+        self.reading.load(Ordering::SeqCst) == connection + 1
     }
 
     fn is_stopped(&self) -> bool {
@@ -469,6 +477,26 @@ mod tests {
         for looks in 1..=8 {
             assert!(registry.state.due().is_some(), "it is blamed too soon");
             let now = now + looks * LIVENESS / 8;
+            server.shared.look_at_clock(&mut registry, now);
+        }
+        assert!(registry.state.due().is_none(), "silence is never noticed");
+    }
+
+    /// The reading thread has taken the bytes of a rank, and waits for the lock that the clock holds.
+    #[test]
+    fn a_rank_whose_message_is_being_handled_is_not_silent() {
+        let server = StoreServer::bind(("127.0.0.1", 0), 2, None).unwrap();
+        let mut registry = server.shared.registry.lock();
+        let start = register(&server.shared, &mut registry);
+        server.shared.reading.store(1 + 1, Ordering::SeqCst);
+        for looks in 0..=16 {
+            let now = start + looks * LIVENESS / 8;
+            server.shared.look_at_clock(&mut registry, now);
+            assert!(registry.state.due().is_some(), "it is blamed");
+        }
+        server.shared.reading.store(0, Ordering::SeqCst);
+        for looks in 17..=32 {
+            let now = start + looks * LIVENESS / 8;
             server.shared.look_at_clock(&mut registry, now);
         }
         assert!(registry.state.due().is_none(), "silence is never noticed");

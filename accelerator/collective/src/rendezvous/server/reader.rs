@@ -32,7 +32,10 @@ impl ServerState {
                 if !readable.next().unwrap_or(false) {
                     return true;
                 }
-                let Err(error) = self.read_rank(rank, &mut scratch) else {
+                self.reading.store(rank.connection + 1, Ordering::SeqCst);
+                let outcome = self.read_rank(rank, &mut scratch);
+                self.reading.store(0, Ordering::SeqCst);
+                let Err(error) = outcome else {
                     return true;
                 };
                 tracing::debug!(rank = rank.rank, %error, "the connection of a rank ended");
