@@ -92,10 +92,7 @@ impl Tcp {
         }
         let (content, timeout_ms) = (words.content, words.timeout_ms);
         let frame = Head::new(FrameKind::Heartbeat, content, timeout_ms, &[], &[]).encode();
-        for (_, link) in self
-            .present()
-            .filter(|(rank, _)| !self.shares_memory(*rank))
-        {
+        for link in self.links_with_heartbeats() {
             link.heartbeat(&frame);
         }
     }
@@ -117,19 +114,19 @@ impl Tcp {
 
     /// Returns the interval between rounds, which is short enough for the liveness timeouts of all ranks.
     fn heartbeat_interval(&self, liveness: Duration) -> Duration {
-        let remote = self
-            .present()
-            .filter(|(rank, _)| !self.shares_memory(*rank));
-        let connections = remote.count();
+        let connections = self.links_with_heartbeats().count();
         let timeouts = self
             .present()
             .filter_map(|(_, link)| link.liveness.peer_timeout());
         mesh_interval(timeouts.fold(liveness, Duration::min), connections)
     }
 
-    fn shares_memory(&self, rank: usize) -> bool {
+    /// The links to the peers that do not share memory with this rank.
+    fn links_with_heartbeats(&self) -> impl Iterator<Item = &Link> {
         let local = self.heartbeats.get().and_then(Option::as_ref);
-        local.is_some_and(|local| local.includes(rank))
+        let shares_memory = move |rank| local.is_some_and(|local| local.includes(rank));
+        let links = self.present();
+        links.filter_map(move |(rank, link)| (!shares_memory(rank)).then_some(link))
     }
 
     /// Subtracts `silence` from the silence of every peer.
