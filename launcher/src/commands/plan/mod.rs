@@ -148,21 +148,17 @@ impl PlannedEpoch {
 
 impl PlanArgs {
     fn plan(&self) -> Result<PlannedEpoch, Box<dyn Error>> {
-        let by_tokens = self.tokens.plan(
-            self.world_size,
-            self.tail_policy()?,
-            self.shuffle,
-            self.epoch,
-            self.start,
-        )?;
+        let tail = self.tail_policy()?;
+        let by_tokens =
+            self.tokens
+                .plan(self.world_size, tail, self.shuffle, self.epoch, self.start)?;
         match by_tokens {
             Some(plan) => Ok(PlannedEpoch::Tokens(plan)),
-            None => self.epoch_plan().map(PlannedEpoch::Samples),
+            None => self.epoch_plan(tail).map(PlannedEpoch::Samples),
         }
     }
 
-    fn epoch_plan(&self) -> Result<EpochPlan, Box<dyn Error>> {
-        let tail = self.tail_policy()?;
+    fn epoch_plan(&self, tail: TailPolicy) -> Result<EpochPlan, Box<dyn Error>> {
         // Both are required unless the plan is by tokens.
         let (samples, batch_size) = (self.samples.unwrap_or(0), self.batch_size.unwrap_or(0));
         let batch_size = match self.split_batches {
