@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! cargo run --release --example accumulation -- --global-batch 256 --batch-size 32
-//! cargo run --release -p accel-launch -- --num-processes 2 --example accumulation
+//! cargo run --release --bin accel-launch -- --num-processes 2 --example accumulation
 //! ```
 //!
 //! With `--checkpoints`, a training resumes from its last checkpoint, with its schedule, on any number of processes.

@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! cargo run --release --example big_batch -- --global-batch 512
-//! cargo run --release -p accel-launch -- --num-processes 2 --example big_batch --holds 50
+//! cargo run --release --bin accel-launch -- --num-processes 2 --example big_batch --holds 50
 //! ```
 
 use accelerator::prelude::*;

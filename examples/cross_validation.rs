@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! cargo run --release --example cross_validation -- --folds 5
-//! cargo run --release -p accel-launch -- --num-processes 2 --example cross_validation
+//! cargo run --release --bin accel-launch -- --num-processes 2 --example cross_validation
 //! ```
 
 use accelerator::metric::Confusion;

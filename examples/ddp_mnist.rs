@@ -2,7 +2,7 @@
 //! processes and falls after each epoch, three data sets with a batch size each, and metrics for TensorBoard.
 //!
 //! ```text
-//! cargo run --release -p accel-launch -- --num-processes 2 --example ddp_mnist --data-dir mnist --log-dir log
+//! cargo run --release --bin accel-launch -- --num-processes 2 --example ddp_mnist --data-dir mnist --log-dir log
 //! ```
 //!
 //! `Accelerator::builder` and `prepare` replace `init_process_group`, `DDP(model)` and the `DistributedSampler`; the

@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! cargo run --release --example gan
-//! cargo run --release -p accel-launch -- --num-processes 2 --example gan
+//! cargo run --release --bin accel-launch -- --num-processes 2 --example gan
 //! ```
 
 use accelerator::prelude::*;

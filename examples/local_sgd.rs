@@ -2,8 +2,8 @@
 //! steps the parameters are averaged or go through an outer optimizer (DiLoCo).
 //!
 //! ```text
-//! cargo run --release -p accel-launch -- --num-processes 2 --example local_sgd -- --period 8
-//! cargo run --release -p accel-launch -- --num-processes 2 --example local_sgd -- --period 8 --diloco
+//! cargo run --release --bin accel-launch -- --num-processes 2 --example local_sgd -- --period 8
+//! cargo run --release --bin accel-launch -- --num-processes 2 --example local_sgd -- --period 8 --diloco
 //! ```
 
 use std::path::PathBuf;

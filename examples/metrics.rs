@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! cargo run --release --example metrics
-//! cargo run --release -p accel-launch -- --num-processes 2 --example metrics --time-limit 60
+//! cargo run --release --bin accel-launch -- --num-processes 2 --example metrics --time-limit 60
 //! ```
 
 use std::time::{Duration, Instant};

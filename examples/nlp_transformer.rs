@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! cargo run --release --example nlp_transformer
-//! cargo run --release -p accel-launch -- --num-processes 2 --example nlp_transformer --text my.txt
+//! cargo run --release --bin accel-launch -- --num-processes 2 --example nlp_transformer --text my.txt
 //! ```
 
 use std::num::NonZeroUsize;

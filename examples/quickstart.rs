@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! cargo run --release --example quickstart
-//! cargo run --release -p accel-launch -- --num-processes 2 --example quickstart
+//! cargo run --release --bin accel-launch -- --num-processes 2 --example quickstart
 //! ```
 
 use accelerator::metric::Mean;

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! cargo run --release --example regression
-//! cargo run --release -p accel-launch -- --num-processes 2 --example regression
+//! cargo run --release --bin accel-launch -- --num-processes 2 --example regression
 //! ```
 
 use accelerator::metric::Mean;

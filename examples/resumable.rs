@@ -4,7 +4,7 @@
 //! without a restart. With `--track`, all attempts are recorded as one run.
 //!
 //! ```text
-//! cargo run --release -p accel-launch -- --num-processes 2 --max-restarts 3 \
+//! cargo run --release --bin accel-launch -- --num-processes 2 --max-restarts 3 \
 //!     --example resumable --checkpoints checkpoints/digits --track digits
 //! accel-launch checkpoint list checkpoints/digits
 //! ```

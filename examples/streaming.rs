@@ -3,8 +3,8 @@
 //!
 //! ```text
 //! cargo run --release --example streaming
-//! cargo run --release -p accel-launch -- --num-processes 2 --example streaming --sharing dispatched
-//! cargo run --release -p accel-launch -- --num-processes 2 --example streaming --sharing sharded
+//! cargo run --release --bin accel-launch -- --num-processes 2 --example streaming --sharing dispatched
+//! cargo run --release --bin accel-launch -- --num-processes 2 --example streaming --sharing sharded
 //! ```
 
 use accelerator::data::StreamPart;

@@ -2,7 +2,7 @@
 //! table with a row per evaluation, and checkpoints to resume from.
 //!
 //! ```text
-//! cargo run --release -p accel-launch -- --num-processes 2 --example trainer_mnist \
+//! cargo run --release --bin accel-launch -- --num-processes 2 --example trainer_mnist \
 //!     --data-dir mnist --num-train-epochs 1 --per-device-train-batch-size 64 --eval-strategy epoch
 //! ```
 //!

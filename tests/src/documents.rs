@@ -48,7 +48,7 @@ fn call_of(program: &str, line: &str) -> Option<Vec<String>> {
     let words = line.split_whitespace().map(|word| word.trim_matches('\''));
     let mut words = words.skip_while(|&word| word != program);
     let first = words.next()?;
-    // `cargo run -p accel-launch -- …`
+    // `cargo run --bin accel-launch -- …`
     let arguments = words.skip_while(|&word| word == "--");
     Some(once(first).chain(arguments).map(str::to_owned).collect())
 }
