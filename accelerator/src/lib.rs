@@ -97,15 +97,10 @@
 //! unknown `ACCEL_…` variable is an error, unless a newer `accel-launch` has set it and lists it in
 //! `ACCEL_SET_BY_LAUNCHER`; an empty variable counts as not set.
 
-#[cfg(not(any(
-    feature = "cuda",
-    feature = "flex",
-    feature = "ndarray",
-    feature = "wgpu"
-)))]
+#[cfg(not(any(feature = "cube", feature = "flex", feature = "ndarray")))]
 compile_error!(
     "accelerator: no device is enabled; choose at least one of the features `flex` (CPU, the \
-     default), `ndarray`, `wgpu`, `cuda`, for example `burn-accelerate = { features = [\"flex\"] }`"
+     default), `cpu`, `ndarray`, `wgpu`, `vulkan`, `metal`, `rocm`, `cuda`, for example `burn-accelerate = { features = [\"flex\"] }`"
 );
 
 mod accelerator;

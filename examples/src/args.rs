@@ -261,7 +261,11 @@ mod tests {
             ("--dropout 1", "found `1`", "less than 1"),
             ("--optimizer adam", "'adam'", "adamw, sgd"),
             ("--dtype f16", "'f16'", "f32, f64"),
-            ("--device banana", "'banana'", "flex, ndarray, wgpu, cuda"),
+            (
+                "--device banana",
+                "'banana'",
+                "flex, ndarray, wgpu, cuda, rocm, metal, vulkan, cpu",
+            ),
         ] {
             let error = parse(args).unwrap_err();
             assert!(

@@ -1,6 +1,8 @@
 use core::fmt;
 
 use accelerator::BackendKind;
+#[cfg(feature = "wgpu")]
+use burn::tensor::DeviceKind;
 use burn::tensor::{Device, FloatDType};
 use clap::ValueEnum;
 
@@ -18,6 +20,14 @@ pub enum DeviceName {
     Wgpu,
     /// An NVIDIA device
     Cuda,
+    /// An AMD device
+    Rocm,
+    /// A graphics device, through Metal
+    Metal,
+    /// A graphics device, through Vulkan
+    Vulkan,
+    /// The CPU, with kernels that are compiled when they are first used
+    Cpu,
 }
 
 impl DeviceName {
@@ -34,9 +44,17 @@ impl DeviceName {
             #[allow(deprecated, reason = "who asks for this device gets it")]
             Self::NdArray => Ok(Device::ndarray()),
             #[cfg(feature = "wgpu")]
-            Self::Wgpu => Ok(Device::wgpu(burn::tensor::BackendKind::DefaultDevice)),
+            Self::Wgpu => Ok(Device::wgpu(DeviceKind::DefaultDevice)),
             #[cfg(feature = "cuda")]
             Self::Cuda => Ok(Device::cuda(0)),
+            #[cfg(feature = "rocm")]
+            Self::Rocm => Ok(Device::rocm(0)),
+            #[cfg(feature = "metal")]
+            Self::Metal => Ok(Device::metal(DeviceKind::DefaultDevice)),
+            #[cfg(feature = "vulkan")]
+            Self::Vulkan => Ok(Device::vulkan(DeviceKind::DefaultDevice)),
+            #[cfg(feature = "cpu")]
+            Self::Cpu => Ok(Device::cpu()),
             #[allow(
                 unreachable_patterns,
                 reason = "reached by the kinds that are left out"
@@ -59,6 +77,10 @@ impl From<DeviceName> for BackendKind {
             DeviceName::NdArray => Self::NdArray,
             DeviceName::Wgpu => Self::Wgpu,
             DeviceName::Cuda => Self::Cuda,
+            DeviceName::Rocm => Self::Rocm,
+            DeviceName::Metal => Self::Metal,
+            DeviceName::Vulkan => Self::Vulkan,
+            DeviceName::Cpu => Self::Cpu,
         }
     }
 }
@@ -70,6 +92,10 @@ impl fmt::Display for DeviceName {
             Self::NdArray => "ndarray",
             Self::Wgpu => "wgpu",
             Self::Cuda => "cuda",
+            Self::Rocm => "rocm",
+            Self::Metal => "metal",
+            Self::Vulkan => "vulkan",
+            Self::Cpu => "cpu",
         })
     }
 }

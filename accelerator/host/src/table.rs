@@ -30,7 +30,7 @@ variables! {
         "micro-batches per optimizer step";
     COMPRESSION, Ranks, OneOf(&["none", "f16", "bf16"]), default "none", code "compression":
         "the type in which gradients are sent";
-    DEVICE, Ranks, OneOf(&["cuda", "wgpu", "flex", "ndarray"]), default "the fastest that the program is built with", code "device":
+    DEVICE, Ranks, OneOf(&["cuda", "rocm", "metal", "vulkan", "wgpu", "flex", "cpu", "ndarray"]), default "the fastest that the program is built with", code "device":
         "the device of each rank";
     ELASTIC, SetByLauncher, OneOf(&["running", "joining"]), default "none", code "":
         "set where the number of ranks may change; joining: the others run already";

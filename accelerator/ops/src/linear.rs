@@ -34,7 +34,7 @@ fn is_enabled(kind: &DispatchTensorKind) -> bool {
         DispatchTensorKind::Flex(_) => true,
         #[cfg(feature = "ndarray")]
         DispatchTensorKind::NdArray(_) => true,
-        #[cfg(any(feature = "cuda", feature = "wgpu"))]
+        #[cfg(feature = "cube")]
         DispatchTensorKind::Cube(_) => true,
         #[allow(
             unreachable_patterns,
@@ -47,7 +47,7 @@ fn is_enabled(kind: &DispatchTensorKind) -> bool {
 #[backend_extension(
     Flex: cfg(feature = "flex"),
     NdArray: cfg(feature = "ndarray"),
-    Cube: cfg(any(feature = "cuda", feature = "wgpu")),
+    Cube: cfg(feature = "cube"),
     Autodiff
 )]
 trait LinearNode: Backend {
@@ -87,5 +87,5 @@ macro_rules! burns {
 
 burns!(#[cfg(feature = "flex")] [] burn::backend::Flex);
 burns!(#[cfg(feature = "ndarray")] [] burn::backend::NdArray);
-burns!(#[cfg(any(feature = "cuda", feature = "wgpu"))] [] burn::backend::Cube);
+burns!(#[cfg(feature = "cube")] [] burn::backend::Cube);
 burns!([B: LinearNode, C: CheckpointStrategy] Autodiff<B, C>);

@@ -69,7 +69,7 @@ pub(crate) fn serves(tensor: &Tensor<1>) -> bool {
         DispatchTensorKind::Flex(_) => true,
         #[cfg(feature = "ndarray")]
         DispatchTensorKind::NdArray(_) => true,
-        #[cfg(any(feature = "cuda", feature = "wgpu"))]
+        #[cfg(feature = "cube")]
         DispatchTensorKind::Cube(_) => true,
         _ => false,
     }
@@ -109,7 +109,7 @@ fn node_of(tensor: &DispatchTensor) -> Option<TensorNode> {
     let found = found.or_else(|| node::<burn::backend::Flex>(tensor));
     #[cfg(feature = "ndarray")]
     let found = found.or_else(|| node::<burn::backend::NdArray>(tensor));
-    #[cfg(any(feature = "cuda", feature = "wgpu"))]
+    #[cfg(feature = "cube")]
     let found = found.or_else(|| node::<burn::backend::Cube>(tensor));
     found
 }
@@ -138,7 +138,7 @@ pub(crate) fn above_both(
 #[backend_extension(
     Flex: cfg(feature = "flex"),
     NdArray: cfg(feature = "ndarray"),
-    Cube: cfg(any(feature = "cuda", feature = "wgpu")),
+    Cube: cfg(feature = "cube"),
     Autodiff
 )]
 trait OutputDevice: Backend {
@@ -225,7 +225,7 @@ macro_rules! plain {
 plain! {
     feature = "flex" => Flex,
     feature = "ndarray" => NdArray,
-    any(feature = "cuda", feature = "wgpu") => Cube,
+    feature = "cube" => Cube,
 }
 
 impl<B: BackendParts, C: CheckpointStrategy> OutputDevice for Autodiff<B, C> {

@@ -3,6 +3,10 @@ use core::str::FromStr;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use accelerator_collective::Topology;
+#[cfg(feature = "wgpu")]
+use burn::tensor::DeviceKind;
+#[cfg(any(feature = "cuda", feature = "rocm", feature = "wgpu"))]
+use burn::tensor::DeviceType;
 use burn::tensor::{Device, FloatDType};
 
 use super::error::{self, counted, named, panic_text};
@@ -10,43 +14,69 @@ use crate::core::error::{Error, Result};
 
 /// A kind of device that a program can run on.
 ///
-/// The crate's features decide which kinds there are: `flex` (the default) and `ndarray`
-/// on the CPU, `wgpu`, and `cuda`.
+/// The crate's features decide which kinds there are: `flex` (the default), `cpu` and `ndarray` on the CPU; `cuda`,
+/// `rocm`, `metal`, `vulkan` and `wgpu` on GPUs. On GPUs other than [`BackendKind::Cuda`], gradients are gathered on the
+/// device and reduced [through memory](crate::GradientReduction::Staged).
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 #[non_exhaustive]
 pub enum BackendKind {
+    /// The CPU, through kernels that CubeCL compiles when the program runs.
+    Cpu,
     /// NVIDIA devices; each rank of a host takes that of its local rank among those that
     /// `CUDA_VISIBLE_DEVICES` shows (`accel-launch --gpu-ids`). With fewer devices than ranks see
     /// [`Oversubscription`].
     Cuda,
     /// The CPU, through Burn's pure-Rust kernels.
     Flex,
+    /// Graphics devices by Metal alone; otherwise as [`BackendKind::Wgpu`].
+    Metal,
     /// The CPU, through Burn's older ndarray kernels. They are slower than [`BackendKind::Flex`]
     /// by an order of magnitude and deprecated upstream.
     NdArray,
-    /// Graphics devices by Vulkan, Metal or WebGPU. A rank that is alone on its host takes the best.
+    /// AMD devices by ROCm; ranks take them as they take those of [`BackendKind::Cuda`].
+    Rocm,
+    /// Graphics devices by Vulkan alone, for which kernels are compiled to SPIR-V; otherwise as [`BackendKind::Wgpu`].
+    Vulkan,
+    /// Graphics devices by Vulkan, Metal or DirectX 12. A rank that is alone on its host takes the best.
     ///
     /// Each of several ranks of a host takes the discrete GPU of its local rank; with fewer such GPUs than
     /// ranks, see [`Oversubscription`]. If there is no discrete GPU, or `CUBECL_WGPU_DEFAULT_DEVICE` names
-    /// a device, they share one. Gradients are gathered on the device and reduced
-    /// [through memory](crate::GradientReduction::Staged).
+    /// a device, they share one.
     ///
     /// Half [`precision`](crate::precision) is what the device has of it: many have f16, and no bf16.
     Wgpu,
 }
 
 impl BackendKind {
-    /// Every kind of backend, compiled in or not.
-    pub const ALL: [Self; 4] = [Self::Cuda, Self::Wgpu, Self::Flex, Self::NdArray];
+    /// Every kind of backend, compiled in or not. A program that names none uses the first that is compiled in.
+    pub const ALL: [Self; 8] = [
+        Self::Cuda,
+        Self::Rocm,
+        Self::Metal,
+        Self::Vulkan,
+        Self::Wgpu,
+        Self::Flex,
+        Self::Cpu,
+        Self::NdArray,
+    ];
 
     /// Returns `true` if this build of the crate has the feature for this kind.
     pub fn is_compiled_in(self) -> bool {
         match self {
+            Self::Cpu => cfg!(feature = "cpu"),
             Self::Cuda => cfg!(feature = "cuda"),
             Self::Flex => cfg!(feature = "flex"),
+            Self::Metal => cfg!(feature = "metal"),
             Self::NdArray => cfg!(feature = "ndarray"),
+            Self::Rocm => cfg!(feature = "rocm"),
+            Self::Vulkan => cfg!(feature = "vulkan"),
             Self::Wgpu => cfg!(feature = "wgpu"),
         }
+    }
+
+    /// Returns `true` if tensors of this kind are computed by CubeCL, in the order in which a queue takes them.
+    pub(crate) fn is_queued(self) -> bool {
+        !matches!(self, Self::Flex | Self::NdArray)
     }
 
     pub(crate) fn preferred() -> Self {
@@ -89,23 +119,34 @@ impl BackendKind {
     #[allow(unused_variables, reason = "a CPU is shared by all ranks")]
     fn open_compiled(self, place: &Topology, oversubscription: Oversubscription) -> Result<Device> {
         match self {
+            #[cfg(feature = "cpu")]
+            Self::Cpu => opened(Device::cpu()),
             #[cfg(feature = "cuda")]
             Self::Cuda => {
-                let devices = Device::enumerate(burn::tensor::DeviceType::Cuda);
-                let devices = devices.into_vec().len();
-                let index = take(place, self, devices, oversubscription)?;
+                let index = self.numbered(DeviceType::Cuda, place, oversubscription)?;
                 opened(Device::cuda(index))
             }
             #[cfg(feature = "flex")]
             Self::Flex => Ok(Device::flex()),
+            #[cfg(feature = "metal")]
+            Self::Metal => self.graphics(DeviceType::Metal, Device::metal, place, oversubscription),
             #[cfg(feature = "ndarray")]
             #[allow(
                 deprecated,
                 reason = "the kind exists to give this device to who asks for it"
             )]
             Self::NdArray => Ok(Device::ndarray()),
+            #[cfg(feature = "rocm")]
+            Self::Rocm => {
+                let index = self.numbered(DeviceType::Rocm, place, oversubscription)?;
+                opened(Device::rocm(index))
+            }
+            #[cfg(feature = "vulkan")]
+            Self::Vulkan => {
+                self.graphics(DeviceType::Vulkan, Device::vulkan, place, oversubscription)
+            }
             #[cfg(feature = "wgpu")]
-            Self::Wgpu => opened(Device::wgpu(graphics(place, oversubscription)?)),
+            Self::Wgpu => self.graphics(DeviceType::Wgpu, Device::wgpu, place, oversubscription),
             #[allow(
                 unreachable_patterns,
                 reason = "reached by the kinds that are not compiled in"
@@ -115,14 +156,64 @@ impl BackendKind {
             ))),
         }
     }
+
+    /// The number of the device that the rank takes, of those of a type that a host numbers.
+    #[cfg(any(feature = "cuda", feature = "rocm"))]
+    fn numbered(
+        self,
+        devices: DeviceType,
+        place: &Topology,
+        oversubscription: Oversubscription,
+    ) -> Result<usize> {
+        let devices = Device::enumerate(devices).into_vec().len();
+        take(place, self, devices, oversubscription)
+    }
+
+    /// Opens the graphics device that the rank takes, by one API or any.
+    #[cfg(feature = "wgpu")]
+    fn graphics(
+        self,
+        devices: DeviceType,
+        device: fn(DeviceKind) -> Device,
+        place: &Topology,
+        oversubscription: Oversubscription,
+    ) -> Result<Device> {
+        use DeviceKind::{DefaultDevice, DiscreteGpu};
+
+        const NAMED: &str = "CUBECL_WGPU_DEFAULT_DEVICE";
+
+        if place.local_world_size() == 1 || std::env::var_os(NAMED).is_some() {
+            return opened(device(DefaultDevice));
+        }
+        let there = Device::enumerate(devices).into_vec();
+        // They are numbered from 0 among themselves.
+        let is_there = |index: &usize| there.contains(&device(DiscreteGpu(*index)));
+        let kind = match (0..there.len()).take_while(is_there).count() {
+            // One that is part of the processor, or computes on it: there is one of it, as there is of a CPU.
+            0 => DefaultDevice,
+            devices => {
+                let index = take(place, self, devices, oversubscription)?;
+                match devices {
+                    // The same device as that of plain Burn code, which asks for the default.
+                    1 => DefaultDevice,
+                    _ => DiscreteGpu(index),
+                }
+            }
+        };
+        opened(device(kind))
+    }
 }
 
 impl fmt::Display for BackendKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
+            Self::Cpu => "cpu",
             Self::Cuda => "cuda",
             Self::Flex => "flex",
+            Self::Metal => "metal",
             Self::NdArray => "ndarray",
+            Self::Rocm => "rocm",
+            Self::Vulkan => "vulkan",
             Self::Wgpu => "wgpu",
         })
     }
@@ -179,37 +270,8 @@ pub(crate) fn configure(device: &mut Device, dtype: FloatDType) -> Result<()> {
     }
 }
 
-#[cfg(feature = "wgpu")]
-fn graphics(
-    place: &Topology,
-    oversubscription: Oversubscription,
-) -> Result<burn::tensor::DeviceKind> {
-    use burn::tensor::DeviceKind::{DefaultDevice, DiscreteGpu};
-
-    const NAMED: &str = "CUBECL_WGPU_DEFAULT_DEVICE";
-
-    if place.local_world_size() == 1 || std::env::var_os(NAMED).is_some() {
-        return Ok(DefaultDevice);
-    }
-    let there = Device::enumerate(burn::tensor::DeviceType::Wgpu).into_vec();
-    // They are numbered from 0 among themselves.
-    let is_there = |index: &usize| there.contains(&Device::wgpu(DiscreteGpu(*index)));
-    match (0..there.len()).take_while(is_there).count() {
-        // One that is part of the processor, or computes on it: there is one of it, as there is of a CPU.
-        0 => Ok(DefaultDevice),
-        devices => {
-            let index = take(place, BackendKind::Wgpu, devices, oversubscription)?;
-            Ok(match devices {
-                // The same device as that of plain Burn code, which asks for the default.
-                1 => DefaultDevice,
-                _ => DiscreteGpu(index),
-            })
-        }
-    }
-}
-
 /// Runs something on the device, so that a missing driver shows here and not in the first step.
-#[cfg(any(feature = "cuda", feature = "wgpu"))]
+#[cfg(feature = "cube")]
 fn opened(device: Device) -> Result<Device> {
     device.sync().map_err(|error| {
         Error::device(format!("the device {device:?} does not answer: {error:?}"))
@@ -251,7 +313,7 @@ fn choose(
 
 /// Does the same as [`choose`], and warns once per host if ranks share devices.
 #[cfg_attr(
-    not(any(feature = "cuda", feature = "wgpu")),
+    not(any(feature = "cuda", feature = "rocm", feature = "wgpu")),
     allow(dead_code, reason = "a CPU is shared by all ranks")
 )]
 fn take(
@@ -325,8 +387,11 @@ impl FromStr for Operations {
 fn noun(kind: BackendKind) -> &'static str {
     match kind {
         BackendKind::Cuda => "`cuda` device",
+        BackendKind::Rocm => "`rocm` device",
+        BackendKind::Metal => "discrete `metal` device",
+        BackendKind::Vulkan => "discrete `vulkan` device",
         BackendKind::Wgpu => "discrete `wgpu` device",
-        BackendKind::Flex | BackendKind::NdArray => "device",
+        BackendKind::Cpu | BackendKind::Flex | BackendKind::NdArray => "device",
     }
 }
 
@@ -335,7 +400,13 @@ fn advice(kind: BackendKind) -> &'static str {
         BackendKind::Cuda => {
             "; `accel-launch env` lists the GPUs, and those that CUDA_VISIBLE_DEVICES hides"
         }
-        BackendKind::Flex | BackendKind::NdArray | BackendKind::Wgpu => "",
+        BackendKind::Cpu
+        | BackendKind::Flex
+        | BackendKind::Metal
+        | BackendKind::NdArray
+        | BackendKind::Rocm
+        | BackendKind::Vulkan
+        | BackendKind::Wgpu => "",
     }
 }
 

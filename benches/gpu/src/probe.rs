@@ -59,7 +59,7 @@ pub(crate) fn run(args: &Args) -> Result<Probe, Box<dyn Error>> {
 }
 
 fn is_gpu(device: DeviceName) -> bool {
-    matches!(device, DeviceName::Cuda | DeviceName::Wgpu)
+    !matches!(device, DeviceName::Flex | DeviceName::NdArray)
 }
 
 #[cfg(any(feature = "cuda-untuned", feature = "wgpu"))]
@@ -76,7 +76,7 @@ fn kernel_compiler(device: DeviceName) -> Option<String> {
     match device {
         DeviceName::Cuda if cfg!(feature = "nvrtc") => Some("nvrtc".to_owned()),
         DeviceName::Cuda => Some("llvm".to_owned()),
-        DeviceName::Flex | DeviceName::NdArray | DeviceName::Wgpu => None,
+        _ => None,
     }
 }
 

@@ -39,8 +39,7 @@ const FSDP: &str =
     "wrap the blocks of the model in `nn::Unit`, and write ACCEL_UNITS=shard before accel-launch";
 const PARALLEL: &str = "layers cannot be split across ranks, so leave it out";
 const DYNAMO: &str = "kernels are compiled by the backend: build the program with its features `fusion` and `autotune`";
-const NO_BACKEND: &str =
-    "there is no backend for it: write --device cuda, wgpu, flex or ndarray, or leave it out";
+const NO_BACKEND: &str = "there is no backend for it: write --device cuda, rocm, metal, vulkan, wgpu, flex, cpu or ndarray, or leave it out";
 const VARIABLES: &str =
     "ranks inherit the environment: write NAME=VALUE before accel-launch on the same line";
 const CORES: &str = "ranks are not bound to cores: write --threads-per-process N, or leave it out";

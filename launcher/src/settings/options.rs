@@ -270,7 +270,7 @@ pub(crate) struct Options {
     )]
     pub(crate) gradient_accumulation_steps: Option<NonZeroUsize>,
 
-    /// The device of each rank: cuda, wgpu, flex or ndarray (ACCEL_DEVICE) [default: the program's].
+    /// The device of each rank: cuda, rocm, metal, vulkan, wgpu, flex, cpu or ndarray (ACCEL_DEVICE) [default: the program's].
     #[arg(long, value_name = "NAME", value_parser = device, help_heading = "Settings of the program")]
     pub(crate) device: Option<String>,
 

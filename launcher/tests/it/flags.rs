@@ -28,7 +28,7 @@ const TYPED: &str = "\
 --use_fsdp | ! ACCEL_UNITS=shard
 --fsdp_offload_params true | ! ACCEL_UNITS=shard
 --use_megatron_lm | ! layers cannot be split across ranks
---tpu | ! write --device cuda, wgpu, flex or ndarray
+--tpu | ! write --device cuda, rocm, metal, vulkan, wgpu, flex, cpu or ndarray
 -m pkg.train | ! write accel-launch [OPTIONS] python -m MODULE
 --module pkg.train | ! write accel-launch [OPTIONS] python -m MODULE
 --config_file no.yaml | ! no.yaml cannot be read; `accel-launch config` writes one

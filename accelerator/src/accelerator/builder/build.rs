@@ -286,7 +286,8 @@ pub(super) fn overlap_switch(
         Overlap::Off => false,
         // On one host, ranks compute on the cores that sending would need.
         Overlap::Auto => {
-            let computes_elsewhere = kind == BackendKind::Cuda && topology.world_size() > 1;
+            let computes_elsewhere =
+                matches!(kind, BackendKind::Cuda | BackendKind::Rocm) && topology.world_size() > 1;
             topology.local_world_size() < topology.world_size() || computes_elsewhere
         }
     };

@@ -230,8 +230,7 @@ fn placement(
     device: &Device,
     compression: Compression,
 ) -> Placement {
-    let gpu = matches!(kind, BackendKind::Cuda | BackendKind::Wgpu);
-    let flat = gpu || asked == GradientReduction::Staged;
+    let flat = kind.is_queued() || asked == GradientReduction::Staged;
     let rounds = match compression {
         Compression::None => true,
         Compression::Bf16 => device.supports_dtype(FloatDType::BF16),

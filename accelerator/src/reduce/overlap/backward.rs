@@ -428,7 +428,7 @@ pub(in crate::reduce) fn same(one: &DispatchTensor, other: &DispatchTensor) -> b
             DispatchTensorKind::NdArray(BackendTensor::Float(one)),
             DispatchTensorKind::NdArray(BackendTensor::Float(other)),
         ) => ndarray(one).is_some_and(|one| ndarray(other) == Some(one)),
-        #[cfg(any(feature = "cuda", feature = "wgpu"))]
+        #[cfg(feature = "cube")]
         (
             DispatchTensorKind::Cube(BackendTensor::Float(one)),
             DispatchTensorKind::Cube(BackendTensor::Float(other)),
@@ -459,7 +459,7 @@ fn ndarray(tensor: &burn_ndarray::NdArrayTensor) -> Option<(usize, Vec<usize>, V
     }
 }
 
-#[cfg(any(feature = "cuda", feature = "wgpu"))]
+#[cfg(feature = "cube")]
 mod cube {
     //! Features of other crates decide if Burn fuses operations, so both kinds of tensors are compared, and the
     //! compiler chooses.
