@@ -87,16 +87,7 @@ impl From<DeviceName> for BackendKind {
 
 impl fmt::Display for DeviceName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Flex => "flex",
-            Self::NdArray => "ndarray",
-            Self::Wgpu => "wgpu",
-            Self::Cuda => "cuda",
-            Self::Rocm => "rocm",
-            Self::Metal => "metal",
-            Self::Vulkan => "vulkan",
-            Self::Cpu => "cpu",
-        })
+        BackendKind::from(*self).fmt(f)
     }
 }
 

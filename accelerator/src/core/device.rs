@@ -307,7 +307,7 @@ fn choose(
         "this host has {} and {}: start at most {devices} here, or let ranks share devices \
          (`accel-launch --oversubscribe-gpus`, ACCEL_OVERSUBSCRIBE_GPUS=1 or `oversubscription`)",
         counted(ranks, "rank"),
-        counted(devices, noun(kind))
+        counted(devices, &noun(kind))
     ))
 }
 
@@ -336,7 +336,7 @@ fn remark(ranks: usize, kind: BackendKind, devices: usize) -> Option<String> {
         format!(
             "{} of this host share {}: local rank r takes number r mod {devices}",
             counted(ranks, "rank"),
-            counted(devices, noun(kind))
+            counted(devices, &noun(kind))
         )
     })
 }
@@ -384,14 +384,13 @@ impl FromStr for Operations {
     }
 }
 
-fn noun(kind: BackendKind) -> &'static str {
+fn noun(kind: BackendKind) -> String {
     match kind {
-        BackendKind::Cuda => "`cuda` device",
-        BackendKind::Rocm => "`rocm` device",
-        BackendKind::Metal => "discrete `metal` device",
-        BackendKind::Vulkan => "discrete `vulkan` device",
-        BackendKind::Wgpu => "discrete `wgpu` device",
-        BackendKind::Cpu | BackendKind::Flex | BackendKind::NdArray => "device",
+        BackendKind::Cuda | BackendKind::Rocm => format!("`{kind}` device"),
+        BackendKind::Metal | BackendKind::Vulkan | BackendKind::Wgpu => {
+            format!("discrete `{kind}` device")
+        }
+        BackendKind::Cpu | BackendKind::Flex | BackendKind::NdArray => "device".to_owned(),
     }
 }
 
@@ -400,13 +399,7 @@ fn advice(kind: BackendKind) -> &'static str {
         BackendKind::Cuda => {
             "; `accel-launch env` lists the GPUs, and those that CUDA_VISIBLE_DEVICES hides"
         }
-        BackendKind::Cpu
-        | BackendKind::Flex
-        | BackendKind::Metal
-        | BackendKind::NdArray
-        | BackendKind::Rocm
-        | BackendKind::Vulkan
-        | BackendKind::Wgpu => "",
+        _ => "",
     }
 }
 
