@@ -368,7 +368,7 @@ pub(crate) const MAX_PREAMBLE: usize = 16 * 1024;
 const MAX_ABORT_RANKS: usize = 256;
 
 const FRAME_MAGIC: [u8; 4] = *b"ACLF";
-const FRAME_PROTOCOL_VERSION: u8 = 7;
+const FRAME_PROTOCOL_VERSION: u8 = 8;
 const _: () = assert!(CollectiveFingerprint::BOUND <= MAX_PREAMBLE);
 
 /// A connection that is read until a deadline, however slowly the bytes come.

@@ -46,6 +46,50 @@ mod hierarchical {
     );
 }
 
+/// Runs as many ranks as exchange headers in rounds, and one more.
+#[cfg(target_os = "linux")]
+mod rounds {
+    mod tcp {
+        use crate::suite::{cases, world::Means};
+
+        const MEANS: Means = Means::Tcp;
+
+        world!(
+            seventeen,
+            17,
+            [exchanges, whole, failures],
+            [
+                every_type_and_reduction,
+                ranks_start_as_they_like,
+                started_beside_blocking
+            ]
+        );
+        waits!(
+            16: [a_rank_that_does_not_come],
+            17: [a_rank_that_does_not_come, a_rank_that_works_no_more],
+        );
+    }
+
+    mod hierarchical {
+        use crate::suite::{cases, world::Means};
+
+        const MEANS: Means = Means::Hierarchical;
+
+        world!(
+            seventeen,
+            17,
+            [],
+            [
+                every_type_and_reduction,
+                gathers,
+                disagreements,
+                a_rank_that_panics
+            ]
+        );
+        waits!(17: [a_rank_that_does_not_come]);
+    }
+}
+
 /// Runs more ranks than a typical host has cores.
 mod many {
     use crate::suite::{cases, world::Means};

@@ -10,7 +10,7 @@ use crate::{
     buffer::{Buffer, GatherLayout, gather_layouts_differ},
     element::DType,
     error::Result,
-    fingerprint::CollectiveFingerprint,
+    fingerprint::{CollectiveFingerprint, OpKind},
     shard_layout::{Digest, ShardLayout, shard_layouts_differ},
     transport::{CHUNK, OpPhase},
 };
@@ -154,7 +154,11 @@ impl OpContext<'_> {
             true => header.bytes(),
             false => 0,
         };
-        self.send_header(|peer| &part(peer)[chunk(part(peer).len(), 0)])?;
+        let total = self.uniform_total();
+        match total.filter(|total| self.disseminates(*total)) {
+            Some(total) => self.announce(own, total)?,
+            None => self.send_header(|peer| &part(peer)[chunk(part(peer).len(), 0)])?,
+        }
         self.exchange_headers(|peer, header| chunk(len(peer, header), 0).len())?;
         let declared = |ctx: &Self, peer: usize| {
             let header = ctx.headers[peer].as_ref();
@@ -163,6 +167,16 @@ impl OpContext<'_> {
         self.exchange(FirstChunk::InHeader, part, declared, |peer, _, piece| {
             sink(peer, piece);
         })
+    }
+
+    /// The bytes that all ranks send together, if each sends the same to all, and all know how much.
+    fn uniform_total(&self) -> Option<usize> {
+        let fingerprint = &self.deadline.fingerprint;
+        match fingerprint.kind {
+            OpKind::AllGather => Some(fingerprint.bytes().saturating_mul(self.world_size)),
+            OpKind::Broadcast => Some(fingerprint.bytes()),
+            _ => None,
+        }
     }
 
     pub(crate) fn broadcast(self, root: usize, bytes: &mut [u8]) -> Result<()> {
@@ -188,7 +202,7 @@ impl OpContext<'_> {
             return shm.all_gather_parts(buffers, layout, sink);
         }
         let checksum = layout.checksum();
-        self.send_header(|_| &checksum)?;
+        self.announce(&checksum, self.world_size * checksum.len())?;
         self.exchange_headers(|_, _| checksum.len())?;
         if !self.agree_on(&checksum) {
             return Err(gather_layouts_differ(&self.deadline.number));

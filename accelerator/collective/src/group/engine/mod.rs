@@ -3,10 +3,13 @@
 
 mod buffer_op;
 mod chunks;
+mod dissemination;
 mod gather;
 mod hierarchical;
 mod reduce;
 
+#[cfg(test)]
+mod simulation;
 #[cfg(test)]
 mod tests;
 
@@ -32,6 +35,9 @@ pub(crate) struct Scratch {
     /// The chunk that has arrived from each rank in the current round.
     received: Vec<Option<RecvChunk>>,
     headers: Vec<Option<CollectiveFingerprint>>,
+    exchange: HeaderExchange,
+    /// The headers that are sent in one round.
+    blocks: Vec<u8>,
     /// The memory of operations in shared memory.
     shared: shm_ops::ShmScratch,
     /// The memory of reductions over hosts.
@@ -65,7 +71,18 @@ impl Scratch {
         self.received.resize_with(world_size, || None);
         self.headers.clear();
         self.headers.resize(world_size, None);
+        self.exchange = HeaderExchange::Direct;
     }
+}
+
+/// The way in which the ranks exchange the headers of an operation.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+enum HeaderExchange {
+    /// Every rank sends its header to every other one.
+    #[default]
+    Direct,
+    /// Every rank has sent this round, and takes it next.
+    Round(u32),
 }
 
 /// The progress of an operation.
@@ -86,6 +103,8 @@ pub(crate) struct OpContext<'a> {
     world_size: usize,
     received: &'a mut Vec<Option<RecvChunk>>,
     headers: &'a mut Vec<Option<CollectiveFingerprint>>,
+    exchange: &'a mut HeaderExchange,
+    blocks: &'a mut Vec<u8>,
     scratch: &'a mut shm_ops::ShmScratch,
     staging: &'a mut HierarchicalScratch,
     packed: &'a mut Storage,
@@ -129,6 +148,8 @@ impl<'a> OpContext<'a> {
             position,
             received: &mut scratch.received,
             headers: &mut scratch.headers,
+            exchange: &mut scratch.exchange,
+            blocks: &mut scratch.blocks,
             scratch: &mut scratch.shared,
             staging: &mut scratch.staging,
             packed: &mut scratch.packed,
@@ -139,7 +160,7 @@ impl<'a> OpContext<'a> {
         if let Some(shm) = self.shm_op() {
             return shm.barrier();
         }
-        self.send_header(|_| &[])?;
+        self.announce(&[], 0)?;
         self.exchange_headers(|_, _| 0)
     }
 
@@ -159,7 +180,7 @@ impl<'a> OpContext<'a> {
         ShmOp::new(hosts.peers(), self.transport, self.deadline, self.scratch)
     }
 
-    /// Declares the operation to every rank, with the first data for it.
+    /// Declares the operation to every rank directly, with the first data for it.
     fn send_header<'b>(&mut self, payload: impl Fn(usize) -> &'b [u8]) -> Result<()> {
         let fingerprint = self.deadline.fingerprint;
         let tag = self.tag(OpPhase::Header, 0);
@@ -197,25 +218,10 @@ impl<'a> OpContext<'a> {
         &mut self,
         expected: impl Fn(usize, &CollectiveFingerprint) -> usize,
     ) -> Result<OpProgress> {
-        self.headers[self.rank] = Some(self.deadline.fingerprint);
-        for peer in self.others() {
-            if self.headers[peer].is_some() {
-                continue;
-            }
-            let chunk = match self.fetch(peer, peer..self.world_size) {
-                Ok(Some(chunk)) => chunk,
-                Ok(None) => return Ok(OpProgress::Waiting(peer..self.world_size)),
-                Err(error) => return Err(self.disagreement(error)),
-            };
-            let wanted = self.tag(OpPhase::Header, 0);
-            let (true, Some(header)) = (chunk.tag == wanted, chunk.fingerprint) else {
-                return Err(self.unexpected(peer, &chunk, wanted));
-            };
-            self.headers[peer] = Some(header);
-            self.received[peer] = Some(chunk);
-            if !header.agrees_with(&self.deadline.fingerprint) {
-                self.deadline.shorten();
-            }
+        match self.try_take_headers() {
+            Ok(OpProgress::Done) => {}
+            Ok(waiting) => return Ok(waiting),
+            Err(error) => return Err(self.disagreement(error)),
         }
         if !self.do_agree() {
             return Err(self.mismatch());
@@ -229,6 +235,52 @@ impl<'a> OpContext<'a> {
             }
         }
         Ok(OpProgress::Done)
+    }
+
+    fn try_take_headers(&mut self) -> Result<OpProgress> {
+        let progress = self.try_exchange_rounds()?;
+        if progress != OpProgress::Done {
+            return Ok(progress);
+        }
+        self.headers[self.rank] = Some(self.deadline.fingerprint);
+        for peer in self.others() {
+            if self.headers[peer].is_some() {
+                continue;
+            }
+            match self.fetch(peer, peer..self.world_size)? {
+                Some(chunk) => self.take_header(peer, chunk)?,
+                None => return Ok(OpProgress::Waiting(peer..self.world_size)),
+            }
+        }
+        Ok(OpProgress::Done)
+    }
+
+    /// Keeps the header that a rank has sent, alone or with those that it has from others.
+    fn take_header(&mut self, from: usize, chunk: RecvChunk) -> Result<()> {
+        let wanted = self.tag(OpPhase::Header, 0);
+        let Some(header) = chunk.fingerprint else {
+            return Err(self.unexpected(from, &chunk, wanted));
+        };
+        if chunk.tag == wanted {
+            self.note_header(from, header);
+            self.received[from] = Some(chunk);
+            return Ok(());
+        }
+        match (Tag {
+            index: 0,
+            ..chunk.tag
+        }) == wanted
+        {
+            true => self.take_blocks(from, &chunk),
+            false => Err(self.unexpected(from, &chunk, wanted)),
+        }
+    }
+
+    fn note_header(&mut self, from: usize, header: CollectiveFingerprint) {
+        self.headers[from] = Some(header);
+        if !header.agrees_with(&self.deadline.fingerprint) {
+            self.deadline.shorten();
+        }
     }
 
     /// Returns `true` if every other rank sent exactly these bytes with its header. They are not kept.

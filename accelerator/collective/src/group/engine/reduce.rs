@@ -87,7 +87,9 @@ impl Reduction {
                 }
                 ReductionStep::Begin => {
                     match layout {
-                        ChunkLayout::Even(_) if is_short => ctx.send_header(|_| bytes)?,
+                        ChunkLayout::Even(_) if is_short => {
+                            ctx.announce(bytes, world_size * bytes.len())?;
+                        }
                         ChunkLayout::Even(parts) => {
                             ctx.send_header(|peer| &bytes[parts.chunk(peer, 0)])?
                         }

@@ -15,7 +15,7 @@ pub(crate) use state::DROPPED;
 
 use super::chunk::{Pool, PooledBuffer};
 use super::peer::PeerState;
-use super::{Abort, LastOp, LeaveKind, OpDeadline, Peer};
+use super::{Abort, LastOp, LeaveKind, OpDeadline, Peer, Tag};
 use crate::error::Certainty;
 use crate::wire::{GroupId, Heartbeat};
 
@@ -248,6 +248,13 @@ impl Inbox {
     /// the others have reason to give it up.
     pub(crate) fn note_running(&self, limit: Duration) {
         self.state.lock().on_running(limit);
+    }
+
+    /// Returns `true` if any peer has sent a chunk with this tag that was not taken.
+    pub(crate) fn has_chunk(&self, tag: Tag) -> bool {
+        let state = self.state.lock();
+        let mut queues = state.queues.iter();
+        queues.any(|queue| queue.chunks.iter().any(|chunk| chunk.tag == tag))
     }
 
     /// Drops what is there and whatever still comes.

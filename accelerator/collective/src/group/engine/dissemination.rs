@@ -1,0 +1,199 @@
+//! The exchange of headers in rounds, by which a rank of a large world sends few messages.
+//!
+//! In round k each rank sends what it has, its own header and those of the 2^k - 1 ranks after it, to the rank 2^k
+//! before it, and takes those of the ranks behind its own from the rank 2^k after it. After ⌈log₂ n⌉ rounds all n ranks
+//! have all headers, with the data that came with them (Bruck et al., "Efficient algorithms for all-to-all
+//! communications in multiport message-passing systems", 1997: the concatenation).
+
+use accelerator_fault::Point;
+
+use super::{HeaderExchange, OpContext, OpProgress};
+use crate::{
+    error::Result,
+    fingerprint::{CollectiveFingerprint, OpKind},
+    transport::{CHUNK, OpPhase, OpPosition, OutgoingChunk, RecvChunk},
+};
+
+impl OpContext<'_> {
+    /// Declares the operation to every rank with the same bytes, which count `total` over all ranks that agree.
+    pub(super) fn announce(&mut self, payload: &[u8], total: usize) -> Result<()> {
+        if !self.disseminates(total) {
+            return self.send_header(|_| payload);
+        }
+        let fingerprint = self.deadline.fingerprint;
+        self.keep_header(self.rank, fingerprint, payload);
+        *self.exchange = HeaderExchange::Round(0);
+        self.send_round(0)?;
+        self.inject_fault(Point::Operation(self.deadline.number.sequence))
+    }
+
+    /// Returns `true` if headers are exchanged in rounds. The ranks that wait for a rank in vain are found by what
+    /// heartbeats carry, which are not sent yet while ranks connect, and concern operations of the world alone.
+    pub(super) fn disseminates(&self, total: usize) -> bool {
+        self.world_size >= MIN_RANKS
+            && self.transport.subset().is_none()
+            && self.deadline.fingerprint.kind != OpKind::Connect
+            && total.saturating_add(self.world_size * MAX_BLOCK_HEAD) <= CHUNK
+    }
+
+    /// Takes the rounds that have come, and sends those that follow.
+    ///
+    /// A rank that calls another operation may send its header directly, and takes no part in the rounds. So a rank
+    /// that finds such a header sends its own one to everyone, too: all ranks then find the disagreement.
+    pub(super) fn try_exchange_rounds(&mut self) -> Result<OpProgress> {
+        while let HeaderExchange::Round(round) = *self.exchange {
+            let distance = 1 << round;
+            if distance >= self.world_size {
+                self.received[self.rank] = None;
+                *self.exchange = HeaderExchange::Direct;
+                break;
+            }
+            let from = (self.rank + distance) % self.world_size;
+            let Some(chunk) = self.fetch_round(from)? else {
+                if *self.exchange == HeaderExchange::Direct {
+                    break;
+                }
+                return Ok(OpProgress::Waiting(from..from + 1));
+            };
+            let wanted = self.tag(OpPhase::Header, round as usize + 1);
+            if chunk.tag != wanted {
+                return Err(self.unexpected(from, &chunk, wanted));
+            }
+            self.take_blocks(from, &chunk)?;
+            *self.exchange = HeaderExchange::Round(round + 1);
+            self.inject_fault(Point::Within(self.deadline.number.sequence))?;
+            self.send_round(round + 1)?;
+        }
+        Ok(OpProgress::Done)
+    }
+
+    /// Fetches the round of a rank; `None` if an operation that is resumed has to wait, or the rounds have ended.
+    fn fetch_round(&mut self, from: usize) -> Result<Option<RecvChunk>> {
+        let (inbox, peers) = (self.transport.inbox(), self.transport.peers());
+        let direct = self.tag(OpPhase::Header, 0);
+        let member = self.transport.member(from);
+        loop {
+            let version = inbox.version();
+            let position = self.position.unwrap_or(OpPosition::First);
+            match inbox.poll(member, position, peers, self.deadline)? {
+                Some(chunk) if chunk.tag == direct => {
+                    self.take_header(from, chunk)?;
+                    self.end_rounds()?;
+                    return Ok(None);
+                }
+                Some(chunk) => return Ok(Some(chunk)),
+                None if inbox.has_chunk(direct) => {
+                    self.end_rounds()?;
+                    return Ok(None);
+                }
+                None if self.position.is_some() => return Ok(None),
+                None => {}
+            }
+            inbox.wait_for_event(version, from..from + 1, self.transport, self.deadline)?;
+        }
+    }
+
+    /// Sends this rank's header directly, since some rank takes no part in the rounds.
+    fn end_rounds(&mut self) -> Result<()> {
+        *self.exchange = HeaderExchange::Direct;
+        let own = self.received[self.rank].take();
+        let payload = own.as_ref().map_or(&[][..], |own| own.payload.bytes());
+        self.send_header(|_| payload)
+    }
+
+    /// Sends a round, if there is one of that number.
+    fn send_round(&mut self, round: u32) -> Result<()> {
+        let distance = 1 << round;
+        if distance >= self.world_size {
+            return Ok(());
+        }
+        let own = self.deadline.fingerprint;
+        let (own_head, own_len) = own.encode();
+        self.blocks.clear();
+        for rank in self.block_ranks(self.rank, distance) {
+            // What this rank sends in a round, it has received in those before.
+            let (Some(header), Some(chunk)) = (&self.headers[rank], &self.received[rank]) else {
+                continue;
+            };
+            let (head, len) = header.encode();
+            let head = match head[..len] == own_head[..own_len] {
+                true => &[],
+                false => &head[..len],
+            };
+            let payload = chunk.payload.bytes();
+            // Both are bounded by a chunk.
+            self.blocks.extend((head.len() as u16).to_le_bytes());
+            self.blocks.extend((payload.len() as u32).to_le_bytes());
+            self.blocks.extend(head);
+            self.blocks.extend(payload);
+        }
+        let part = OutgoingChunk {
+            tag: self.tag(OpPhase::Header, round as usize + 1),
+            fingerprint: Some(&own),
+            payload: self.blocks,
+        };
+        let to = (self.rank + self.world_size - distance) % self.world_size;
+        self.transport.send(to, part, self.deadline)
+    }
+
+    /// Keeps the headers that a peer has sent in a round.
+    pub(super) fn take_blocks(&mut self, from: usize, chunk: &RecvChunk) -> Result<()> {
+        match self.try_take_blocks(from, chunk) {
+            Some(()) => Ok(()),
+            None => Err(self.deadline.protocol(
+                self.transport.peer(from),
+                "it sent headers of several ranks that cannot be read",
+            )),
+        }
+    }
+
+    fn try_take_blocks(&mut self, from: usize, chunk: &RecvChunk) -> Option<()> {
+        let sender = chunk.fingerprint?;
+        let distance = 1_usize.checked_shl(chunk.tag.index.checked_sub(1)?)?;
+        if distance >= self.world_size {
+            return None;
+        }
+        let mut rest = chunk.payload.bytes();
+        for rank in self.block_ranks(from, distance) {
+            let (head_len, after) = rest.split_first_chunk()?;
+            let (payload_len, after) = after.split_first_chunk()?;
+            let (head, after) = after.split_at_checked(u16::from_le_bytes(*head_len).into())?;
+            let payload_len = u32::from_le_bytes(*payload_len) as usize;
+            let (payload, after) = after.split_at_checked(payload_len)?;
+            rest = after;
+            let header = match head {
+                [] => sender,
+                head => CollectiveFingerprint::decode(head)?,
+            };
+            if self.headers[rank].is_none() {
+                self.keep_header(rank, header, payload);
+            }
+        }
+        rest.is_empty().then_some(())
+    }
+
+    fn keep_header(&mut self, rank: usize, header: CollectiveFingerprint, payload: &[u8]) {
+        let mut kept = self.transport.inbox().chunk(payload.len());
+        kept.bytes_mut().copy_from_slice(payload);
+        self.received[rank] = Some(RecvChunk {
+            tag: self.tag(OpPhase::Header, 0),
+            fingerprint: Some(header),
+            payload: kept,
+        });
+        self.note_header(rank, header);
+    }
+
+    /// The ranks whose headers `from` sends to the rank `distance` before it: at most those that this one lacks.
+    fn block_ranks(&self, from: usize, distance: usize) -> impl Iterator<Item = usize> + use<> {
+        let world_size = self.world_size;
+        let count = distance.min(world_size - distance);
+        (from..from + count).map(move |rank| rank % world_size)
+    }
+}
+
+/// The fewest ranks that exchange headers in rounds. Fewer have them sooner if each sends its own to all others: one
+/// message to each takes less time than the rounds, which wait for one another.
+const MIN_RANKS: usize = 16;
+
+/// The most bytes of a block besides the data that came with the header.
+const MAX_BLOCK_HEAD: usize = size_of::<u16>() + size_of::<u32>() + CollectiveFingerprint::BOUND;
