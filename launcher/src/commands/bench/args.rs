@@ -125,8 +125,8 @@ fn dtype(text: &str) -> std::result::Result<DType, String> {
 /// The element types of gradients.
 const DTYPES: [DType; 4] = [DType::BF16, DType::F16, DType::F32, DType::F64];
 
-/// The largest number of ranks: with more, sums could exceed 255.
-pub(super) const MOST: usize = 32;
+/// The largest number of ranks: with more, sums of numbers up to 2 could exceed 255.
+pub(super) const MOST: usize = 127;
 
 const BENCH_HELP: &str = "\
 Iterations run back to back and are timed in up to 100 blocks; the time of a block is that of its

@@ -14,7 +14,7 @@ use accelerator_nccl::internal::DeviceMemory;
 use accelerator_nccl::{Communicator, Gpu, GpuLocation, Library};
 use half::{bf16, f16};
 
-use super::args::{AllReduceArgs, BenchDevice};
+use super::args::{AllReduceArgs, BenchDevice, MOST};
 use super::figures::{BenchReport, GpuInfo, Sample};
 use crate::error::{BoxResult as Result, Error, chain};
 use crate::text::print;
@@ -196,11 +196,10 @@ fn time_blocks<T: Number>(
 /// Reduces known values, and compares every sum.
 fn check<T: Number>(group: &ProcessGroup, operand: &mut impl Operand<T>) -> Result<()> {
     let (rank, ranks) = (group.rank(), group.world_size());
-    // On 32 ranks sums are at most 192, which every type holds.
-    let value = |index: usize, rank: usize| ((index + rank) % 7) as u8;
+    let value = |index: usize, rank: usize| ((index + rank) % VALUES) as u8;
     operand.fill(|index| T::from(value(index, rank)))?;
     operand.reduce(1)?;
-    let sums: Vec<T> = (0..7)
+    let sums: Vec<T> = (0..VALUES)
         .map(|index| T::from((0..ranks).map(|rank| value(index, rank)).sum::<u8>()))
         .collect();
     let mut sums = (0..).zip(operand.values()?).zip(sums.iter().cycle());
@@ -313,6 +312,10 @@ fn add_up(arrays: &mut [&mut [u64]]) {
 
 /// The number of untimed operations that come first; all their sums are compared.
 const WARMUP: usize = 5;
+
+/// The numbers from 0 are summed up to the last before this one: even sums of [`MOST`] ranks fit in every type.
+const VALUES: usize = 3;
+const _: () = assert!(MOST * (VALUES - 1) <= u8::MAX as usize);
 
 /// The largest number of blocks in which the iterations are timed.
 const BLOCKS: usize = 100;
