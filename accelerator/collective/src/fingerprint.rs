@@ -14,7 +14,7 @@ use crate::{
 ///
 /// A rank sends it in the header of an operation to every other rank. Each rank compares the
 /// fingerprints of all ranks before it uses any data.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct CollectiveFingerprint {
     pub(crate) kind: OpKind,
     pub(crate) op: Option<ReduceOp>,
@@ -277,7 +277,7 @@ names! {
 }
 
 /// The place where an operation was called: file and line, the file cut at the front to a bound.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Eq, PartialEq)]
 pub(crate) struct CallSite {
     file: [u8; Self::BOUND],
     len: u8,

@@ -9,31 +9,56 @@ use accelerator_fault::Point;
 
 use super::{HeaderExchange, OpContext, OpProgress};
 use crate::{
-    error::Result,
+    error::{Error, Result},
     fingerprint::{CollectiveFingerprint, OpKind},
     transport::{CHUNK, OpPhase, OpPosition, OutgoingChunk, RecvChunk},
 };
 
-impl OpContext<'_> {
-    /// Declares the operation to every rank with the same bytes, which count `total` over all ranks that agree.
-    pub(super) fn announce(&mut self, payload: &[u8], total: usize) -> Result<()> {
-        if !self.disseminates(total) {
-            return self.send_header(|_| payload);
+/// The data that come with the headers of an operation, in bytes. All ranks that agree have the same.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct HeaderData {
+    /// The data of the rank that sends the most.
+    pub(super) most: usize,
+    /// The data of all ranks together.
+    pub(super) total: usize,
+}
+
+impl HeaderData {
+    pub(super) fn from_each(bytes: usize, world_size: usize) -> Self {
+        Self {
+            most: bytes,
+            total: bytes.saturating_mul(world_size),
         }
+    }
+}
+
+impl OpContext<'_> {
+    /// Declares the operation to every rank, with as many bytes from each, and the same for all.
+    pub(super) fn announce(&mut self, payload: &[u8]) -> Result<()> {
+        let data = HeaderData::from_each(payload.len(), self.world_size);
+        match self.disseminates(data) {
+            true => self.begin_rounds(payload),
+            false => self.send_header(|_| payload),
+        }
+    }
+
+    /// Returns `true` if headers are exchanged in rounds. The ranks that wait for a rank in vain are found by what
+    /// heartbeats carry, which are not sent yet while ranks connect, and concern operations of the world alone.
+    pub(super) fn disseminates(&self, data: HeaderData) -> bool {
+        self.world_size >= MIN_RANKS
+            && self.transport.subset().is_none()
+            && self.deadline.fingerprint.kind != OpKind::Connect
+            && data.most <= MAX_DATA
+            && data.total <= MAX_TOTAL
+    }
+
+    /// Declares the operation with the first round.
+    pub(super) fn begin_rounds(&mut self, payload: &[u8]) -> Result<()> {
         let fingerprint = self.deadline.fingerprint;
         self.keep_header(self.rank, fingerprint, payload);
         *self.exchange = HeaderExchange::Round(0);
         self.send_round(0)?;
         self.inject_fault(Point::Operation(self.deadline.number.sequence))
-    }
-
-    /// Returns `true` if headers are exchanged in rounds. The ranks that wait for a rank in vain are found by what
-    /// heartbeats carry, which are not sent yet while ranks connect, and concern operations of the world alone.
-    pub(super) fn disseminates(&self, total: usize) -> bool {
-        self.world_size >= MIN_RANKS
-            && self.transport.subset().is_none()
-            && self.deadline.fingerprint.kind != OpKind::Connect
-            && total.saturating_add(self.world_size * MAX_BLOCK_HEAD) <= CHUNK
     }
 
     /// Takes the rounds that have come, and sends those that follow.
@@ -59,7 +84,13 @@ impl OpContext<'_> {
             if chunk.tag != wanted {
                 return Err(self.unexpected(from, &chunk, wanted));
             }
-            self.take_blocks(from, &chunk)?;
+            if self.take_blocks(from, &chunk)? == 0 {
+                return Err(self.unreadable(from));
+            }
+            let mut ranks = self.block_ranks(from, distance);
+            if ranks.any(|rank| self.headers[rank].is_none()) {
+                continue;
+            }
             *self.exchange = HeaderExchange::Round(round + 1);
             self.inject_fault(Point::Within(self.deadline.number.sequence))?;
             self.send_round(round + 1)?;
@@ -101,60 +132,74 @@ impl OpContext<'_> {
         self.send_header(|_| payload)
     }
 
-    /// Sends a round, if there is one of that number.
+    /// Sends a round, if there is one of that number, in as many frames as it takes.
     fn send_round(&mut self, round: u32) -> Result<()> {
         let distance = 1 << round;
         if distance >= self.world_size {
             return Ok(());
         }
+        let to = (self.rank + self.world_size - distance) % self.world_size;
         let own = self.deadline.fingerprint;
-        let (own_head, own_len) = own.encode();
+        let tag = self.tag(OpPhase::Header, round as usize + 1);
+        let empty = OutgoingChunk {
+            tag,
+            fingerprint: Some(&own),
+            payload: &[],
+        };
         self.blocks.clear();
-        for rank in self.block_ranks(self.rank, distance) {
+        for (index, rank) in self.block_ranks(self.rank, distance).enumerate() {
             // What this rank sends in a round, it has received in those before.
             let (Some(header), Some(chunk)) = (&self.headers[rank], &self.received[rank]) else {
                 continue;
             };
-            let (head, len) = header.encode();
-            let head = match head[..len] == own_head[..own_len] {
-                true => &[],
-                false => &head[..len],
+            let (encoded, len) = match *header == own {
+                true => ([0; CollectiveFingerprint::BOUND], 0),
+                false => header.encode(),
             };
-            let payload = chunk.payload.bytes();
-            // Both are bounded by a chunk.
+            let (head, payload) = (&encoded[..len], chunk.payload.bytes());
+            if self.blocks.len() + MAX_BLOCK_HEAD + payload.len() > CHUNK {
+                let part = OutgoingChunk {
+                    payload: self.blocks,
+                    ..empty
+                };
+                self.transport.send(to, part, self.deadline)?;
+                self.blocks.clear();
+            }
+            if self.blocks.is_empty() {
+                // A world size fits 32 bits.
+                self.blocks.extend((index as u32).to_le_bytes());
+            }
+            // Both are bounded by a frame.
             self.blocks.extend((head.len() as u16).to_le_bytes());
             self.blocks.extend((payload.len() as u32).to_le_bytes());
             self.blocks.extend(head);
             self.blocks.extend(payload);
         }
         let part = OutgoingChunk {
-            tag: self.tag(OpPhase::Header, round as usize + 1),
-            fingerprint: Some(&own),
             payload: self.blocks,
+            ..empty
         };
-        let to = (self.rank + self.world_size - distance) % self.world_size;
         self.transport.send(to, part, self.deadline)
     }
 
-    /// Keeps the headers that a peer has sent in a round.
-    pub(super) fn take_blocks(&mut self, from: usize, chunk: &RecvChunk) -> Result<()> {
-        match self.try_take_blocks(from, chunk) {
-            Some(()) => Ok(()),
-            None => Err(self.deadline.protocol(
-                self.transport.peer(from),
-                "it sent headers of several ranks that cannot be read",
-            )),
-        }
+    /// Keeps the headers that a peer has sent in a frame of a round, and returns how many were new.
+    pub(super) fn take_blocks(&mut self, from: usize, chunk: &RecvChunk) -> Result<usize> {
+        self.try_take_blocks(from, chunk)
+            .ok_or_else(|| self.unreadable(from))
     }
 
-    fn try_take_blocks(&mut self, from: usize, chunk: &RecvChunk) -> Option<()> {
+    fn try_take_blocks(&mut self, from: usize, chunk: &RecvChunk) -> Option<usize> {
         let sender = chunk.fingerprint?;
         let distance = 1_usize.checked_shl(chunk.tag.index.checked_sub(1)?)?;
         if distance >= self.world_size {
             return None;
         }
-        let mut rest = chunk.payload.bytes();
-        for rank in self.block_ranks(from, distance) {
+        let (first, mut rest) = chunk.payload.bytes().split_first_chunk()?;
+        let first = u32::from_le_bytes(*first) as usize;
+        let mut ranks = self.block_ranks(from, distance).skip(first);
+        let mut new = 0;
+        while !rest.is_empty() {
+            let rank = ranks.next()?;
             let (head_len, after) = rest.split_first_chunk()?;
             let (payload_len, after) = after.split_first_chunk()?;
             let (head, after) = after.split_at_checked(u16::from_le_bytes(*head_len).into())?;
@@ -167,9 +212,17 @@ impl OpContext<'_> {
             };
             if self.headers[rank].is_none() {
                 self.keep_header(rank, header, payload);
+                new += 1;
             }
         }
-        rest.is_empty().then_some(())
+        Some(new)
+    }
+
+    fn unreadable(&self, from: usize) -> Error {
+        self.deadline.protocol(
+            self.transport.peer(from),
+            "it sent headers of several ranks that cannot be read",
+        )
     }
 
     fn keep_header(&mut self, rank: usize, header: CollectiveFingerprint, payload: &[u8]) {
@@ -177,7 +230,7 @@ impl OpContext<'_> {
         kept.bytes_mut().copy_from_slice(payload);
         self.received[rank] = Some(RecvChunk {
             tag: self.tag(OpPhase::Header, 0),
-            fingerprint: Some(header),
+            fingerprint: None,
             payload: kept,
         });
         self.note_header(rank, header);
@@ -194,6 +247,17 @@ impl OpContext<'_> {
 /// The fewest ranks that exchange headers in rounds. Fewer have them sooner if each sends its own to all others: one
 /// message to each takes less time than the rounds, which wait for one another.
 const MIN_RANKS: usize = 16;
+
+/// The most data of a rank that travel in rounds. More are copied for longer, on their way from rank to rank, than it
+/// takes to send each rank a message of its own.
+const MAX_DATA: usize = 8 * 1024;
+const _: () = assert!(FRAME_HEAD + MAX_BLOCK_HEAD + MAX_DATA <= CHUNK);
+
+/// The most data of all ranks together that travel in rounds: each rank holds all of them.
+const MAX_TOTAL: usize = 4 * CHUNK;
+
+/// The bytes of a frame before its blocks.
+const FRAME_HEAD: usize = size_of::<u32>();
 
 /// The most bytes of a block besides the data that came with the header.
 const MAX_BLOCK_HEAD: usize = size_of::<u16>() + size_of::<u32>() + CollectiveFingerprint::BOUND;

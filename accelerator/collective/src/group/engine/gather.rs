@@ -5,6 +5,7 @@ use std::sync::Arc;
 use super::{
     OpContext, OpProgress, PREFETCH,
     chunks::{ChunkLayout, ChunkRange, chunk},
+    dissemination::HeaderData,
 };
 use crate::{
     buffer::{Buffer, GatherLayout, gather_layouts_differ},
@@ -154,10 +155,12 @@ impl OpContext<'_> {
             true => header.bytes(),
             false => 0,
         };
-        let total = self.uniform_total();
-        match total.filter(|total| self.disseminates(*total)) {
-            Some(total) => self.announce(own, total)?,
-            None => self.send_header(|peer| &part(peer)[chunk(part(peer).len(), 0)])?,
+        match self
+            .header_data()
+            .is_some_and(|data| self.disseminates(data))
+        {
+            true => self.begin_rounds(own)?,
+            false => self.send_header(|peer| &part(peer)[chunk(part(peer).len(), 0)])?,
         }
         self.exchange_headers(|peer, header| chunk(len(peer, header), 0).len())?;
         let declared = |ctx: &Self, peer: usize| {
@@ -169,12 +172,15 @@ impl OpContext<'_> {
         })
     }
 
-    /// The bytes that all ranks send together, if each sends the same to all, and all know how much.
-    fn uniform_total(&self) -> Option<usize> {
-        let fingerprint = &self.deadline.fingerprint;
-        match fingerprint.kind {
-            OpKind::AllGather => Some(fingerprint.bytes().saturating_mul(self.world_size)),
-            OpKind::Broadcast => Some(fingerprint.bytes()),
+    /// The data that ranks send, if each sends the same to all, and all know how much.
+    fn header_data(&self) -> Option<HeaderData> {
+        let bytes = self.deadline.fingerprint.bytes();
+        match self.deadline.fingerprint.kind {
+            OpKind::AllGather => Some(HeaderData::from_each(bytes, self.world_size)),
+            OpKind::Broadcast => Some(HeaderData {
+                most: bytes,
+                total: bytes,
+            }),
             _ => None,
         }
     }
@@ -202,7 +208,7 @@ impl OpContext<'_> {
             return shm.all_gather_parts(buffers, layout, sink);
         }
         let checksum = layout.checksum();
-        self.announce(&checksum, self.world_size * checksum.len())?;
+        self.announce(&checksum)?;
         self.exchange_headers(|_, _| checksum.len())?;
         if !self.agree_on(&checksum) {
             return Err(gather_layouts_differ(&self.deadline.number));

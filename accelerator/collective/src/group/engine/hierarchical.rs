@@ -30,7 +30,7 @@ impl OpContext<'_> {
         shards: Option<&ShardLayout>,
     ) -> Result<()> {
         let head = shards.map_or(&[][..], |shards| shards.digest());
-        self.announce(head, self.world_size * head.len())?;
+        self.announce(head)?;
         self.exchange_headers(|_, _| head.len())?;
         if !self.agree_on(head) {
             return Err(shard_layouts_differ(&self.deadline.number));

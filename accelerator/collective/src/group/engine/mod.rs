@@ -160,7 +160,7 @@ impl<'a> OpContext<'a> {
         if let Some(shm) = self.shm_op() {
             return shm.barrier();
         }
-        self.announce(&[], 0)?;
+        self.announce(&[])?;
         self.exchange_headers(|_, _| 0)
     }
 
@@ -271,7 +271,7 @@ impl<'a> OpContext<'a> {
             ..chunk.tag
         }) == wanted
         {
-            true => self.take_blocks(from, &chunk),
+            true => self.take_blocks(from, &chunk).map(drop),
             false => Err(self.unexpected(from, &chunk, wanted)),
         }
     }

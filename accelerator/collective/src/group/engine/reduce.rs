@@ -88,7 +88,7 @@ impl Reduction {
                 ReductionStep::Begin => {
                     match layout {
                         ChunkLayout::Even(_) if is_short => {
-                            ctx.announce(bytes, world_size * bytes.len())?;
+                            ctx.announce(bytes)?;
                         }
                         ChunkLayout::Even(parts) => {
                             ctx.send_header(|peer| &bytes[parts.chunk(peer, 0)])?

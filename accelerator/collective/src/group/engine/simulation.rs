@@ -2,7 +2,7 @@
 
 use std::{
     cmp::Reverse,
-    collections::BinaryHeap,
+    collections::{BinaryHeap, VecDeque},
     mem,
     sync::{Arc, Mutex},
     time::Instant,
@@ -29,7 +29,11 @@ struct Costs {
     byte: u64,
     /// The time of a core to combine a byte of another rank.
     combine: u64,
-    /// The time from the end of sending to the beginning of receiving.
+    /// The time of a core to continue a rank that has waited.
+    switch: u64,
+    /// The thousandths by which every other rank of a core lengthens its times, since its caches hold less of each.
+    crowding: u64,
+    /// The time from the beginning of sending to that of arriving.
     latency: u64,
     /// The time of the sender's and of the receiver's link for a byte.
     link: u64,
@@ -42,17 +46,22 @@ const CLUSTER: Costs = Costs {
     message: 2_500_000,
     byte: 100,
     combine: 50,
-    latency: 15_000_000,
+    switch: 5_000_000,
+    crowding: 0,
+    latency: 10_000_000,
     link: 80,
     cores: None,
 };
 
-/// Ranks on the two cores of one machine.
+/// Ranks on the two cores of one machine. With these costs the times of sums of 4 B to 1 MiB on 4 to 64 ranks are within
+/// 20 % of those that `accel-launch bench` measured on a virtual machine.
 const TWO_CORES: Costs = Costs {
-    message: 2_500_000,
-    byte: 150,
-    combine: 60,
-    latency: 3_000_000,
+    message: 1_340_000,
+    byte: 202,
+    combine: 49,
+    switch: 6_410_000,
+    crowding: 30,
+    latency: 0,
     link: 0,
     cores: Some(2),
 };
@@ -111,10 +120,52 @@ struct SimulatedRank {
     buffer: Buffer,
     running: ResumableOp,
     ended: Option<Result<()>>,
+    /// The chunks that wait for it to run, and their senders.
+    received: Vec<(usize, RecvChunk)>,
+    /// The times at which its link is free again, each way.
+    outgoing: u64,
+    incoming: u64,
 }
 
 impl SimulatedRank {
+    fn new(
+        rank: usize,
+        peers: &Arc<[Peer]>,
+        network: &Arc<Network>,
+        kind: OpKind,
+        len: usize,
+    ) -> Self {
+        let port = Arc::new(Port(Arc::clone(network)));
+        let inbox = Arc::clone(&network.inboxes[rank]);
+        let fingerprint = CollectiveFingerprint::new(kind, CallSite::new("here.rs", 1))
+            .with_op(ReduceOp::Sum)
+            .with_data(DType::F32, len);
+        let timeouts = GroupOptions::new().op_timeouts();
+        let mut scratch = Scratch::default();
+        scratch.clear(peers.len());
+        let mut buffer = Buffer::zeroed(DType::F32, len);
+        for (index, value) in buffer.as_mut_slice().unwrap().iter_mut().enumerate() {
+            *value = sample(rank, index);
+        }
+        let op = BufferOp::AllReduce(ReduceOp::Sum);
+        Self {
+            transport: Transport::new(Arc::clone(peers), inbox, port.clone(), Some(port)),
+            deadline: OpDeadline::new(rank, number(0), fingerprint, timeouts, Instant::now()),
+            running: op.begin(DType::F32, buffer.bytes().len(), peers.len()),
+            scratch,
+            buffer,
+            ended: None,
+            received: Vec::new(),
+            outgoing: 0,
+            incoming: 0,
+        }
+    }
+
+    /// Continues as far as what has come allows.
     fn advance(&mut self) {
+        if self.ended.is_some() {
+            return;
+        }
         let mut ctx = OpContext::resumed(
             &self.transport,
             &mut self.deadline,
@@ -134,20 +185,44 @@ struct Simulation {
     costs: Costs,
     network: Arc<Network>,
     ranks: Vec<SimulatedRank>,
-    /// The times at which cores, and links each way, are free again.
-    cores: Vec<u64>,
-    outgoing: Vec<u64>,
-    incoming: Vec<u64>,
+    cores: Vec<Core>,
+    /// The next events: their times, and their places in `found`.
+    events: BinaryHeap<Reverse<(u64, usize)>>,
+    /// All events, those that have happened included.
+    found: Vec<Option<Event>>,
     messages: usize,
+}
+
+#[derive(Debug)]
+enum Event {
+    /// A chunk begins to arrive, and keeps the link of its receiver busy.
+    Arrives {
+        from: usize,
+        to: usize,
+        chunk: RecvChunk,
+    },
+    Received {
+        from: usize,
+        to: usize,
+        chunk: RecvChunk,
+    },
+    /// A core has done what the rank had to do that ran on it.
+    CoreIsFree(usize),
+}
+
+/// A core, and the ranks that have something to do on it.
+#[derive(Debug, Default)]
+struct Core {
+    is_busy: bool,
+    waiting: VecDeque<usize>,
 }
 
 impl Simulation {
     /// The ranks sum as many numbers as `len` returns for each.
     fn new(costs: Costs, world_size: usize, kind: OpKind, len: impl Fn(usize) -> usize) -> Self {
+        let inboxes = (0..world_size).map(|_| Arc::new(Inbox::new(world_size)));
         let network = Arc::new(Network {
-            inboxes: (0..world_size)
-                .map(|_| Arc::new(Inbox::new(world_size)))
-                .collect(),
+            inboxes: inboxes.collect(),
             sent: Mutex::default(),
         });
         let peers: Arc<[Peer]> = (0..world_size)
@@ -156,97 +231,100 @@ impl Simulation {
                 location: PeerLocation::Thread,
             })
             .collect();
-        let ranks = (0..world_size).map(|rank| {
-            let port = Arc::new(Port(Arc::clone(&network)));
-            let inbox = Arc::clone(&network.inboxes[rank]);
-            let fingerprint = CollectiveFingerprint::new(kind, CallSite::new("here.rs", 1))
-                .with_op(ReduceOp::Sum)
-                .with_data(DType::F32, len(rank));
-            let mut scratch = Scratch::default();
-            scratch.clear(world_size);
-            let mut buffer = Buffer::zeroed(DType::F32, len(rank));
-            for (index, value) in buffer.as_mut_slice().unwrap().iter_mut().enumerate() {
-                *value = sample(rank, index);
-            }
-            let op = BufferOp::AllReduce(ReduceOp::Sum);
-            SimulatedRank {
-                transport: Transport::new(Arc::clone(&peers), inbox, port.clone(), Some(port)),
-                deadline: OpDeadline::new(
-                    rank,
-                    number(0),
-                    fingerprint,
-                    GroupOptions::new().op_timeouts(),
-                    Instant::now(),
-                ),
-                running: op.begin(DType::F32, buffer.bytes().len(), world_size),
-                scratch,
-                buffer,
-                ended: None,
-            }
-        });
+        let ranks =
+            (0..world_size).map(|rank| SimulatedRank::new(rank, &peers, &network, kind, len(rank)));
         Self {
             costs,
             ranks: ranks.collect(),
             network,
-            cores: vec![0; costs.cores.unwrap_or(world_size)],
-            outgoing: vec![0; world_size],
-            incoming: vec![0; world_size],
+            cores: (0..costs.cores.unwrap_or(world_size))
+                .map(|_| Core::default())
+                .collect(),
+            events: BinaryHeap::new(),
+            found: Vec::new(),
             messages: 0,
         }
     }
 
     /// Runs the world until nothing is under way, and returns the time at which the last rank was done.
     fn run(&mut self) -> u64 {
-        let costs = self.costs;
-        let world_size = self.ranks.len();
-        // Every rank begins with an event that brings no chunk.
-        let mut chunks: Vec<Option<RecvChunk>> = (0..world_size).map(|_| None).collect();
-        let mut events: BinaryHeap<_> = (0..world_size)
-            .map(|rank| Reverse((0, rank, Arrival::Received, rank, rank)))
-            .collect();
+        for rank in 0..self.ranks.len() {
+            self.wake(rank, 0);
+        }
         let mut last = 0;
-        while let Some(Reverse((time, index, arrival, from, to))) = events.pop() {
-            let len = chunks[index].as_ref().map_or(0, RecvChunk::len);
-            if arrival == Arrival::Begins {
-                self.incoming[to] = time.max(self.incoming[to] + len * costs.link);
-                let time = self.incoming[to];
-                events.push(Reverse((time, index, Arrival::Received, from, to)));
-                continue;
-            }
-            let core = to % self.cores.len();
-            let mut clock = self.cores[core].max(time);
-            if let Some(chunk) = chunks[index].take() {
-                clock += costs.message + len * costs.byte;
-                if chunk.tag.phase != OpPhase::Gather {
-                    clock += len * costs.combine;
+        while let Some(Reverse((time, index))) = self.events.pop() {
+            match self.found[index].take().unwrap() {
+                Event::Arrives { from, to, chunk } => {
+                    let rank = &mut self.ranks[to];
+                    rank.incoming = time.max(rank.incoming) + chunk.len() * self.costs.link;
+                    let received = rank.incoming;
+                    self.add(received, Event::Received { from, to, chunk });
                 }
-                self.network.inboxes[to].push(from, chunk);
+                Event::Received { from, to, chunk } => {
+                    self.ranks[to].received.push((from, chunk));
+                    self.wake(to, time);
+                }
+                Event::CoreIsFree(core) => {
+                    last = time;
+                    self.cores[core].is_busy = false;
+                    if let Some(rank) = self.cores[core].waiting.pop_front() {
+                        self.run_rank(rank, time);
+                    }
+                }
             }
-            if self.ranks[to].ended.is_none() {
-                self.ranks[to].advance();
-            }
-            let (rank, sent) = (to, mem::take(&mut *self.network.sent.lock().unwrap()));
-            for (to, chunk) in sent {
-                clock += costs.message + chunk.len() * costs.byte;
-                let left = self.outgoing[rank].max(clock) + chunk.len() * costs.link;
-                self.outgoing[rank] = left;
-                let begins = left + costs.latency - (chunk.len() * costs.link).min(costs.latency);
-                events.push(Reverse((begins, chunks.len(), Arrival::Begins, rank, to)));
-                chunks.push(Some(chunk));
-                self.messages += 1;
-            }
-            self.cores[core] = clock;
-            last = last.max(clock);
         }
         last
     }
-}
 
-/// A chunk keeps the link of its receiver busy from when it begins to arrive until it has been received.
-#[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
-enum Arrival {
-    Begins,
-    Received,
+    fn add(&mut self, time: u64, event: Event) {
+        self.events.push(Reverse((time, self.found.len())));
+        self.found.push(Some(event));
+    }
+
+    /// Lets a rank run, now or when its core is free.
+    fn wake(&mut self, rank: usize, time: u64) {
+        let core = rank % self.cores.len();
+        let core = &mut self.cores[core];
+        match core.is_busy {
+            false => self.run_rank(rank, time),
+            true if core.waiting.contains(&rank) => {}
+            true => core.waiting.push_back(rank),
+        }
+    }
+
+    /// Lets a rank take all that it has received, and send what follows.
+    fn run_rank(&mut self, rank: usize, time: u64) {
+        let costs = self.costs;
+        let others = self.ranks.len().div_ceil(self.cores.len()) as u64 - 1;
+        let slowed = |time: u64| time + time * others * costs.crowding / 1000;
+        let handled = |len: u64| costs.message + len * costs.byte;
+        let mut clock = time + slowed(costs.switch);
+        for (from, chunk) in mem::take(&mut self.ranks[rank].received) {
+            let combined = match chunk.tag.phase {
+                OpPhase::Header | OpPhase::Reduce => chunk.len() * costs.combine,
+                OpPhase::Gather => 0,
+            };
+            clock += slowed(handled(chunk.len()) + combined);
+            self.network.inboxes[rank].push(from, chunk);
+        }
+        self.ranks[rank].advance();
+        let sent = mem::take(&mut *self.network.sent.lock().unwrap());
+        for (to, chunk) in sent {
+            clock += slowed(handled(chunk.len()));
+            let begins = clock.max(self.ranks[rank].outgoing);
+            self.ranks[rank].outgoing = begins + chunk.len() * costs.link;
+            self.messages += 1;
+            let arrives = Event::Arrives {
+                from: rank,
+                to,
+                chunk,
+            };
+            self.add(begins + costs.latency, arrives);
+        }
+        let core = rank % self.cores.len();
+        self.cores[core].is_busy = true;
+        self.add(clock, Event::CoreIsFree(core));
+    }
 }
 
 impl RecvChunk {
@@ -276,8 +354,8 @@ fn time(costs: Costs, world_size: usize, kind: OpKind, len: usize) -> (f64, usiz
 
 #[test]
 fn sums_are_in_rank_order_whichever_way_they_go() {
-    for world_size in [2, 3, 15, 16, 17, 31, 33, 100] {
-        for len in [0, 1, 10, 300, 5_000] {
+    for world_size in [2, 3, 15, 16, 17, 31, 33, 130] {
+        for len in [0, 1, 10, 300, 2_000, 5_000] {
             let mut simulation = Simulation::new(CLUSTER, world_size, OpKind::AllReduce, |_| len);
             simulation.run();
             let sums: Vec<f32> = (0..len)
@@ -317,7 +395,7 @@ fn rounds_take_less_time_in_large_worlds() {
         let (direct, _) = time(costs, world_size, OpKind::Connect, 100);
         rounds / direct
     };
-    assert!(ratio(TWO_CORES, 16) < 0.6);
+    assert!(ratio(TWO_CORES, 16) < 0.8);
     assert!(ratio(CLUSTER, 16) < 1.25);
     assert!(ratio(CLUSTER, 32) < 0.9);
     assert!(ratio(CLUSTER, 256) < 0.2);
@@ -351,23 +429,28 @@ fn ranks_that_disagree_find_it_though_some_send_directly() {
 /// The rank that takes part in rounds, and the one that sends directly, name the sender of what cannot be read.
 #[test]
 fn rounds_that_cannot_be_read_are_errors() {
-    let block = |head_len: u16, payload_len: u32, rest: &[u8]| {
-        let mut block = head_len.to_le_bytes().to_vec();
-        block.extend(payload_len.to_le_bytes());
-        block.extend(rest);
-        block
+    let blocks = |first: u32, head_len: u16, payload_len: u32, rest: &[u8]| {
+        let mut frame = first.to_le_bytes().to_vec();
+        frame.extend(head_len.to_le_bytes());
+        frame.extend(payload_len.to_le_bytes());
+        frame.extend(rest);
+        frame
     };
     let payloads = [
         Vec::new(),
-        block(0, 40, &[0; 39]),
-        block(0, 40, &[0; 41]),
-        block(0, u32::MAX, &[0; 40]),
-        block(u16::MAX, 40, &[0; 40]),
-        block(30, 40, &[0xFF; 70]),
-        block(0, 0, &[]).repeat(2),
+        vec![0; 3],
+        blocks(0, 0, 40, &[0; 39]),
+        blocks(0, 0, 40, &[0; 41]),
+        blocks(1, 0, 40, &[0; 40]),
+        blocks(u32::MAX, 0, 40, &[0; 40]),
+        blocks(0, 0, u32::MAX, &[0; 40]),
+        blocks(0, u16::MAX, 40, &[0; 40]),
+        blocks(0, 30, 40, &[0xFF; 70]),
+        // A second block, which the round does not have.
+        blocks(0, 0, 0, &[0; 6]),
     ];
     let cases = payloads.iter().map(|payload| (1, payload));
-    let whole = block(0, 40, &[0; 40]);
+    let whole = blocks(0, 0, 40, &[0; 40]);
     let cases = cases.chain([5, 6, 64, 65, u32::MAX].map(|index| (index, &whole)));
     for (index, payload) in cases {
         for len in [10, 100_000] {
@@ -399,34 +482,56 @@ fn rounds_that_cannot_be_read_are_errors() {
     }
 }
 
-/// Prints the times of sums of several sizes; `COSTS` are those of the fields of [`Costs`], separated by commas.
+/// Prints the times of sums. The variables are lists of numbers, separated by commas: `COSTS` has the fields of [`Costs`],
+/// the last of which is 0 if each rank has a core, `RANKS` the numbers of ranks, and `BYTES` the sizes.
 #[test]
 #[ignore = "prints a table for people"]
 fn table() {
-    let costs = match std::env::var("COSTS") {
-        Err(_) => CLUSTER,
-        Ok(text) => {
-            let costs: Vec<u64> = text.split(',').map(|part| part.parse().unwrap()).collect();
-            let [message, byte, combine, latency, link, cores] = costs[..] else {
-                panic!("expected six numbers");
-            };
-            Costs {
-                message,
-                byte,
-                combine,
-                latency,
-                link,
-                cores: (cores > 0).then_some(cores as usize),
-            }
-        }
+    let list = |name, usual: &[u64]| match std::env::var(name) {
+        Err(_) => usual.to_vec(),
+        Ok(text) => text.split(',').map(|part| part.parse().unwrap()).collect(),
     };
-    for world_size in [2, 4, 8, 16, 32, 64, 128, 256, 512] {
-        for bytes in [4, 4 << 10, 64 << 10, 1 << 20, 25_000_000] {
-            // One rank has received as much as all of its own values.
-            if bytes as u64 * world_size as u64 > 1 << 31 {
-                continue;
-            }
-            let (time, messages) = time(costs, world_size, OpKind::AllReduce, bytes / 4);
+    let usual = CLUSTER;
+    let costs = list(
+        "COSTS",
+        &[
+            usual.message,
+            usual.byte,
+            usual.combine,
+            usual.switch,
+            usual.crowding,
+            usual.latency,
+            usual.link,
+            0,
+        ],
+    );
+    let [
+        message,
+        byte,
+        combine,
+        switch,
+        crowding,
+        latency,
+        link,
+        cores,
+    ] = costs[..]
+    else {
+        panic!("expected eight numbers");
+    };
+    let costs = Costs {
+        message,
+        byte,
+        combine,
+        switch,
+        crowding,
+        latency,
+        link,
+        cores: (cores > 0).then_some(cores as usize),
+    };
+    for world_size in list("RANKS", &[2, 4, 8, 16, 32, 64, 128, 256, 512]) {
+        for bytes in list("BYTES", &[4, 4 << 10, 64 << 10, 1 << 20]) {
+            let (world_size, len) = (world_size as usize, bytes as usize / size_of::<f32>());
+            let (time, messages) = time(costs, world_size, OpKind::AllReduce, len);
             println!("{world_size:4} ranks {bytes:9} bytes {time:12.1} us {messages:8} messages");
         }
     }
