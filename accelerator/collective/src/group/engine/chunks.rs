@@ -126,6 +126,8 @@ impl Iterator for PackedRanges<'_> {
 pub(super) struct EvenShards {
     partition: Partition,
     size: usize,
+    /// The bytes of a chunk.
+    chunk: usize,
 }
 
 impl EvenShards {
@@ -133,6 +135,11 @@ impl EvenShards {
         Self {
             partition: Partition::new(len, world_size),
             size,
+            chunk: match world_size {
+                0..3 => CHUNK,
+                3 | 4 => 2 * SEGMENT,
+                _ => SEGMENT,
+            },
         }
     }
 
@@ -144,15 +151,20 @@ impl EvenShards {
     /// A chunk of a part; empty behind the last one.
     pub(super) fn chunk(&self, rank: usize, round: usize) -> Range<usize> {
         let part = self.part(rank);
-        let chunk = chunk(part.len(), round);
+        let chunk = shard_layout::chunk(part.len(), round, self.chunk);
         part.start + chunk.start..part.start + chunk.end
     }
 
     /// The number of chunks of the largest part.
     pub(super) fn rounds(&self) -> usize {
-        (self.partition.largest() * self.size).div_ceil(CHUNK)
+        (self.partition.largest() * self.size).div_ceil(self.chunk)
     }
 }
+
+/// The bytes of a chunk that, with its head, fits in one of the segments of 64 KiB in which Linux passes data to TCP. If
+/// many ranks send to one another in single segments, what is under way stays in the caches.
+const SEGMENT: usize = 60 * 1024;
+const _: () = assert!(2 * SEGMENT <= CHUNK);
 
 /// A chunk of `len` bytes; empty behind the last one.
 pub(super) fn chunk(len: usize, round: usize) -> Range<usize> {

@@ -53,8 +53,8 @@ const CLUSTER: Costs = Costs {
     cores: None,
 };
 
-/// Ranks on the two cores of one machine. With these costs the times of sums of 4 B to 1 MiB on 4 to 64 ranks are within
-/// 20 % of those that `accel-launch bench` measured on a virtual machine.
+/// Ranks on the two cores of one machine. With these costs the times of sums of 4 B to 64 KiB on 4 to 64 ranks are
+/// within 20 % of those that `accel-launch bench` measured on a virtual machine.
 const TWO_CORES: Costs = Costs {
     message: 1_340_000,
     byte: 202,
