@@ -103,9 +103,9 @@ fn nonsense_is_refused() {
         ("--dtype i8", "expected one of bf16, f16, f32, f64"),
         ("--transport pigeons", "\"pigeons\" is no transport"),
         ("--sizes 1M", "whole number of bytes"),
-        ("-n 1", "expected a number of processes from 2 to 32"),
-        ("-n 33", "expected a number of processes from 2 to 32"),
-        ("-n two", "expected a number of processes from 2 to 32"),
+        ("-n 1", "expected a number of processes from 2 to 127"),
+        ("-n 128", "expected a number of processes from 2 to 127"),
+        ("-n two", "expected a number of processes from 2 to 127"),
     ] {
         let ended = bench(line).expect(2);
         assert!(ended.stdout.is_empty(), "{ended:?}");

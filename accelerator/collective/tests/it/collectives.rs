@@ -66,7 +66,12 @@ mod rounds {
         );
         waits!(
             16: [a_rank_that_does_not_come],
-            17: [a_rank_that_does_not_come, a_rank_that_works_no_more],
+            17: [
+                a_rank_that_does_not_come,
+                a_rank_that_works_is_waited_for,
+                a_rank_that_works_no_more,
+                a_slow_rank_is_not_lost,
+            ],
         );
     }
 
