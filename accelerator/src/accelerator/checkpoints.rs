@@ -426,7 +426,8 @@ impl Accelerator {
     /// the others get its values and parameter ids. A prepared model stays prepared.
     ///
     /// `path` is the file, the index, a folder with `model.safetensors` or `model.safetensors.index.json`, such as a
-    /// checkpoint, or a folder of checkpoints, of which the newest good one is read. The file must fit the model: see
+    /// checkpoint, a folder with [PEFT's files](crate::model::FileLayout::Peft), or a folder of checkpoints, of which the
+    /// newest good one is read. The file must fit the model: see
     /// [`load_model_with`](Self::load_model_with) for files of other programs and other models.
     ///
     /// In a checkpoint, the manifest lists the files of the model, and each is checked against its hash; a file that

@@ -16,7 +16,7 @@ use super::position::Origin;
 use crate::core::error::{self, Error, Result};
 use crate::core::offload::Scratch;
 use crate::data::{EpochPosition, LoaderState};
-use crate::model::{FileBytes, FileNames, Layout, ModelFile};
+use crate::model::{FileBytes, FileNames, Layout, ModelFile, has_adapters_alone};
 use crate::optim::OptimizerState;
 use crate::precision::ScalerState;
 
@@ -405,7 +405,8 @@ pub(crate) fn open_model(path: &Path, activity: Activity) -> Result<ModelFile> {
 /// Returns the newest good checkpoint in a folder of checkpoints, and the name of its first model.
 fn newest_model(path: &Path) -> Result<Option<(Checkpoint, FileName)>> {
     let index = FileNames::new(MODEL).index();
-    if !path.is_dir() || [MODEL, &index].iter().any(|name| path.join(name).exists()) {
+    let has_model = || [MODEL, &index].iter().any(|name| path.join(name).exists());
+    if !path.is_dir() || has_model() || has_adapters_alone(path) {
         return Ok(None);
     }
     let search = Folder::open(path)?.latest_good()?;

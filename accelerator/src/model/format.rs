@@ -18,9 +18,9 @@ use crate::core::error::{Error, Result};
 /// | scale and shift of a norm | `gamma`, `beta` | `weight`, `bias` |
 /// | variant of an enum | a part of the path | left out |
 ///
-/// The files say which one they have, so that loading finds out by itself; files of other
-/// programs do not, and count as [`Burn`](Self::Burn) unless
-/// [`LoadOptions::with_layout`](super::LoadOptions::with_layout) says otherwise.
+/// [`Peft`](Self::Peft) is for adapters. The files say which layout they have, so that loading finds out by itself; files
+/// of other programs do not, and count as [`Burn`](Self::Burn) unless
+/// [`LoadOptions::with_layout`](super::LoadOptions::with_layout) says otherwise or their names are those of PEFT.
 #[derive(Clone, Copy, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 pub enum FileLayout {
     /// The layout of the module, for Burn programs.
@@ -28,6 +28,43 @@ pub enum FileLayout {
     Burn,
     /// The layout of `torch.nn`, for Python programs: `load_state_dict` takes it.
     PyTorch,
+    /// The adapters of a model alone, as `peft`, Hugging Face's library, saves and loads them: a file that should be named
+    /// `adapter_model.safetensors`, and `adapter_config.json` beside it.
+    ///
+    /// Saving takes a model with the LoRA adapters that
+    /// [`apply_lora`](burn::module::Module::apply_lora) attaches to `Linear` and `Embedding` layers. Other layers that are
+    /// trained as well are saved whole, as PEFT's `modules_to_save`.
+    ///
+    /// Loading attaches the adapters that the model does not have yet, with the ranks and the scales of the files, and then
+    /// freezes all other parameters as `apply_lora` does, except in `modules_to_save`. Load before
+    /// [`prepare`](crate::Accelerator::prepare). Parameters that are not in the file keep their values.
+    ///
+    /// ```
+    /// use accelerator::model::{FileLayout, SaveOptions};
+    /// use accelerator::prelude::*;
+    /// use burn::module::{Lora, Module};
+    /// use burn::nn::{Linear, LinearConfig};
+    ///
+    /// #[derive(Debug, Module)]
+    /// struct Net {
+    ///     head: Linear,
+    /// }
+    ///
+    /// # let folder = tempfile::tempdir().unwrap();
+    /// # let path = folder.path().join("adapter_model.safetensors");
+    /// let accelerator = Accelerator::new()?;
+    /// let base = Net { head: LinearConfig::new(8, 4).init(&accelerator.device()) };
+    /// let tuned = accelerator.prepare(base.clone().apply_lora(Lora::new(2, 4.0)))?;
+    /// accelerator.save_model_with(&tuned, &path, &SaveOptions::new().with_layout(FileLayout::Peft))?;
+    ///
+    /// let tuned = accelerator.load_model(base, folder.path())?;
+    /// assert_eq!(tuned.head.weight.adapter().map(|adapter| adapter.scale), Some(2.0));
+    /// // For inference without the cost of adapters.
+    /// let merged = tuned.valid().materialize();
+    /// # let _ = merged;
+    /// # Ok::<(), Error>(())
+    /// ```
+    Peft,
 }
 
 impl FileLayout {
@@ -35,11 +72,12 @@ impl FileLayout {
         match self {
             Self::Burn => "burn",
             Self::PyTorch => "pytorch",
+            Self::Peft => "peft",
         }
     }
 
     pub(super) fn from_name(name: &str) -> Option<Self> {
-        [Self::Burn, Self::PyTorch]
+        [Self::Burn, Self::PyTorch, Self::Peft]
             .into_iter()
             .find(|layout| layout.name() == name)
     }
@@ -49,13 +87,19 @@ impl FileLayout {
     pub(super) fn format(self) -> &'static str {
         match self {
             Self::Burn => "burn",
-            Self::PyTorch => "pt",
+            Self::PyTorch | Self::Peft => "pt",
         }
     }
 }
 
+/// The prefix of all names in PEFT's files.
+pub(super) const PEFT_PREFIX: &str = "base_model.model.";
+
+/// The kind of container that has the parts of an adapter.
+const ADAPTER: &str = "Reparameterization";
+
 /// The current place of a visitor or mapper in a module.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(super) struct FilePath {
     names: Vec<String>,
     /// The kind of container to which each name belongs: `Struct:Linear`, `Vec`, `Enum:Norm`.
@@ -77,7 +121,46 @@ impl FilePath {
         match layout {
             FileLayout::Burn => self.names.join("."),
             FileLayout::PyTorch => self.pytorch_name(),
+            FileLayout::Peft => self.peft_name(),
         }
+    }
+
+    /// Returns the names, in PEFT's files, of the factors of an adapter of the parameter at this place; `None` if PEFT adapts
+    /// no such parameter.
+    pub(super) fn factor_names(&self) -> Option<[String; 2]> {
+        let names = match (self.owner()?, self.names.last()?.as_str()) {
+            ("Struct:Linear", "weight") => ["lora_A.weight", "lora_B.weight"],
+            ("Struct:Embedding", "weight") => ["lora_embedding_A", "lora_embedding_B"],
+            _ => return None,
+        };
+        let module = self.module();
+        let dot = if module.is_empty() { "" } else { "." };
+        Some(names.map(|name| format!("{PEFT_PREFIX}{module}{dot}{name}")))
+    }
+
+    /// Returns the place of the parameter that is adapted, if a factor of a LoRA adapter is at this place.
+    pub(super) fn adapted(&self) -> Option<Self> {
+        let at = self.containers.iter().position(|name| name == ADAPTER)?;
+        (self.names[at] == "lora").then(|| Self {
+            names: self.names[..at].to_vec(),
+            containers: self.containers[..at].to_vec(),
+        })
+    }
+
+    fn peft_name(&self) -> String {
+        let factor = self.adapted().and_then(|adapted| adapted.factor_names());
+        match (factor, self.names.last().map(String::as_str)) {
+            (Some([a, _]), Some("a")) => a,
+            (Some([_, b]), Some("b")) => b,
+            _ => format!("{PEFT_PREFIX}{}", self.pytorch_name()),
+        }
+    }
+
+    /// Returns the module that has the parameter at this place, under PyTorch's conventions.
+    pub(super) fn module(&self) -> String {
+        let mut owner = self.clone();
+        owner.exit();
+        owner.pytorch_name()
     }
 
     pub(super) fn is_linear_weight(&self) -> bool {

@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::format::{FileLayout, LoadOptions, burn_dtype, file_dtype};
 use super::layout::{self, Layout};
+use super::peft::Attachments;
 use super::read::{ModelFile, StoredTensor};
 use super::snapshot::{SnapshotEntry, visit_entries};
 use super::tied::TiedParameters;
@@ -34,6 +35,7 @@ pub(crate) fn load_on_all(
     let group = context.group();
     if group.world_size() == 1 {
         let file = open(group.activity())?;
+        let (model, _) = with_adapters(model, &file, options)?;
         let matched = Matched::checked(&model, &file, options, ids)?;
         let report = matched.report.clone();
         let model = matched.load(model, &file, ids, group)?;
@@ -41,19 +43,26 @@ pub(crate) fn load_on_all(
     }
     let loading = group.for_purpose("load a model");
     let (loaded, report) = if group.rank() == 0 {
-        let file = open(group.activity());
-        let matched = file.as_ref().map_err(Clone::clone);
-        let matched =
-            matched.and_then(|file| Ok((file, Matched::checked(&model, file, options, ids)?)));
-        let (file, matched) = agreement::send(group, matched)?;
+        let opened = open(group.activity()).and_then(|file| {
+            let (model, attached) = with_adapters(model, &file, options)?;
+            Ok((file, model, attached))
+        });
+        let matched = opened.as_ref().map_err(Clone::clone);
+        let matched = matched.and_then(|(file, model, attached)| {
+            let matched = Matched::checked(model, file, options, ids)?;
+            Ok((matched, file, model.clone(), attached))
+        });
+        let (matched, file, model, attached) = agreement::send(group, matched)?;
         let sent: Vec<bool> = matched.sources.iter().map(Option::is_some).collect();
         let report = matched.report.clone();
-        loading.broadcast_object(Some(&(report.clone(), sent)), 0)?;
+        loading.broadcast_object(Some(&(report.clone(), sent, attached.clone())), 0)?;
         compare(&loading, &model)?;
         (matched.load(model, file, ids, &loading), report)
     } else {
         agreement::receive(group, ACTION)?;
-        let (report, sent): (LoadReport, Vec<bool>) = loading.broadcast_object(None, 0)?;
+        let (report, sent, attached): (LoadReport, Vec<bool>, Attachments) =
+            loading.broadcast_object(None, 0)?;
+        let model = attached.attach(model);
         compare(&loading, &model)?;
         (receive_pieces(model, sent, &loading), report)
     };
@@ -61,6 +70,19 @@ pub(crate) fn load_on_all(
     let layout = Layout::of(&model);
     let model = layout::from_rank_zero(group, model, &layout)?;
     Ok((TiedParameters::of(&model).retie(model), report))
+}
+
+/// Attaches the adapters of PEFT's files that the model does not have.
+fn with_adapters(
+    model: BoxedModule,
+    file: &ModelFile,
+    options: &LoadOptions,
+) -> Result<(BoxedModule, Attachments)> {
+    if agreed_layout(file, options)? != FileLayout::Peft {
+        return Ok((model, Attachments::default()));
+    }
+    let attached = Attachments::missing(&model, file, &originals(file, options)?)?;
+    Ok((attached.clone().attach(model), attached))
 }
 
 #[track_caller]
@@ -252,7 +274,9 @@ impl<'a> Matcher<'a> {
             None => self.file.find(&name).filter(|(kept, _)| *kept != name),
         };
         let Some((original, stored)) = found else {
-            self.report.missing.push(name);
+            if entry.is_required(self.layout) {
+                self.report.missing.push(name);
+            }
             return None;
         };
         self.used.insert(original.to_owned());
@@ -260,7 +284,7 @@ impl<'a> Matcher<'a> {
         if stored.shape != expected {
             self.report.misshapen.push(Misshapen {
                 name,
-                expected: expected.to_vec(),
+                expected,
                 found: stored.shape.clone(),
             });
             return None;

@@ -8,6 +8,7 @@ mod buffers;
 mod format;
 mod layout;
 mod load;
+mod peft;
 mod read;
 mod save;
 mod snapshot;
@@ -24,7 +25,7 @@ pub(crate) use self::layout::{
 };
 pub use self::load::{LoadReport, Misshapen, Mistyped};
 pub(crate) use self::load::{load_on_all, restore_values};
-pub(crate) use self::read::{FileBytes, ModelFile};
+pub(crate) use self::read::{FileBytes, ModelFile, has_adapters_alone};
 pub(crate) use self::save::save;
 pub(crate) use self::snapshot::ModelSnapshot;
 pub use self::tied::retie_parameters;

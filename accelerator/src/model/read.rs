@@ -10,13 +10,15 @@ use safetensors::Dtype;
 use safetensors::tensor::Metadata;
 use serde::Deserialize;
 
-use super::format::{FileLayout, FileNames, burn_dtype};
+use super::format::{FileLayout, FileNames, PEFT_PREFIX, burn_dtype};
 use crate::core::error::{Error, Kind, Result};
 
 /// The most that a header may take, as in the format's own reader.
 const MAX_HEADER: u64 = 100_000_000;
 
 const BLOCK: usize = 1 << 24;
+
+const ADAPTER_FILE: &str = "adapter_model.safetensors";
 
 /// A model in one file or in several with an index, on disk or in memory. Opening it reads and checks the headers;
 /// values are read on request.
@@ -72,7 +74,8 @@ struct FileIndex {
 }
 
 impl ModelFile {
-    /// Opens `path` on disk: a file, an index, or a folder with `model.safetensors` or its index. If only the index of
+    /// Opens `path` on disk: a file, an index, or a folder with `model.safetensors` or its index, or else with PEFT's
+    /// `adapter_model.safetensors`. If only the index of
     /// such a file exists, that is opened. Reading it shows `activity`.
     pub(crate) fn open(path: &Path, activity: Activity) -> Result<Self> {
         Self::assemble(&path_in(path), activity, &|path| match File::open(path) {
@@ -138,7 +141,15 @@ impl ModelFile {
     }
 
     pub(super) fn layout(&self) -> Option<FileLayout> {
-        FileLayout::from_name(self.metadata.get("layout")?)
+        let named = self.metadata.get("layout");
+        named.map_or_else(
+            || {
+                let is_peft = |name: &str| name.starts_with(PEFT_PREFIX);
+                let mut names = self.names().peekable();
+                (names.peek().is_some() && names.all(is_peft)).then_some(FileLayout::Peft)
+            },
+            |name| FileLayout::from_name(name),
+        )
     }
 
     pub(super) fn read(&self, stored: &StoredTensor) -> Result<TensorData> {
@@ -227,8 +238,16 @@ impl ModelFile {
     }
 }
 
+/// Returns `true` for a folder with PEFT's files and no model.
+pub(crate) fn has_adapters_alone(folder: &Path) -> bool {
+    let model = FileNames::new("model.safetensors");
+    let has = |name: &str| folder.join(name).is_file();
+    has(ADAPTER_FILE) && !has(&model.single) && !has(&model.index())
+}
+
 fn path_in(path: &Path) -> PathBuf {
     match path.is_dir() {
+        true if has_adapters_alone(path) => path.join(ADAPTER_FILE),
         true => path.join("model.safetensors"),
         false => path.to_owned(),
     }

@@ -8,7 +8,8 @@ use accelerator_host::fs::{Durability, folder_of, place, sync_folder};
 use accelerator_host::lock::{FileLock, LockMode};
 use accelerator_manifest::internal::StagedFolder;
 
-use super::format::{FileNames, SaveOptions};
+use super::format::{FileLayout, FileNames, FilePath, SaveOptions};
+use super::peft::{CONFIG_FILE, PeftExport};
 use super::snapshot::ModelSnapshot;
 use crate::context::Context;
 use crate::core::dyn_module::DynModule;
@@ -23,9 +24,19 @@ pub(crate) fn save(
     options: &SaveOptions,
 ) -> Result<()> {
     let activity = context.group().activity();
-    let snapshot = ModelSnapshot::gathered(context.group(), model)?;
+    let adapters = match options.layout {
+        FileLayout::Peft if options.max_shard_size.is_some() => {
+            return Err(Error::config(
+                "PEFT reads adapters from one file: leave `with_max_shard_size` out",
+            ));
+        }
+        FileLayout::Peft => Some(PeftExport::of(model)?),
+        FileLayout::Burn | FileLayout::PyTorch => None,
+    };
+    let wanted = |place: &FilePath| adapters.as_ref().is_none_or(|adapters| adapters.has(place));
+    let snapshot = ModelSnapshot::gathered_parts(context.group(), model, &wanted)?;
     let work = || match &snapshot {
-        Some(snapshot) => write(snapshot, path, options, activity),
+        Some(snapshot) => write(snapshot, adapters.as_ref(), path, options, activity),
         None => Ok(()),
     };
     context.on_main("save the model", work).map(drop)
@@ -33,6 +44,7 @@ pub(crate) fn save(
 
 fn write(
     snapshot: &ModelSnapshot,
+    adapters: Option<&PeftExport>,
     path: &Path,
     options: &SaveOptions,
     activity: Activity,
@@ -46,6 +58,12 @@ fn write(
     snapshot.write(&names, options, &mut |name, emit| {
         staged.write(name, emit).map_err(failed)
     })?;
+    if let Some(adapters) = adapters {
+        let config = adapters.config().map_err(|error| failed(error.into()))?;
+        staged
+            .write(CONFIG_FILE, &mut |file| file.write_all(&config))
+            .map_err(failed)?;
+    }
     staged.publish().map_err(failed)
 }
 

@@ -38,15 +38,24 @@ pub(super) struct SnapshotEntry {
     path: String,
     /// The path under PyTorch's conventions.
     pytorch_name: String,
-    /// The shape that Burn saves, which is that of the module except for column-major linear layers.
+    peft_name: String,
+    /// The shape in the module.
     shape: Vec<usize>,
-    pytorch_shape: Vec<usize>,
+    /// The shape that Burn saves, which is that of the module except for column-major linear layers.
+    saved_shape: Vec<usize>,
     is_linear_weight: bool,
+    is_factor: bool,
     value: ReadValue,
 }
 
-/// Reads the values of a parameter as a file in this layout has them.
-type ReadValue = Box<dyn Fn(FileLayout) -> TensorData + Send>;
+/// Reads the values of a parameter as a file has them: as Burn saves them, or the matrix of the module transposed.
+type ReadValue = Box<dyn Fn(Orientation) -> TensorData + Send>;
+
+#[derive(Clone, Copy, Eq, PartialEq)]
+enum Orientation {
+    AsSaved,
+    Transposed,
+}
 
 impl ModelSnapshot {
     /// Takes the snapshot of a model that is not sharded.
@@ -61,27 +70,43 @@ impl ModelSnapshot {
     /// call it.
     #[track_caller]
     pub(crate) fn gathered(group: &ProcessGroup, model: &dyn DynModule) -> Result<Option<Self>> {
+        Self::gathered_parts(group, model, &|_| true)
+    }
+
+    /// Takes the snapshot of the parameters and buffers at some places only.
+    #[track_caller]
+    pub(super) fn gathered_parts(
+        group: &ProcessGroup,
+        model: &dyn DynModule,
+        wanted: &dyn Fn(&FilePath) -> bool,
+    ) -> Result<Option<Self>> {
         let is_main = group.rank() == 0;
-        if !is_sharded(model) {
-            return Ok(is_main.then(|| Self::of(model)));
+        let gathering = is_sharded(model).then(|| Gathering {
+            group: group.for_purpose("gather a sharded model"),
+            known: HashMap::new(),
+            failure: None,
+        });
+        if gathering.is_none() && !is_main {
+            return Ok(None);
         }
         let mut entries = Vec::new();
         let mut visitor = EntryVisitor {
-            gathering: Some(Gathering {
-                group: group.for_purpose("gather a sharded model"),
-                known: HashMap::new(),
-                failure: None,
-            }),
+            gathering,
             place: FilePath::default(),
+            wanted,
             take: &mut |entry| {
                 if is_main {
                     entries.push(entry);
                 }
             },
         };
+        // `valid` brings running statistics up to date, which are a step behind otherwise.
         let model: &dyn DynModule = &model.valid();
         model.visit(&mut visitor);
-        let failure = visitor.gathering.and_then(|gathering| gathering.failure);
+        let Some(gathering) = visitor.gathering else {
+            return Ok(Some(Self { entries }));
+        };
+        let failure = gathering.failure;
         let gathered = failure.map_or(Ok(is_main.then_some(Self { entries })), Err);
         agreement::together(group, gathered, "gather a sharded model")
     }
@@ -142,9 +167,10 @@ impl ModelSnapshot {
         for entry in &self.entries {
             let record = Record::new(entry, layout)?;
             let same_id = by_id.entry(entry.id).or_default();
-            // Clones of a parameter keep its id, and may have been trained apart since.
+            // Clones of a parameter keep its id, and may have been trained apart since. PEFT reads no aliases.
             let twin = same_id.iter().find(|&&at| {
-                records[at].shape == record.shape
+                layout != FileLayout::Peft
+                    && records[at].shape == record.shape
                     && records[at].entry.data(layout) == entry.data(layout)
             });
             if let Some(&at) = twin {
@@ -174,6 +200,7 @@ pub(super) fn visit_entries(model: &dyn DynModule, take: &mut dyn FnMut(Snapshot
     model.visit(&mut EntryVisitor {
         gathering: None,
         place: FilePath::default(),
+        wanted: &|_| true,
         take,
     });
 }
@@ -183,24 +210,37 @@ impl SnapshotEntry {
         match layout {
             FileLayout::Burn => &self.path,
             FileLayout::PyTorch => &self.pytorch_name,
+            FileLayout::Peft => &self.peft_name,
         }
     }
 
-    pub(super) fn shape(&self, layout: FileLayout) -> &[usize] {
-        match layout {
-            FileLayout::Burn => &self.shape,
-            FileLayout::PyTorch => &self.pytorch_shape,
+    pub(super) fn shape(&self, layout: FileLayout) -> Vec<usize> {
+        match self.is_transposed(layout) {
+            true => self.shape.iter().rev().copied().collect(),
+            false => self.saved_shape.clone(),
         }
     }
 
     /// Returns `true` if a file in this layout has the matrix transposed.
     pub(super) fn is_transposed(&self, layout: FileLayout) -> bool {
-        layout == FileLayout::PyTorch && self.is_linear_weight
+        match layout {
+            FileLayout::Burn => false,
+            FileLayout::PyTorch => self.is_linear_weight,
+            FileLayout::Peft => self.is_linear_weight || self.is_factor,
+        }
+    }
+
+    /// Returns `true` if a file in this layout has this parameter or buffer in any case.
+    pub(super) fn is_required(&self, layout: FileLayout) -> bool {
+        layout != FileLayout::Peft || self.is_factor
     }
 
     /// Returns the values, brought to the host.
     pub(super) fn data(&self, layout: FileLayout) -> TensorData {
-        let data = (self.value)(layout);
+        let data = (self.value)(match self.is_transposed(layout) {
+            true => Orientation::Transposed,
+            false => Orientation::AsSaved,
+        });
         match self.dtype {
             // Files have one byte for each.
             DType::Bool(_) => data.convert_dtype(DType::Bool(BoolStore::Native)),
@@ -222,6 +262,7 @@ impl fmt::Debug for SnapshotEntry {
 struct EntryVisitor<'a> {
     gathering: Option<Gathering>,
     place: FilePath,
+    wanted: &'a dyn Fn(&FilePath) -> bool,
     take: &'a mut dyn FnMut(SnapshotEntry),
 }
 
@@ -261,6 +302,9 @@ impl EntryVisitor<'_> {
     where
         Tensor<D, K>: Parameter,
     {
+        if !(self.wanted)(&self.place) {
+            return;
+        }
         let value = param.val();
         let (dtype, device) = (value.dtype(), value.device());
         let is_linear_weight = D == 2 && self.place.is_linear_weight();
@@ -276,38 +320,35 @@ impl EntryVisitor<'_> {
                 .as_mut()
                 .map(|gathering| gathering.whole(param.id, &piece, &value.clone().into_data()));
             let whole_shape = shape.clone();
-            read = Box::new(move |layout| {
+            read = Box::new(move |orientation| {
                 let Some(whole) = &whole else {
                     return value.clone().into_data();
                 };
                 let data = TensorData::from_bytes(whole.clone(), whole_shape.clone(), dtype);
                 let whole = Tensor::<D, K>::from_data(data, (&device, dtype));
-                match layout {
-                    FileLayout::PyTorch if is_linear_weight => whole.transpose().into_data(),
-                    FileLayout::Burn | FileLayout::PyTorch => mapper.on_save(whole).into_data(),
+                match orientation {
+                    Orientation::Transposed => whole.transpose().into_data(),
+                    Orientation::AsSaved => mapper.on_save(whole).into_data(),
                 }
             });
         } else {
             let saved = param.transform_for_save().val();
             (shape, saved_shape) = (value.dims().to_vec(), saved.dims().to_vec());
-            read = Box::new(move |layout| match layout {
-                FileLayout::PyTorch if is_linear_weight => value.clone().transpose().into_data(),
-                FileLayout::Burn | FileLayout::PyTorch => saved.clone().into_data(),
+            read = Box::new(move |orientation| match orientation {
+                Orientation::Transposed => value.clone().transpose().into_data(),
+                Orientation::AsSaved => saved.clone().into_data(),
             });
-        }
-        let mut pytorch_shape = saved_shape.clone();
-        if is_linear_weight {
-            pytorch_shape = shape;
-            pytorch_shape.reverse();
         }
         (self.take)(SnapshotEntry {
             id: param.id.val(),
             dtype,
             path: self.place.name(FileLayout::Burn),
             pytorch_name: self.place.name(FileLayout::PyTorch),
-            shape: saved_shape,
-            pytorch_shape,
+            peft_name: self.place.name(FileLayout::Peft),
+            shape,
+            saved_shape,
             is_linear_weight,
+            is_factor: D == 2 && self.place.adapted().is_some(),
             value: read,
         });
     }
@@ -339,7 +380,7 @@ struct Record<'a> {
     entry: &'a SnapshotEntry,
     name: &'a str,
     dtype: Dtype,
-    shape: &'a [usize],
+    shape: Vec<usize>,
     bytes: usize,
 }
 
@@ -353,12 +394,13 @@ impl<'a> Record<'a> {
             ))
         })?;
         let shape = entry.shape(layout);
+        let bytes = shape.iter().product::<usize>() * dtype.bitsize() / 8;
         Ok(Self {
             entry,
             name,
             dtype,
             shape,
-            bytes: shape.iter().product::<usize>() * dtype.bitsize() / 8,
+            bytes,
         })
     }
 }
@@ -406,7 +448,7 @@ fn header(
         let end = start + record.bytes;
         let info = TensorInfo {
             dtype: record.dtype,
-            shape: record.shape.to_vec(),
+            shape: record.shape.clone(),
             data_offsets: (start, end),
         };
         tensors.push((record.name, info));

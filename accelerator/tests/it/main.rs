@@ -23,6 +23,7 @@ mod models;
 mod offloading;
 mod operator;
 mod overlap;
+mod peft;
 mod places;
 mod precision;
 mod processes;

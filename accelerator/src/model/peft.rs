@@ -1,0 +1,465 @@
+//! Adapters in the files of PEFT, Hugging Face's library: `adapter_model.safetensors` and `adapter_config.json`.
+//!
+//! A factor of PEFT is the transpose of Burn's: the weight is `W + scale · a · b` here, and `Wᵀ + scale · B · A` there. The
+//! file of tensors does not have the scale: the configuration has it as `lora_alpha / r`, with patterns for modules that
+//! have other numbers.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use burn::module::{
+    LoraAdapter, Module, ModuleMapper, ModuleVisitor, Param, ParamId, Reparameterizer,
+};
+use burn::tensor::{DType, Tensor};
+use regex::Regex;
+use serde::{Deserialize, Serialize};
+
+use super::format::{FileLayout, FilePath, PEFT_PREFIX};
+use super::read::ModelFile;
+use crate::core::dyn_module::{BoxedModule, DynModule};
+use crate::core::error::{Error, Kind, Result};
+
+pub(super) const CONFIG_FILE: &str = "adapter_config.json";
+
+/// The parts of a model that go into PEFT's files.
+pub(super) struct PeftExport {
+    config: AdapterConfig,
+    saved_modules: BTreeSet<String>,
+}
+
+impl PeftExport {
+    pub(super) fn of(model: &dyn DynModule) -> Result<Self> {
+        let survey = Survey::of(model);
+        let mut numbers = BTreeMap::new();
+        for (path, scale) in survey.scales(model) {
+            let Adapted {
+                module,
+                rank,
+                names,
+            } = &survey.adapted[&path];
+            if names.is_none() || module.is_empty() {
+                return Err(Error::model(format!(
+                    "`{path}` has an adapter, and PEFT has adapters only for the weights of `Linear` and `Embedding` layers \
+                     within a model: leave this one out with `Lora::set_param_group`, or save in another layout"
+                )));
+            }
+            // In the shortest form that the product has in the precision of the scale.
+            let alpha = scale * *rank as f32;
+            let alpha = alpha.to_string().parse().unwrap_or(f64::from(alpha));
+            numbers.insert(module.clone(), AdapterNumbers { rank: *rank, alpha });
+        }
+        let Some(common) = most_common(&numbers) else {
+            return Err(Error::model(
+                "the model has no LoRA adapters: attach them with `apply_lora`, or save it in another layout",
+            ));
+        };
+        let mut saved_modules = BTreeSet::new();
+        for (path, module) in &survey.trained {
+            if module.is_empty() || numbers.contains_key(module) {
+                return Err(Error::model(format!(
+                    "`{path}` is trained beside the adapters, and PEFT's files have only layers that are trained whole: \
+                     freeze it, or save the model in another layout"
+                )));
+            }
+            saved_modules.insert(module.clone());
+        }
+        let config = AdapterConfig::new(&numbers, common, &saved_modules, &survey.modules);
+        Ok(Self {
+            config,
+            saved_modules,
+        })
+    }
+
+    /// Returns `true` if the files have the parameter at this place.
+    pub(super) fn has(&self, place: &FilePath) -> bool {
+        place.adapted().is_some() || self.saved_modules.contains(&place.module())
+    }
+
+    pub(super) fn config(&self) -> serde_json::Result<Vec<u8>> {
+        serde_json::to_vec_pretty(&self.config)
+    }
+}
+
+/// Adapters to attach to a model, by the paths of the parameters that they adapt.
+#[derive(Clone, Debug, Default, Deserialize, Serialize)]
+pub(super) struct Attachments {
+    adapters: BTreeMap<String, Attachment>,
+    /// The paths of the parameters that stay trainable.
+    trained: BTreeSet<String>,
+}
+
+#[derive(Clone, Copy, Debug, Deserialize, Serialize)]
+struct Attachment {
+    rank: usize,
+    scale: f64,
+}
+
+impl Attachments {
+    /// Returns the adapters that PEFT's files have and the model does not. `originals` has the names in the file, keyed by
+    /// the names after renaming.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_model`] if the files have another kind of adapter, or an adapter of the model has another scale.
+    pub(super) fn missing(
+        model: &dyn DynModule,
+        file: &ModelFile,
+        originals: &BTreeMap<String, String>,
+    ) -> Result<Self> {
+        let config = AdapterConfig::read(file)?;
+        let survey = Survey::of(model);
+        let scales = survey.scales(model);
+        let mut missing = Self::default();
+        for (path, names) in &survey.adaptable {
+            let Some(original) = originals.get(&names[0]) else {
+                continue;
+            };
+            let Some((_, stored)) = file.find(original) else {
+                continue;
+            };
+            let &[rank, _] = &stored.shape[..] else {
+                continue;
+            };
+            let scale = config.scale(module_of(original), rank)?;
+            match scales.get(path) {
+                None => {
+                    let attachment = Attachment { rank, scale };
+                    missing.adapters.insert(path.clone(), attachment);
+                }
+                Some(&own) if (f64::from(own) - scale).abs() > 1e-6 * scale.abs() => {
+                    return Err(Error::model(format!(
+                        "the adapter of `{path}` has the scale {own}, and the one in `{}` has {scale} (`lora_alpha / r`): \
+                         call `apply_lora` with the numbers of the file, or leave it out, and loading attaches the adapters",
+                        file.path().display()
+                    )));
+                }
+                Some(_) => {}
+            }
+        }
+        if !missing.adapters.is_empty() {
+            let is_saved = |module: &String| {
+                let mut saved = config.modules_to_save.iter().flatten();
+                saved.any(|name| has_suffix(module, name))
+            };
+            let trained = survey.trained.into_iter();
+            let trained = trained.filter(|(_, module)| is_saved(module));
+            missing.trained = trained.map(|(path, _)| path).collect();
+            let own = survey.adapted.keys();
+            let factors = own.flat_map(|path| ["a", "b"].map(|name| format!("{path}.lora.{name}")));
+            missing.trained.extend(factors);
+        }
+        Ok(missing)
+    }
+
+    /// Attaches the adapters, with factors of zeros, and freezes the other parameters as
+    /// [`apply_lora`](Module::apply_lora) does.
+    pub(super) fn attach(self, model: BoxedModule) -> BoxedModule {
+        if self.adapters.is_empty() {
+            return model;
+        }
+        model.apply_reparameterization(self)
+    }
+}
+
+impl Reparameterizer for Attachments {
+    type Reparam = LoraAdapter;
+
+    fn reparameterize<const D: usize>(
+        &mut self,
+        path: &str,
+        param: Param<Tensor<D>>,
+    ) -> (Param<Tensor<D>>, Option<LoraAdapter>) {
+        if self.trained.contains(path) {
+            return (param, None);
+        }
+        let base = param.set_require_grad(false);
+        let Some(&Attachment { rank, scale }) = self.adapters.get(path) else {
+            return (base, None);
+        };
+        let value = base.val();
+        let (shape, device, dtype) = (value.dims(), value.device(), value.dtype());
+        let dtype = if dtype.is_float() { dtype } else { DType::F32 };
+        let zeros = |shape| Param::from_tensor(Tensor::zeros(shape, (&device, dtype)));
+        // Only matrices are adaptable.
+        let (inputs, outputs) = (shape[0], shape[D - 1]);
+        let adapter = LoraAdapter {
+            a: zeros([inputs, rank]),
+            b: zeros([rank, outputs]),
+            scale,
+        };
+        (base, Some(adapter))
+    }
+}
+
+/// The configuration of adapters, as PEFT writes and reads it. PEFT takes its own defaults for everything else.
+#[derive(Debug, Deserialize, Serialize)]
+struct AdapterConfig {
+    peft_type: String,
+    #[serde(default)]
+    base_model_name_or_path: Option<String>,
+    #[serde(default)]
+    task_type: Option<String>,
+    r: usize,
+    lora_alpha: f64,
+    #[serde(default)]
+    target_modules: TargetModules,
+    #[serde(default)]
+    modules_to_save: Option<Vec<String>>,
+    #[serde(default)]
+    rank_pattern: BTreeMap<String, usize>,
+    #[serde(default)]
+    alpha_pattern: BTreeMap<String, f64>,
+    #[serde(default)]
+    use_rslora: bool,
+    #[serde(default)]
+    use_dora: bool,
+    #[serde(default)]
+    lora_bias: bool,
+    #[serde(default)]
+    inference_mode: bool,
+}
+
+/// The adapted modules: by names, each of which also stands for modules that end with it, or by a regular expression.
+#[derive(Debug, Deserialize, Serialize)]
+#[serde(untagged)]
+enum TargetModules {
+    Names(Vec<String>),
+    Pattern(Option<String>),
+}
+
+impl Default for TargetModules {
+    fn default() -> Self {
+        Self::Pattern(None)
+    }
+}
+
+#[derive(Clone, Copy, PartialEq)]
+struct AdapterNumbers {
+    rank: usize,
+    alpha: f64,
+}
+
+impl AdapterConfig {
+    fn new(
+        numbers: &BTreeMap<String, AdapterNumbers>,
+        common: AdapterNumbers,
+        saved_modules: &BTreeSet<String>,
+        modules: &BTreeSet<String>,
+    ) -> Self {
+        let others = modules
+            .iter()
+            .filter(|module| !numbers.contains_key(*module));
+        let is_taken = |other: &String| numbers.keys().any(|name| has_suffix(other, name));
+        let target_modules = match others.into_iter().any(is_taken) {
+            true => {
+                let names: Vec<_> = numbers.keys().map(|name| regex::escape(name)).collect();
+                TargetModules::Pattern(Some(format!("({})", names.join("|"))))
+            }
+            false => TargetModules::Names(numbers.keys().cloned().collect()),
+        };
+        let key = |module: &String| format!("^{}", regex::escape(module));
+        let special = |differs: fn(AdapterNumbers, AdapterNumbers) -> bool| {
+            let special = numbers
+                .iter()
+                .filter(move |(_, own)| differs(**own, common));
+            special.map(|(module, own)| (key(module), *own))
+        };
+        let ranks = special(|own, common| own.rank != common.rank);
+        let alphas = special(|own, common| own.alpha != common.alpha);
+        Self {
+            peft_type: "LORA".to_owned(),
+            base_model_name_or_path: None,
+            task_type: None,
+            r: common.rank,
+            lora_alpha: common.alpha,
+            target_modules,
+            modules_to_save: (!saved_modules.is_empty())
+                .then(|| saved_modules.iter().cloned().collect()),
+            rank_pattern: ranks.map(|(key, own)| (key, own.rank)).collect(),
+            alpha_pattern: alphas.map(|(key, own)| (key, own.alpha)).collect(),
+            use_rslora: false,
+            use_dora: false,
+            lora_bias: false,
+            inference_mode: true,
+        }
+    }
+
+    /// Reads the configuration beside the file.
+    fn read(file: &ModelFile) -> Result<Self> {
+        let path = file.path().with_file_name(CONFIG_FILE);
+        let failed = |error| Error::io("read the configuration of adapters", &path, error);
+        let text = std::fs::read(&path).map_err(failed)?;
+        let config: Self = serde_json::from_slice(&text).map_err(|error| failed(error.into()))?;
+        let refused = match &config {
+            Self { use_dora: true, .. } => Some("DoRA"),
+            Self {
+                lora_bias: true, ..
+            } => Some("adapters with a bias"),
+            Self { peft_type, .. } if peft_type != "LORA" => Some(&**peft_type),
+            _ => None,
+        };
+        match refused {
+            None => Ok(config),
+            Some(kind) => Err(Error::model(format!(
+                "`{}` is about {kind}, and only plain LoRA adapters can be loaded",
+                path.display()
+            ))),
+        }
+    }
+
+    /// Returns the factor by which the product of an adapter's factors is scaled.
+    fn scale(&self, module: &str, rank: usize) -> Result<f64> {
+        let mut alpha = self.lora_alpha;
+        for (pattern, own) in &self.alpha_pattern {
+            let pattern = Regex::new(&format!(r"^(?:.*\.)?(?:{pattern})$")).map_err(|error| {
+                Error::new(
+                    Kind::Model,
+                    format!("`alpha_pattern` in `{CONFIG_FILE}` has the key `{pattern}`, which is no regular expression"),
+                )
+                .with_source(error)
+            })?;
+            if pattern.is_match(module) {
+                alpha = *own;
+                break;
+            }
+        }
+        let rank = rank as f64;
+        Ok(alpha / if self.use_rslora { rank.sqrt() } else { rank })
+    }
+}
+
+fn most_common(numbers: &BTreeMap<String, AdapterNumbers>) -> Option<AdapterNumbers> {
+    let uses = |own: &AdapterNumbers| numbers.values().filter(|other| *other == own).count();
+    numbers.values().copied().max_by_key(uses)
+}
+
+/// Returns `true` if the module is called `name` as a whole or from one of its dots on.
+fn has_suffix(module: &str, name: &str) -> bool {
+    let rest = module.strip_suffix(name);
+    rest.is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
+}
+
+/// Returns the module to which a factor belongs.
+fn module_of(name: &str) -> &str {
+    let name = name.strip_prefix(PEFT_PREFIX).unwrap_or(name);
+    name.split_once(".lora_").map_or("", |(module, _)| module)
+}
+
+/// The adapters of a model, and what they could adapt.
+#[derive(Default)]
+struct Survey {
+    place: FilePath,
+    /// The modules that have parameters.
+    modules: BTreeSet<String>,
+    /// The adapted parameters by their paths.
+    adapted: BTreeMap<String, Adapted>,
+    /// The paths of the parameters that PEFT adapts, and the names of their factors.
+    adaptable: Vec<(String, [String; 2])>,
+    /// The paths and modules of the trained parameters that are not factors of an adapter.
+    trained: Vec<(String, String)>,
+}
+
+struct Adapted {
+    module: String,
+    rank: usize,
+    names: Option<[String; 2]>,
+}
+
+impl Survey {
+    fn of(model: &dyn DynModule) -> Self {
+        let mut survey = Self::default();
+        model.visit(&mut survey);
+        survey
+    }
+
+    /// Returns the scales of the adapters, by the paths of the parameters that they adapt.
+    ///
+    /// Burn shows a visitor the factors alone. So the model is merged with zeros for its parameters and ones for the
+    /// factors, one element each: the merged elements are the scales.
+    fn scales(&self, model: &dyn DynModule) -> BTreeMap<String, f32> {
+        if self.adapted.is_empty() {
+            return BTreeMap::new();
+        }
+        let merged = model.boxed().map(&mut Ones::default()).materialize();
+        let mut reader = ScaleReader {
+            place: FilePath::default(),
+            scales: BTreeMap::new(),
+        };
+        merged.visit(&mut reader);
+        let mut scales = reader.scales;
+        scales.retain(|path, _| self.adapted.contains_key(path));
+        scales
+    }
+}
+
+impl ModuleVisitor for Survey {
+    fn enter_module(&mut self, name: &str, container_type: &str) {
+        self.place.enter(name, container_type);
+    }
+
+    fn exit_module(&mut self, _name: &str, _container_type: &str) {
+        self.place.exit();
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let path = self.place.name(FileLayout::Burn);
+        let Some(weight) = self.place.adapted() else {
+            let module = self.place.module();
+            self.modules.insert(module.clone());
+            if let Some(names) = self.place.factor_names().filter(|_| D == 2) {
+                self.adaptable.push((path.clone(), names));
+            }
+            if param.is_require_grad() {
+                self.trained.push((path, module));
+            }
+            return;
+        };
+        if path.ends_with(".a") {
+            let adapted = Adapted {
+                module: weight.module(),
+                rank: param.lazy_shape()[1],
+                names: weight.factor_names(),
+            };
+            self.adapted.insert(weight.name(FileLayout::Burn), adapted);
+        }
+    }
+}
+
+/// Makes each parameter one element: 1 in adapters, and 0 elsewhere.
+#[derive(Default)]
+struct Ones(FilePath);
+
+impl ModuleMapper for Ones {
+    fn enter_module(&mut self, name: &str, container_type: &str) {
+        self.0.enter(name, container_type);
+    }
+
+    fn exit_module(&mut self, _name: &str, _container_type: &str) {
+        self.0.exit();
+    }
+
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let value = if self.0.adapted().is_some() { 1.0 } else { 0.0 };
+        let value = Tensor::full([1; D], value, (&param.lazy_device(), DType::F32));
+        Param::initialized(ParamId::new(), value)
+    }
+}
+
+struct ScaleReader {
+    place: FilePath,
+    scales: BTreeMap<String, f32>,
+}
+
+impl ModuleVisitor for ScaleReader {
+    fn enter_module(&mut self, name: &str, container_type: &str) {
+        self.place.enter(name, container_type);
+    }
+
+    fn exit_module(&mut self, _name: &str, _container_type: &str) {
+        self.place.exit();
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let path = self.place.name(FileLayout::Burn);
+        self.scales.insert(path, param.val().into_scalar());
+    }
+}
