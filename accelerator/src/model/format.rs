@@ -206,9 +206,10 @@ fn is_norm(owner: &str) -> bool {
     )
 }
 
-/// Returns the type in a file; `None` for one that the format does not have, such as quantised tensors.
-pub(super) fn file_dtype(dtype: DType) -> Option<Dtype> {
-    Some(match dtype {
+/// Returns the type in a file. The format has none for quantised tensors, which are bytes there: the values and the scales,
+/// as Burn packs them.
+pub(super) fn file_dtype(dtype: DType) -> Dtype {
+    match dtype {
         DType::F64 => Dtype::F64,
         DType::F32 | DType::Flex32 => Dtype::F32,
         DType::F16 => Dtype::F16,
@@ -220,10 +221,22 @@ pub(super) fn file_dtype(dtype: DType) -> Option<Dtype> {
         DType::U64 => Dtype::U64,
         DType::U32 => Dtype::U32,
         DType::U16 => Dtype::U16,
-        DType::U8 => Dtype::U8,
+        DType::U8 | DType::QFloat(_) => Dtype::U8,
         DType::Bool(_) => Dtype::BOOL,
-        DType::QFloat(_) => return None,
-    })
+    }
+}
+
+/// Returns the entry of a file's metadata under which the quantisation of a tensor is.
+pub(super) fn quantization_key(name: &str) -> String {
+    format!("{name}.quantization")
+}
+
+/// Returns the description of a quantised type in a file's metadata.
+pub(super) fn quantization(dtype: DType) -> Option<String> {
+    match dtype {
+        DType::QFloat(scheme) => Some(format!("{scheme:?}")),
+        _ => None,
+    }
 }
 
 /// Returns the type of Burn; `None` for one that Burn does not have, such as f8.

@@ -121,22 +121,6 @@ impl Layout {
             .collect()
     }
 
-    /// Fails if there are quantised parameters, as `apply_qlora` makes them: they cannot be sent or saved.
-    pub(crate) fn check_dense(&self) -> Result<()> {
-        let Some(quantised) = self
-            .0
-            .iter()
-            .find(|entry| entry.dtype.starts_with("qfloat"))
-        else {
-            return Ok(());
-        };
-        Err(Error::model(format!(
-            "`{}` is quantised, and quantised parameters (QLoRA) cannot be sent to other ranks or saved yet: use \
-                 `apply_lora`, which leaves the base in full precision",
-            quantised.path
-        )))
-    }
-
     /// Compares the layout of a model that was saved with that of this one. What is trained may
     /// differ: parameters can be frozen for the rest.
     pub(crate) fn check_saved(&self, mine: &Self) -> Result<()> {
@@ -394,9 +378,13 @@ pub(crate) fn from_rank_zero(
 pub(crate) fn float_values(model: &dyn DynModule) -> Vec<(String, Vec<f32>)> {
     let mut values = Vec::new();
     visit_floats(model, |float| {
-        let data = any_rank(&float.value).into_data();
+        let value = any_rank(&float.value);
+        let value = match value.dtype() {
+            DType::QFloat(_) => value.dequantize(),
+            _ => value,
+        };
         // It is of that type now.
-        let data = data.convert_dtype(DType::F32).try_to_vec();
+        let data = value.into_data().convert_dtype(DType::F32).try_to_vec();
         values.push((float.path.to_owned(), data.unwrap_or_default()));
     });
     values
@@ -496,6 +484,8 @@ impl ModuleMapper for ReplicaWriter {
 
 #[cfg(test)]
 mod tests {
+    use burn::tensor::quantization::QuantScheme;
+
     use super::*;
 
     fn entry(path: &str, shape: &[usize]) -> LayoutEntry {
@@ -522,6 +512,18 @@ mod tests {
             text.contains("rank 2") && text.contains("`a.bias` of [4]"),
             "{text}"
         );
+    }
+
+    #[test]
+    fn quantised_values_are_read_as_floats() {
+        let device = burn::tensor::Device::default();
+        let weight = Param::from_tensor(Tensor::<2>::ones([2, 4], &device));
+        let weight = weight.map(|value| value.quantize_dynamic(&QuantScheme::default()));
+        let [(path, values)] = &float_values(&weight)[..] else {
+            panic!("one parameter");
+        };
+        assert_eq!((&**path, values.len()), ("", 8));
+        assert!(values.iter().all(|value| (value - 1.0).abs() < 0.02));
     }
 
     #[test]

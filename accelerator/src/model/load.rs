@@ -7,7 +7,7 @@ use burn::tensor::kind::Basic;
 use burn::tensor::{Bool, DType, Int, Tensor, TensorData};
 use serde::{Deserialize, Serialize};
 
-use super::format::{FileLayout, LoadOptions, burn_dtype, file_dtype};
+use super::format::{FileLayout, LoadOptions, burn_dtype, file_dtype, quantization};
 use super::layout::{self, Layout};
 use super::peft::Attachments;
 use super::read::{ModelFile, StoredTensor};
@@ -280,6 +280,18 @@ impl<'a> Matcher<'a> {
             return None;
         };
         self.used.insert(original.to_owned());
+        let (wanted, found) = (quantization(entry.dtype), self.file.quantization(original));
+        if wanted.as_deref() != found {
+            let shown = |scheme: Option<&str>, dtype: String| {
+                scheme.map_or(dtype, |scheme| format!("quantised by {scheme}"))
+            };
+            self.report.mistyped.push(Mistyped {
+                name,
+                expected: shown(wanted.as_deref(), dtype_name(entry.dtype)),
+                found: shown(found, stored.dtype.to_string().to_lowercase()),
+            });
+            return None;
+        }
         let expected = entry.shape(self.layout);
         if stored.shape != expected {
             self.report.misshapen.push(Misshapen {
@@ -292,7 +304,7 @@ impl<'a> Matcher<'a> {
         if !self.fits(stored.dtype, entry.dtype) {
             self.report.mistyped.push(Mistyped {
                 name,
-                expected: format!("{:?}", entry.dtype).to_lowercase(),
+                expected: dtype_name(entry.dtype),
                 found: stored.dtype.to_string().to_lowercase(),
             });
             return None;
@@ -306,11 +318,15 @@ impl<'a> Matcher<'a> {
 
     fn fits(&self, stored: safetensors::Dtype, wanted: DType) -> bool {
         match burn_dtype(stored) {
-            _ if file_dtype(wanted) == Some(stored) => true,
+            _ if file_dtype(wanted) == stored => true,
             Some(found) => self.casts_floats && found.is_float() && wanted.is_float(),
             None => false,
         }
     }
+}
+
+fn dtype_name(dtype: DType) -> String {
+    format!("{dtype:?}").to_lowercase()
 }
 
 /// A mapper that visits parameters in the order of [`Matched`].
@@ -371,6 +387,12 @@ impl<I: Iterator<Item = u64>> ModuleMapper for FileWriter<'_, I> {
         let (id, old, mapper) = param.consume();
         let (device, dtype) = (old.device(), old.dtype());
         let data = self.read(&source).map(|data| {
+            if let DType::QFloat(_) = dtype {
+                let saved = mapper.on_save(old.clone());
+                let data = TensorData::from_bytes(data.into_bytes(), saved.shape(), saved.dtype());
+                let stored = Tensor::<D>::from_data(data, (&device, saved.dtype()));
+                return mapper.on_load(stored).into_data();
+            }
             let stored = Tensor::<D>::from_data(data.convert_dtype(dtype), (&device, dtype));
             let value = match source.is_transposed {
                 true => stored.transpose(),

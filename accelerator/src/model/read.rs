@@ -10,7 +10,7 @@ use safetensors::Dtype;
 use safetensors::tensor::Metadata;
 use serde::Deserialize;
 
-use super::format::{FileLayout, FileNames, PEFT_PREFIX, burn_dtype};
+use super::format::{FileLayout, FileNames, PEFT_PREFIX, burn_dtype, quantization_key};
 use crate::core::error::{Error, Kind, Result};
 
 /// The most that a header may take, as in the format's own reader.
@@ -138,6 +138,13 @@ impl ModelFile {
             self.tensors.get_key_value(kept)
         });
         found.map(|(name, stored)| (name.as_str(), stored))
+    }
+
+    /// Returns the description of the quantisation of a tensor.
+    pub(super) fn quantization(&self, name: &str) -> Option<&str> {
+        self.metadata
+            .get(&quantization_key(name))
+            .map(String::as_str)
     }
 
     pub(super) fn layout(&self) -> Option<FileLayout> {

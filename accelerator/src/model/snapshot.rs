@@ -6,12 +6,15 @@ use std::io::{self, BufWriter, Write};
 use accelerator_collective::ProcessGroup;
 use burn::module::{ModuleVisitor, Param, ParamId, Parameter};
 use burn::tensor::kind::Basic;
-use burn::tensor::{Bool, BoolStore, Bytes, DType, Int, Tensor, TensorData};
+use burn::tensor::quantization::quantized_data_len;
+use burn::tensor::{Bool, BoolStore, Bytes, DType, Int, Shape, Tensor, TensorData};
 use safetensors::Dtype;
 use safetensors::tensor::TensorInfo;
 use serde::ser::{Serialize, SerializeMap, Serializer};
 
-use super::format::{FileLayout, FileNames, FilePath, SaveOptions, file_dtype};
+use super::format::{
+    FileLayout, FileNames, FilePath, SaveOptions, file_dtype, quantization, quantization_key,
+};
 use crate::core::agreement;
 use crate::core::dyn_module::DynModule;
 use crate::core::error::{Error, Kind, Result};
@@ -214,10 +217,17 @@ impl SnapshotEntry {
         }
     }
 
+    /// Returns the shape in a file.
     pub(super) fn shape(&self, layout: FileLayout) -> Vec<usize> {
-        match self.is_transposed(layout) {
-            true => self.shape.iter().rev().copied().collect(),
-            false => self.saved_shape.clone(),
+        match self.dtype {
+            DType::QFloat(scheme) => {
+                vec![quantized_data_len(
+                    &scheme,
+                    &Shape::from(self.saved_shape.clone()),
+                )]
+            }
+            _ if self.is_transposed(layout) => self.shape.iter().rev().copied().collect(),
+            _ => self.saved_shape.clone(),
         }
     }
 
@@ -306,7 +316,7 @@ impl EntryVisitor<'_> {
             return;
         }
         let value = param.val();
-        let (dtype, device) = (value.dtype(), value.device());
+        let (mut dtype, device) = (value.dtype(), value.device());
         let is_linear_weight = D == 2 && self.place.is_linear_weight();
         let (shape, saved_shape, read): (Vec<usize>, Vec<usize>, ReadValue);
         let piece = piece_of(param.id).filter(|piece| piece.partition.is_divided());
@@ -334,6 +344,8 @@ impl EntryVisitor<'_> {
         } else {
             let saved = param.transform_for_save().val();
             (shape, saved_shape) = (value.dims().to_vec(), saved.dims().to_vec());
+            // The blocks of a quantised matrix are transposed with it.
+            dtype = saved.dtype();
             read = Box::new(move |orientation| match orientation {
                 Orientation::Transposed => value.clone().transpose().into_data(),
                 Orientation::AsSaved => saved.clone().into_data(),
@@ -387,12 +399,12 @@ struct Record<'a> {
 impl<'a> Record<'a> {
     fn new(entry: &'a SnapshotEntry, layout: FileLayout) -> Result<Self> {
         let name = entry.name(layout);
-        let dtype = file_dtype(entry.dtype).ok_or_else(|| {
-            Error::model(format!(
-                "the parameter `{name}` is of {:?}, which safetensors files cannot hold",
-                entry.dtype
-            ))
-        })?;
+        let dtype = file_dtype(entry.dtype);
+        if matches!(entry.dtype, DType::QFloat(_)) && layout != FileLayout::Burn {
+            return Err(Error::model(format!(
+                "`{name}` is quantised, and only files in Burn's layout hold quantised parameters: save in that layout, or                  `materialize` the model before"
+            )));
+        }
         let shape = entry.shape(layout);
         let bytes = shape.iter().product::<usize>() * dtype.bitsize() / 8;
         Ok(Self {
@@ -442,6 +454,12 @@ fn header(
         .collect();
     metadata.insert("format", layout.format());
     metadata.insert("layout", layout.name());
+    let quantized = shard.iter().filter_map(|record| {
+        let description = quantization(record.entry.dtype)?;
+        Some((quantization_key(record.name), description))
+    });
+    let quantized: Vec<_> = quantized.collect();
+    metadata.extend(quantized.iter().map(|(key, scheme)| (&**key, &**scheme)));
     let mut tensors = Vec::with_capacity(shard.len());
     let mut start = 0;
     for record in shard {

@@ -48,13 +48,11 @@ pub(crate) fn prepare(context: &ReduceContext, model: BoxedModule) -> Result<Box
     let group = context.group();
     if group.world_size() == 1 {
         on_autodiff?;
-        layout.check_dense()?;
         between_steps.transpose()?;
         return make_known(context, model, &layout, known.as_deref());
     }
     let all_between_steps = compare(context, &on_autodiff, &layout, between_steps.as_ref())?;
     on_autodiff?;
-    layout.check_dense()?;
     // One that is new on some rank is new on all of them.
     let all_between_steps: Option<Vec<_>> = all_between_steps.into_iter().collect();
     let known = known.filter(|_| all_between_steps.is_some());

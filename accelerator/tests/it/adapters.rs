@@ -1,16 +1,17 @@
-//! Burn's adapters: LoRA trains as it does with Burn alone, and quantised parameters are refused.
+//! Burn's adapters: LoRA and QLoRA train as they do with Burn alone.
 
 use std::ops::Range;
 use std::path::Path;
 
-use crate::common::{assert_errors, flat, of_every_rank};
+use crate::common::{assert_error, of_every_rank};
+use accelerator::model::{FileLayout, LoadOptions, SaveOptions};
 use accelerator::optim::Manual;
 use accelerator::precision::Precision;
 use accelerator::prelude::*;
 use burn::module::{Lora, Module, ModuleMapper, Param, QLora, Quantizer};
-use burn::nn::{Linear, LinearConfig};
+use burn::nn::{Linear, LinearConfig, LinearLayout};
 use burn::optim::{AdamWConfig, GradientsParams, SgdConfig};
-use burn::tensor::quantization::{Calibration, QuantValue};
+use burn::tensor::quantization::{Calibration, QuantValue, ScaleDtype};
 use burn::tensor::{Device, Tensor, TensorData};
 
 /// The samples of a step. Each rank gets a number of them that is a power of two.
@@ -49,7 +50,9 @@ fn loss(model: &Linear, step: u64, samples: Range<usize>) -> Tensor<1> {
     });
     let data = TensorData::new(values.collect::<Vec<_>>(), [samples.len(), 2]);
     let device = model.weight.val().device();
-    let input = Tensor::<2>::from_data(data, &device).cast(model.weight.val().dtype());
+    // With QLoRA, the adapter has the type of the product.
+    let adapter = model.weight.adapter().unwrap();
+    let input = Tensor::<2>::from_data(data, &device).cast(adapter.a.val().dtype());
     let wanted = Tensor::<1>::from_data([1.0_f32, -2.0], &device);
     let output = model.forward(input).cast(wanted.dtype());
     (output * wanted.unsqueeze()).sum_dim(1).mean()
@@ -65,13 +68,17 @@ fn share(accelerator: &Accelerator) -> Range<usize> {
     }
 }
 
+/// A function that makes the model.
+type Build = fn(&Device) -> Linear;
+
 fn train(
     accelerator: &Accelerator,
+    build: Build,
     optimizer: impl FnOnce(&Accelerator) -> Result<PreparedOptimizer<Manual>>,
     folder: &Path,
     until: u64,
 ) -> Result<Vec<f32>> {
-    let model = accelerator.prepare(adapted(&accelerator.device()))?;
+    let model = accelerator.prepare(build(&accelerator.device()))?;
     let optimizer = optimizer(accelerator)?;
     let ((mut model, mut optimizer), position) = accelerator.resume(folder, (model, optimizer))?;
     for step in position.step()..until {
@@ -82,90 +89,182 @@ fn train(
         model = optimizer.step(0.25, model, gradients);
     }
     accelerator.save_state(folder, (&model, &optimizer))?;
-    Ok(flat(&model))
+    Ok(values(&model))
+}
+
+/// Returns the base and the factors.
+fn values(model: &Linear) -> Vec<f32> {
+    let adapter = model.weight.adapter().unwrap();
+    let base = match model.weight.base() {
+        base if base.dtype().is_float() => base,
+        base => base.dequantize(),
+    };
+    let parts = [base, adapter.a.val(), adapter.b.val()];
+    let parts = parts.map(|part| part.into_data().try_to_vec::<f32>().unwrap());
+    parts.concat()
 }
 
 #[test]
-fn lora_trains_saves_and_resumes_on_any_number_of_ranks_to_the_bits_of_burn_alone() {
-    let device = Accelerator::new().unwrap().device();
-    let mut model = adapted(&device);
-    let untrained = flat(&model);
-    let mut optimizer = SgdConfig::new().init();
-    for step in 0..STEPS {
-        let gradients = loss(&model, step, 0..SAMPLES).backward();
-        let gradients = GradientsParams::from_grads(gradients, &model);
-        model = optimizer.step(0.25, model, gradients);
-    }
-    let expected = flat(&model);
-    assert_eq!(expected[..4], untrained[..4], "the base is frozen");
-    assert_ne!(expected[4..6], untrained[4..6]);
-    assert_ne!(expected[6..], untrained[6..]);
-    for ranks in [1, 2, 3] {
-        let folder = tempfile::tempdir().unwrap();
-        for until in [2, STEPS] {
-            let outcomes = accelerator::launch(ranks, |accelerator| {
-                let sgd = |accelerator: &Accelerator| accelerator.prepare(SgdConfig::new().init());
-                train(&accelerator, sgd, folder.path(), until)
-            });
-            let outcome = of_every_rank(outcomes.unwrap());
-            if until == STEPS {
-                assert_eq!(outcome, expected, "{ranks} ranks");
+fn adapters_train_save_and_resume_on_any_number_of_ranks_to_the_bits_of_burn_alone() {
+    for build in [adapted as Build, quantised_and_adapted] {
+        let device = Accelerator::new().unwrap().device();
+        let mut model = build(&device);
+        let untrained = values(&model);
+        let mut optimizer = SgdConfig::new().init();
+        for step in 0..STEPS {
+            let gradients = loss(&model, step, 0..SAMPLES).backward();
+            let gradients = GradientsParams::from_grads(gradients, &model);
+            model = optimizer.step(0.25, model, gradients);
+        }
+        let expected = values(&model);
+        assert_eq!(expected[..4], untrained[..4], "the base is frozen");
+        assert_ne!(expected[4..6], untrained[4..6]);
+        assert_ne!(expected[6..], untrained[6..]);
+        for ranks in [1, 2, 3] {
+            let folder = tempfile::tempdir().unwrap();
+            for until in [2, STEPS] {
+                let outcomes = accelerator::launch(ranks, |accelerator| {
+                    let sgd =
+                        |accelerator: &Accelerator| accelerator.prepare(SgdConfig::new().init());
+                    train(&accelerator, build, sgd, folder.path(), until)
+                });
+                let outcome = of_every_rank(outcomes.unwrap());
+                if until == STEPS {
+                    assert_eq!(outcome, expected, "{ranks} ranks");
+                }
             }
         }
     }
 }
 
 #[test]
-fn lora_resumes_with_a_sharded_optimizer_and_in_half_precision() {
-    for precision in [Precision::No, Precision::Bf16] {
-        for ranks in [1, 2, 3] {
-            let run = |ends: &[u64]| {
-                let folder = tempfile::tempdir().unwrap();
-                let mut outcome = Vec::new();
-                for &until in ends {
-                    let builder = Accelerator::builder().precision(precision);
-                    let outcomes = builder.launch(ranks, |accelerator| {
-                        let sharded = |accelerator: &Accelerator| {
-                            accelerator.prepare(Sharded(AdamWConfig::new().init()))
-                        };
-                        train(&accelerator, sharded, folder.path(), until)
-                    });
-                    outcome = of_every_rank(outcomes.unwrap());
-                }
-                outcome
-            };
-            let whole = run(&[STEPS]);
-            assert_eq!(run(&[1, STEPS]), whole, "{precision}, {ranks} ranks");
-            let untrained = flat(&adapted(&Accelerator::new().unwrap().device()));
-            assert_eq!(whole[..4], untrained[..4], "the base is frozen");
-            assert_ne!(whole[4..], untrained[4..]);
+fn adapters_resume_with_a_sharded_optimizer_and_in_half_precision() {
+    for build in [adapted as Build, quantised_and_adapted] {
+        for precision in [Precision::No, Precision::Bf16] {
+            for ranks in [1, 2, 3] {
+                let run = |ends: &[u64]| {
+                    let folder = tempfile::tempdir().unwrap();
+                    let mut outcome = Vec::new();
+                    for &until in ends {
+                        let builder = Accelerator::builder().precision(precision);
+                        let outcomes = builder.launch(ranks, |accelerator| {
+                            let sharded = |accelerator: &Accelerator| {
+                                accelerator.prepare(Sharded(AdamWConfig::new().init()))
+                            };
+                            train(&accelerator, build, sharded, folder.path(), until)
+                        });
+                        outcome = of_every_rank(outcomes.unwrap());
+                    }
+                    outcome
+                };
+                let whole = run(&[STEPS]);
+                assert_eq!(run(&[1, STEPS]), whole, "{precision}, {ranks} ranks");
+                let untrained = values(&build(&Accelerator::new().unwrap().device()));
+                assert_eq!(whole[..4], untrained[..4], "the base is frozen");
+                assert_ne!(whole[4..], untrained[4..]);
+            }
         }
     }
 }
 
-fn quantised(device: &Device) -> Linear {
-    let scheme = device.settings().quantization.scheme;
-    let quantizer = Quantizer::new(Calibration::MinMax, scheme.with_value(QuantValue::Q8S));
-    let layer: Linear = LinearConfig::new(32, 32).init(device);
-    layer.apply_qlora(QLora::new(Lora::new(2, 4.0), quantizer))
+/// The values that share a scale.
+#[derive(Clone, Copy)]
+enum Scales {
+    All,
+    Rows(u8),
+}
+
+/// Returns the layer with its parameters quantised to 8 bits.
+fn quantised(layer: Linear, adapter: Lora, scales: Scales) -> Linear {
+    let device = layer.weight.device();
+    let scheme = device
+        .settings()
+        .quantization
+        .scheme
+        .with_value(QuantValue::Q8S);
+    let scheme = match scales {
+        Scales::All => scheme,
+        Scales::Rows(length) => scheme.per_block([length], ScaleDtype::F32),
+    };
+    let quantizer = Quantizer::new(Calibration::MinMax, scheme);
+    layer.apply_qlora(QLora::new(adapter, quantizer))
+}
+
+fn quantised_and_adapted(device: &Device) -> Linear {
+    let mut layer: Linear = LinearConfig::new(2, 2).with_bias(false).init(device);
+    // The scale is 1 / 128.
+    let base = TensorData::from([[127.0_f32 / 128.0, -0.25], [0.75, 0.5]]);
+    layer.weight = Param::from_data(base, device);
+    quantised(layer, Lora::new(1, 1.0), Scales::All).map(&mut Dyadic(device))
+}
+
+fn random(device: &Device, layout: LinearLayout, scales: Scales) -> Linear {
+    let layer = LinearConfig::new(32, 64).with_layout(layout).init(device);
+    quantised(layer, Lora::new(2, 4.0), scales)
 }
 
 #[test]
-fn quantised_parameters_are_refused_by_prepare_on_every_rank() {
-    for ranks in [1, 2] {
-        let outcomes = accelerator::launch(ranks, |accelerator| {
-            let model = quantised(&accelerator.device());
-            Ok(accelerator.prepare(model).map(drop).unwrap_err())
-        });
-        assert_errors(outcomes.unwrap(), Error::is_model, &["`weight`", "QLoRA"]);
+fn quantised_parameters_come_back_from_files_bit_for_bit() {
+    for (layout, scales) in [
+        (LinearLayout::Row, Scales::All),
+        (LinearLayout::Row, Scales::Rows(16)),
+        (LinearLayout::Col, Scales::All),
+        (LinearLayout::Col, Scales::Rows(16)),
+    ] {
+        for ranks in [1, 2] {
+            let folder = tempfile::tempdir().unwrap();
+            let path = folder.path().join("model.safetensors");
+            let outcomes = accelerator::launch(ranks, |accelerator| {
+                let model = || random(&accelerator.device(), layout, scales);
+                let saved = accelerator.prepare(model())?;
+                accelerator.save_model(&saved, &path)?;
+                let loaded = accelerator.load_model(model(), &path)?;
+                let base = |model: &Linear| model.weight.base().into_data();
+                base(&loaded).assert_eq(&base(&saved), true);
+                Ok(values(&loaded))
+            });
+            of_every_rank(outcomes.unwrap());
+        }
     }
+}
+
+#[test]
+fn quantised_parameters_fit_only_the_same_quantisation() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.safetensors");
+    let accelerator = Accelerator::new().unwrap();
+    let device = accelerator.device();
+    let model = random(&device, LinearLayout::Row, Scales::All);
+    accelerator.save_model(&model, &path).unwrap();
+    let dense: Linear = LinearConfig::new(32, 64).init(&device);
+    let adapted = dense.apply_lora(Lora::new(2, 4.0));
+    let error = accelerator.load_model(adapted.clone(), &path).unwrap_err();
+    let words = ["`weight` (expected f32, found quantised by"];
+    assert_error(&error, Error::is_model, &words);
+    accelerator.save_model(&adapted, &path).unwrap();
+    let partial = LoadOptions::new().allow_partial();
+    let (_, report) = accelerator
+        .load_model_with(model.clone(), &path, &partial)
+        .unwrap();
+    assert_eq!(report.loaded, ["weight.lora.a", "weight.lora.b"]);
+    assert_eq!(report.mistyped[0].found, "f32");
+
+    let pytorch = SaveOptions::new().with_layout(FileLayout::PyTorch);
+    let error = accelerator
+        .save_model_with(&model, &path, &pytorch)
+        .unwrap_err();
+    assert_error(
+        &error,
+        Error::is_model,
+        &["`weight` is quantised", "materialize"],
+    );
 }
 
 #[test]
 fn a_quantised_model_computes_in_half_precision() {
     let builder = Accelerator::builder().precision(Precision::Bf16);
     let accelerator = builder.build().unwrap();
-    let model = quantised(&accelerator.device());
+    let model = random(&accelerator.device(), LinearLayout::Row, Scales::All);
     let input = Tensor::<2>::ones([1, 32], &accelerator.device());
     let plain = model.forward(input.clone());
     let output = accelerator.forward(&model, |model| model.forward(accelerator.to_working(input)));
