@@ -18,9 +18,17 @@ pub struct Checkpoints {
     total_limit: Option<usize>,
     protected: Vec<PathBuf>,
     pub(super) max_shard_size: u64,
+    pub(super) frozen: FrozenParameters,
     before_save: Vec<Arc<Callback>>,
     after_resume: Vec<Arc<Callback>>,
     rescale: Option<Arc<RescaleRule>>,
+}
+
+/// The place of parameters that no training changes.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum FrozenParameters {
+    Saved,
+    LeftOut,
 }
 
 type RescaleRule = dyn Fn(&WorldChange) -> Rescale + Send + Sync;
@@ -37,6 +45,7 @@ impl Checkpoints {
             total_limit: None,
             protected: Vec::new(),
             max_shard_size: 0,
+            frozen: FrozenParameters::Saved,
             before_save: Vec::new(),
             after_resume: Vec::new(),
             rescale: None,
@@ -103,6 +112,34 @@ impl Checkpoints {
     /// parameter is never split. Default, and 0: one file.
     pub fn with_max_shard_size(mut self, bytes: u64) -> Self {
         self.max_shard_size = bytes;
+        self
+    }
+
+    /// Leaves frozen parameters out, such as the base of LoRA adapters: checkpoints of a large model that is fine-tuned are
+    /// as small as its adapters. A checkpoint has the hashes of the parameters instead.
+    /// [`resume`](crate::Accelerator::resume) takes their values from the model that it is given, and fails if they are not
+    /// the ones that were trained with. So load the base before. Default: they are saved.
+    ///
+    /// ```
+    /// use accelerator::prelude::*;
+    /// use burn::module::{Lora, Module};
+    /// use burn::nn::{Linear, LinearConfig};
+    ///
+    /// # let folder = tempfile::tempdir().unwrap();
+    /// # let (base, checkpoints) = (folder.path().join("base.safetensors"), folder.path().join("checkpoints"));
+    /// # let accelerator = Accelerator::new()?;
+    /// # let init = || -> Linear { LinearConfig::new(8, 4).init(&accelerator.device()) };
+    /// # accelerator.save_model(&init(), &base)?;
+    /// let model = accelerator.load_model(init(), &base)?.apply_lora(Lora::new(2, 4.0));
+    /// let checkpoints = Checkpoints::new(checkpoints).without_frozen_parameters();
+    /// let (model, position) = accelerator.resume(&checkpoints, accelerator.prepare(model)?)?;
+    /// // … training …
+    /// accelerator.save_state(&checkpoints, &model)?;
+    /// # assert!(position.is_start());
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn without_frozen_parameters(mut self) -> Self {
+        self.frozen = FrozenParameters::LeftOut;
         self
     }
 

@@ -1,11 +1,13 @@
 use core::fmt;
 use core::mem::discriminant;
+use std::collections::HashSet;
 use std::path::Path;
 use std::sync::Arc;
 
 use accelerator_collective::ProcessGroup;
 use accelerator_collective::internal::GroupExt;
 use accelerator_track::RunMark;
+use burn::module::ParamId;
 use serde::{Deserialize, Serialize};
 
 use super::saving::CheckpointContext;
@@ -13,9 +15,10 @@ use super::state_file::{HookState, PartKind, PartState, SavedModel, StateFile, e
 use crate::core::agreement::sides;
 use crate::core::dyn_module::DynModule;
 use crate::core::error::{Error, Kind, Result};
+use crate::core::module::visit_floats;
 use crate::core::partition::is_sharded;
 use crate::data::LoaderState;
-use crate::model::{Layout, ModelSnapshot};
+use crate::model::{Layout, ModelSnapshot, running_states};
 use crate::optim::{OptimizerSnapshot, PreparedOptimizer, ScheduleKind};
 use crate::reduce::ModelState;
 use crate::replicas;
@@ -51,6 +54,8 @@ pub(super) enum SnapshotPart {
         /// The state of its communication hook, empty for nothing: this rank's, and then every rank's once
         /// it is written.
         hooks: Vec<Option<Vec<u8>>>,
+        /// The paths of the parameters that no training changes.
+        frozen: HashSet<String>,
         /// The values, on the rank that writes, in the end.
         values: Option<ModelSnapshot>,
     },
@@ -96,10 +101,11 @@ impl<'a> Snapshot<'a> {
                 .hook()
                 .map(|hook| HookState::new(hook.name(), &hooks)),
             layout: Layout::of(model),
+            frozen: Vec::new(),
             scaler: model_state.scaler_state(),
             steps: model_state.steps(),
         };
-        self.push_model(model, state, hooks)
+        self.push_model(model, &model_state, state, hooks)
     }
 
     /// Adds what is kept beside a prepared model, under the same ids: its values, and after which step.
@@ -117,10 +123,11 @@ impl<'a> Snapshot<'a> {
         let state = SavedModel {
             hook: None,
             layout: Layout::of(companion),
+            frozen: Vec::new(),
             scaler: None,
             steps: model_state.steps(),
         };
-        self.push_model(companion, state, Vec::new())
+        self.push_model(companion, &model_state, state, Vec::new())
     }
 
     fn ready(&mut self, model: &dyn DynModule) -> Result<Arc<ModelState>> {
@@ -148,6 +155,7 @@ impl<'a> Snapshot<'a> {
     fn push_model(
         &mut self,
         model: &dyn DynModule,
+        model_state: &ModelState,
         state: SavedModel,
         hooks: Vec<Option<Vec<u8>>>,
     ) -> Result<()> {
@@ -167,6 +175,7 @@ impl<'a> Snapshot<'a> {
         self.taken.parts.push(SnapshotPart::Model {
             state,
             hooks,
+            frozen: frozen_paths(model, model_state),
             values: is_settled.then(|| ModelSnapshot::of(model)),
         });
         Ok(())
@@ -203,6 +212,24 @@ impl<'a> Snapshot<'a> {
         self.taken.parts.push(SnapshotPart::PerRank(values));
         Ok(())
     }
+}
+
+fn frozen_paths(model: &dyn DynModule, model_state: &ModelState) -> HashSet<String> {
+    let trained = model_state.parameters().iter().map(|known| known.id);
+    let trained: HashSet<ParamId> = trained.collect();
+    let mut frozen = Vec::new();
+    visit_floats(model, |float| {
+        if !trained.contains(&float.id) {
+            frozen.push((float.place, float.path.to_owned()));
+        }
+    });
+    if frozen.is_empty() {
+        return HashSet::new();
+    }
+    let running = running_states(model);
+    let frozen = frozen.into_iter();
+    let frozen = frozen.filter(|(place, _)| !running.contains(place));
+    frozen.map(|(_, path)| path).collect()
 }
 
 #[track_caller]

@@ -1,5 +1,5 @@
 use core::num::NonZeroUsize;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::io::{self, Write};
 use std::path::Path;
 use std::sync::Arc;
@@ -12,9 +12,11 @@ use accelerator_manifest::{
 use accelerator_track::RunMark;
 
 use super::saving::{CheckpointContext, Saved};
-use super::settings::Checkpoints;
+use super::settings::{Checkpoints, FrozenParameters};
 use super::snapshot::{SnapshotMode, SnapshotPart, TakenSnapshot};
-use super::state_file::{HookState, LiveState, MODEL, Names, StateFile, encode, model_file};
+use super::state_file::{
+    HookState, LiveState, MODEL, Names, PartState, StateFile, encode, model_file,
+};
 use crate::core::error::{self, Error, Result};
 use crate::data::LoaderState;
 use crate::model::{FileNames, Layout, SaveOptions};
@@ -73,12 +75,13 @@ pub(super) fn write(
     job: JobInfo,
 ) -> Result<Saved> {
     let step = taken.step();
-    let state = taken.state(job.factor, job.run.clone());
+    let mut state = taken.state(job.factor, job.run.clone());
     let options = SaveOptions::new().with_max_shard_size(settings.max_shard_size);
     write_files(
         taken,
-        &state,
+        &mut state,
         &options,
+        settings.frozen,
         &job.activity,
         &mut |name, role, content| {
             draft.write(name, role, |file| content(file))?;
@@ -114,12 +117,13 @@ pub(super) fn write(
 
 /// The same in memory.
 pub(super) fn keep(taken: &TakenSnapshot, job: &JobInfo, since: Instant) -> Result<LiveState> {
-    let state = taken.state(job.factor, job.run.clone());
+    let mut state = taken.state(job.factor, job.run.clone());
     let mut files = HashMap::new();
     write_files(
         taken,
-        &state,
+        &mut state,
         &SaveOptions::new(),
+        FrozenParameters::Saved,
         &job.activity,
         &mut |name, _, content| {
             let mut bytes = Vec::new();
@@ -143,8 +147,9 @@ type FileSink<'a> =
 
 fn write_files(
     taken: &TakenSnapshot,
-    state: &StateFile,
+    state: &mut StateFile,
     options: &SaveOptions,
+    frozen_parameters: FrozenParameters,
     activity: &Activity,
     sink: &mut FileSink<'_>,
 ) -> Result<()> {
@@ -153,7 +158,12 @@ fn write_files(
     for (at, part) in taken.parts.iter().enumerate() {
         match part {
             SnapshotPart::Loader(_) => {}
-            SnapshotPart::Model { hooks, values, .. } => {
+            SnapshotPart::Model {
+                hooks,
+                frozen,
+                values,
+                ..
+            } => {
                 let folder = names.model();
                 for (rank, state) in hooks.iter().enumerate() {
                     if let Some(state) = state.as_ref().filter(|state| !state.is_empty()) {
@@ -163,7 +173,15 @@ fn write_files(
                 }
                 let Some(values) = values else { continue };
                 let files = FileNames::new(MODEL);
-                values.write(&files, options, &mut |name, content| {
+                let nothing = HashSet::new();
+                let left_out = match frozen_parameters {
+                    FrozenParameters::Saved => &nothing,
+                    FrozenParameters::LeftOut => frozen,
+                };
+                if let Some(PartState::Model(saved)) = state.parts.get_mut(at) {
+                    saved.frozen = values.hashes(left_out, activity);
+                }
+                values.write(&files, options, left_out, &mut |name, content| {
                     sink(&model_file(folder.as_deref(), name)?, Role::Model, content)
                 })?;
             }

@@ -123,6 +123,10 @@ impl ModelFile {
         Ok(model)
     }
 
+    pub(super) fn activity(&self) -> Activity {
+        self.activity.clone()
+    }
+
     pub(super) fn path(&self) -> &Path {
         &self.path
     }

@@ -1,16 +1,17 @@
 use core::fmt;
 use core::num::NonZeroU64;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::io::{self, BufWriter, Write};
 
-use accelerator_collective::ProcessGroup;
+use accelerator_collective::{Activity, ProcessGroup};
 use burn::module::{ModuleVisitor, Param, ParamId, Parameter};
 use burn::tensor::kind::Basic;
 use burn::tensor::quantization::quantized_data_len;
 use burn::tensor::{Bool, BoolStore, Bytes, DType, Int, Shape, Tensor, TensorData};
 use safetensors::Dtype;
 use safetensors::tensor::TensorInfo;
-use serde::ser::{Serialize, SerializeMap, Serializer};
+use serde::ser::{SerializeMap, Serializer};
+use serde::{Deserialize, Serialize};
 
 use super::format::{
     FileLayout, FileNames, FilePath, SaveOptions, file_dtype, quantization, quantization_key,
@@ -28,6 +29,14 @@ use crate::core::partition::{KeptBy, Piece, is_sharded, piece_of};
 #[derive(Debug)]
 pub(crate) struct ModelSnapshot {
     entries: Vec<SnapshotEntry>,
+}
+
+/// A parameter that is compared with the one that was trained with.
+#[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
+pub(crate) struct FrozenParameter {
+    pub(super) path: String,
+    /// The BLAKE3 hash of its type, its shape and its values.
+    hash: String,
 }
 
 /// A function that takes the files of a model one after the other: the name of each, and a function that writes it.
@@ -114,12 +123,23 @@ impl ModelSnapshot {
         agreement::together(group, gathered, "gather a sharded model")
     }
 
-    #[cfg(test)]
-    pub(crate) fn ids(&self) -> Vec<u64> {
-        self.entries.iter().map(|entry| entry.id).collect()
+    /// Returns the parameters at some paths, to be compared with those of another model.
+    pub(crate) fn hashes(
+        &self,
+        paths: &HashSet<String>,
+        activity: &Activity,
+    ) -> Vec<FrozenParameter> {
+        let entries = self.entries.iter();
+        let entries = entries.filter(|entry| paths.contains(&entry.path));
+        let hashes = entries.map(|entry| {
+            activity.keep_alive();
+            entry.hash()
+        });
+        hashes.collect()
     }
 
-    /// Writes one file, or several and then their index, to `sink`, a tensor at a time.
+    /// Writes one file, or several and then their index, to `sink`, a tensor at a time, without the parameters at some
+    /// paths.
     ///
     /// A parameter that is found under several paths (the same id and the same bits) is written
     /// once; the metadata of its file then has an entry `path of the other: path of the written`,
@@ -128,10 +148,11 @@ impl ModelSnapshot {
         &self,
         names: &FileNames,
         options: &SaveOptions,
+        left_out: &HashSet<String>,
         sink: &mut Sink<'_>,
     ) -> Result<()> {
         let layout = options.layout;
-        let (records, aliases) = self.records(layout)?;
+        let (records, aliases) = self.records(layout, left_out)?;
         let shards = shards(&records, options.max_shard_size);
         let mut weight_map = BTreeMap::new();
         for (number, shard) in (1..).zip(&shards) {
@@ -163,11 +184,16 @@ impl ModelSnapshot {
         Ok(())
     }
 
-    fn records(&self, layout: FileLayout) -> Result<(Vec<Record<'_>>, BTreeMap<&str, &str>)> {
+    fn records(
+        &self,
+        layout: FileLayout,
+        left_out: &HashSet<String>,
+    ) -> Result<(Vec<Record<'_>>, BTreeMap<&str, &str>)> {
         let mut records: Vec<Record<'_>> = Vec::new();
         let mut aliases = BTreeMap::new();
         let mut by_id: HashMap<u64, Vec<usize>> = HashMap::new();
-        for entry in &self.entries {
+        let entries = self.entries.iter();
+        for entry in entries.filter(|entry| !left_out.contains(&entry.path)) {
             let record = Record::new(entry, layout)?;
             let same_id = by_id.entry(entry.id).or_default();
             // Clones of a parameter keep its id, and may have been trained apart since. PEFT reads no aliases.
@@ -243,6 +269,16 @@ impl SnapshotEntry {
     /// Returns `true` if a file in this layout has this parameter or buffer in any case.
     pub(super) fn is_required(&self, layout: FileLayout) -> bool {
         layout != FileLayout::Peft || self.is_factor
+    }
+
+    pub(super) fn hash(&self) -> FrozenParameter {
+        let mut hasher = blake3::Hasher::new();
+        hasher.update(format!("{:?} {:?}", self.dtype, self.saved_shape).as_bytes());
+        hasher.update(self.data(FileLayout::Burn).bytes());
+        FrozenParameter {
+            path: self.path.clone(),
+            hash: hasher.finalize().to_string(),
+        }
     }
 
     /// Returns the values, brought to the host.

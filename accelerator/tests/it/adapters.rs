@@ -3,16 +3,17 @@
 use std::ops::Range;
 use std::path::Path;
 
-use crate::common::{assert_error, of_every_rank};
+use crate::common::{assert_error, assert_errors, of_every_rank};
 use accelerator::model::{FileLayout, LoadOptions, SaveOptions};
 use accelerator::optim::Manual;
 use accelerator::precision::Precision;
 use accelerator::prelude::*;
 use burn::module::{Lora, Module, ModuleMapper, Param, QLora, Quantizer};
-use burn::nn::{Linear, LinearConfig, LinearLayout};
+use burn::nn::{BatchNorm, BatchNormConfig, Initializer, Linear, LinearConfig, LinearLayout};
 use burn::optim::{AdamWConfig, GradientsParams, SgdConfig};
 use burn::tensor::quantization::{Calibration, QuantValue, ScaleDtype};
 use burn::tensor::{Device, Tensor, TensorData};
+use safetensors::SafeTensors;
 
 /// The samples of a step. Each rank gets a number of them that is a power of two.
 const SAMPLES: usize = 8;
@@ -75,21 +76,26 @@ fn train(
     accelerator: &Accelerator,
     build: Build,
     optimizer: impl FnOnce(&Accelerator) -> Result<PreparedOptimizer<Manual>>,
-    folder: &Path,
+    checkpoints: &Checkpoints,
     until: u64,
 ) -> Result<Vec<f32>> {
     let model = accelerator.prepare(build(&accelerator.device()))?;
     let optimizer = optimizer(accelerator)?;
-    let ((mut model, mut optimizer), position) = accelerator.resume(folder, (model, optimizer))?;
+    let ema = Ema::new(&model, 0.5);
+    let parts = (model, optimizer, ema);
+    let ((mut model, mut optimizer, mut ema), position) = accelerator.resume(checkpoints, parts)?;
     for step in position.step()..until {
         let samples = share(accelerator);
         let count = samples.len();
         let loss = accelerator.forward(&model, |model| loss(model, step, samples));
         let gradients = accelerator.backward(loss, &model, count)?;
         model = optimizer.step(0.25, model, gradients);
+        ema.update(&model);
     }
-    accelerator.save_state(folder, (&model, &optimizer))?;
-    Ok(values(&model))
+    accelerator.save_state(checkpoints, (&model, &optimizer, &ema))?;
+    let mut all = values(&model);
+    all.extend(&values(ema.model())[4..]);
+    Ok(all)
 }
 
 /// Returns the base and the factors.
@@ -126,11 +132,12 @@ fn adapters_train_save_and_resume_on_any_number_of_ranks_to_the_bits_of_burn_alo
                 let outcomes = accelerator::launch(ranks, |accelerator| {
                     let sgd =
                         |accelerator: &Accelerator| accelerator.prepare(SgdConfig::new().init());
-                    train(&accelerator, build, sgd, folder.path(), until)
+                    let checkpoints = Checkpoints::new(folder.path());
+                    train(&accelerator, build, sgd, &checkpoints, until)
                 });
                 let outcome = of_every_rank(outcomes.unwrap());
                 if until == STEPS {
-                    assert_eq!(outcome, expected, "{ranks} ranks");
+                    assert_eq!(outcome[..expected.len()], expected, "{ranks} ranks");
                 }
             }
         }
@@ -151,7 +158,8 @@ fn adapters_resume_with_a_sharded_optimizer_and_in_half_precision() {
                             let sharded = |accelerator: &Accelerator| {
                                 accelerator.prepare(Sharded(AdamWConfig::new().init()))
                             };
-                            train(&accelerator, build, sharded, folder.path(), until)
+                            let checkpoints = Checkpoints::new(folder.path());
+                            train(&accelerator, build, sharded, &checkpoints, until)
                         });
                         outcome = of_every_rank(outcomes.unwrap());
                     }
@@ -161,7 +169,7 @@ fn adapters_resume_with_a_sharded_optimizer_and_in_half_precision() {
                 assert_eq!(run(&[1, STEPS]), whole, "{precision}, {ranks} ranks");
                 let untrained = values(&build(&Accelerator::new().unwrap().device()));
                 assert_eq!(whole[..4], untrained[..4], "the base is frozen");
-                assert_ne!(whole[4..], untrained[4..]);
+                assert_ne!(whole[4..untrained.len()], untrained[4..]);
             }
         }
     }
@@ -196,6 +204,125 @@ fn quantised_and_adapted(device: &Device) -> Linear {
     let base = TensorData::from([[127.0_f32 / 128.0, -0.25], [0.75, 0.5]]);
     layer.weight = Param::from_data(base, device);
     quantised(layer, Lora::new(1, 1.0), Scales::All).map(&mut Dyadic(device))
+}
+
+/// Returns the bytes of the model in the newest checkpoint.
+fn saved_model(folder: &Path) -> u64 {
+    let mut folders: Vec<_> = folder
+        .read_dir()
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+        .collect();
+    folders.sort();
+    let newest = folders
+        .iter()
+        .rev()
+        .find(|path| path.join("manifest.json").is_file());
+    newest
+        .unwrap()
+        .join("model.safetensors")
+        .metadata()
+        .unwrap()
+        .len()
+}
+
+#[test]
+fn checkpoints_without_frozen_parameters_continue_with_the_base_of_the_program() {
+    for build in [adapted as Build, quantised_and_adapted] {
+        for ranks in [1, 2, 3] {
+            let run = |checkpoints: fn(&Path) -> Checkpoints| {
+                let folder = tempfile::tempdir().unwrap();
+                let mut outcome = Vec::new();
+                for until in [2, STEPS] {
+                    let outcomes = accelerator::launch(ranks, |accelerator| {
+                        let checkpoints = checkpoints(folder.path());
+                        let adamw = |accelerator: &Accelerator| {
+                            accelerator.prepare(AdamWConfig::new().init())
+                        };
+                        train(&accelerator, build, adamw, &checkpoints, until)
+                    });
+                    outcome = of_every_rank(outcomes.unwrap());
+                }
+                (outcome, saved_model(folder.path()))
+            };
+            let (whole, large) = run(|path| Checkpoints::new(path));
+            let (small, left) = run(|path| Checkpoints::new(path).without_frozen_parameters());
+            assert_eq!(small, whole, "{ranks} ranks");
+            assert!(left < large, "{left} {large}");
+        }
+    }
+}
+
+#[test]
+fn another_base_is_refused_on_every_rank() {
+    for ranks in [1, 2] {
+        let folder = tempfile::tempdir().unwrap();
+        let checkpoints = Checkpoints::new(folder.path()).without_frozen_parameters();
+        let outcomes = accelerator::launch(ranks, |accelerator| {
+            let device = accelerator.device();
+            let model = accelerator.prepare(adapted(&device))?;
+            accelerator.save_state(&checkpoints, &model)?;
+            let mut other = adapted(&device);
+            let zeros = Tensor::zeros([2, 2], &device);
+            other.weight = Param::initialized(other.weight.id, zeros)
+                .set_require_grad(false)
+                .apply_lora(Lora::new(1, 1.0));
+            let other = accelerator.prepare(other)?;
+            Ok(accelerator
+                .resume(&checkpoints, other)
+                .map(drop)
+                .unwrap_err())
+        });
+        let words = [
+            "without frozen parameters",
+            "1 of the 1",
+            "`weight`",
+            "load the base",
+        ];
+        assert_errors(outcomes.unwrap(), Error::is_model, &words);
+    }
+}
+
+/// Running statistics take no gradient, and training changes them.
+#[test]
+fn running_statistics_are_not_frozen() {
+    #[derive(Debug, Module)]
+    struct Net {
+        layer: Linear,
+        norm: BatchNorm,
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let checkpoints = Checkpoints::new(folder.path()).without_frozen_parameters();
+    let accelerator = Accelerator::new().unwrap();
+    let device = accelerator.device();
+    let net = || {
+        let layer = LinearConfig::new(2, 2)
+            .with_initializer(Initializer::Ones)
+            .init(&device);
+        let norm = BatchNormConfig::new(2).init(&device);
+        accelerator
+            .prepare(Net { layer, norm }.apply_lora(Lora::new(1, 1.0)))
+            .unwrap()
+    };
+    let model = net();
+    let input = Tensor::<2>::from_data([[1.0, 5.0], [3.0, 9.0]], &device);
+    model.norm.forward(model.layer.forward(input));
+    let saved = accelerator.save_state(&checkpoints, &model).unwrap();
+    let bytes = std::fs::read(saved.path().join("model.safetensors")).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    let mut names: Vec<_> = file.names().into_iter().map(String::from).collect();
+    names.sort();
+    let expected = [
+        "layer.weight.lora.a",
+        "layer.weight.lora.b",
+        "norm.running_mean",
+        "norm.running_var",
+    ];
+    assert_eq!(names, expected);
+    let mean = |model: &Net| model.valid().norm.running_mean.value().into_data();
+    let (resumed, _) = accelerator.resume(&checkpoints, net()).unwrap();
+    assert_eq!(mean(&resumed), mean(&model));
+    assert_ne!(mean(&net()), mean(&model));
 }
 
 fn random(device: &Device, layout: LinearLayout, scales: Scales) -> Linear {
