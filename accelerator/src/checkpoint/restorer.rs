@@ -78,7 +78,7 @@ impl<'a> Restorer<'a> {
             self.context,
             model,
             |activity| self.source()?.model(folder.as_deref(), activity),
-            saved.parameters(),
+            &saved.layout,
             saved.steps,
             saved.scaler,
             hook,
@@ -90,7 +90,7 @@ impl<'a> Restorer<'a> {
     pub(crate) fn companion(&mut self, companion: BoxedModule) -> Result<BoxedModule> {
         let (saved, folder) = self.next_model()?;
         let open = |activity| self.source()?.model(folder.as_deref(), activity);
-        restore_values(self.context, companion, open, saved.parameters())
+        restore_values(self.context, companion, open, &saved.layout)
     }
 
     /// The state of the next part, which is a model, and the folder of its files if it has one.

@@ -101,7 +101,6 @@ impl<'a> Snapshot<'a> {
                 .hook()
                 .map(|hook| HookState::new(hook.name(), &hooks)),
             layout: Layout::of(model),
-            frozen: Vec::new(),
             scaler: model_state.scaler_state(),
             steps: model_state.steps(),
         };
@@ -123,7 +122,6 @@ impl<'a> Snapshot<'a> {
         let state = SavedModel {
             hook: None,
             layout: Layout::of(companion),
-            frozen: Vec::new(),
             scaler: None,
             steps: model_state.steps(),
         };

@@ -16,9 +16,7 @@ use super::position::Origin;
 use crate::core::error::{self, Error, Result};
 use crate::core::offload::Scratch;
 use crate::data::{EpochPosition, LoaderState};
-use crate::model::{
-    FileBytes, FileNames, FrozenParameter, Layout, ModelFile, SavedParameters, has_adapters_alone,
-};
+use crate::model::{FileBytes, FileNames, Layout, ModelFile, has_adapters_alone};
 use crate::optim::OptimizerState;
 use crate::precision::ScalerState;
 
@@ -64,9 +62,6 @@ pub(super) struct SavedModel {
     #[serde(default)]
     pub(super) hook: Option<HookState>,
     pub(super) layout: Layout,
-    /// The parameters that the files of the model do not have.
-    #[serde(default)]
-    pub(super) frozen: Vec<FrozenParameter>,
     /// The state of its loss scaler, if it has one.
     #[serde(default)]
     pub(super) scaler: Option<ScalerState>,
@@ -88,15 +83,6 @@ pub(super) enum SavedHook {
     Nothing,
     /// The state lies in the file of the rank.
     State,
-}
-
-impl SavedModel {
-    pub(super) fn parameters(&self) -> SavedParameters<'_> {
-        SavedParameters {
-            layout: &self.layout,
-            frozen: &self.frozen,
-        }
-    }
 }
 
 impl HookState {

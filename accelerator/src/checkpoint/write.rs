@@ -14,9 +14,7 @@ use accelerator_track::RunMark;
 use super::saving::{CheckpointContext, Saved};
 use super::settings::{Checkpoints, FrozenParameters};
 use super::snapshot::{SnapshotMode, SnapshotPart, TakenSnapshot};
-use super::state_file::{
-    HookState, LiveState, MODEL, Names, PartState, StateFile, encode, model_file,
-};
+use super::state_file::{HookState, LiveState, MODEL, Names, StateFile, encode, model_file};
 use crate::core::error::{self, Error, Result};
 use crate::data::LoaderState;
 use crate::model::{FileNames, Layout, SaveOptions};
@@ -75,11 +73,11 @@ pub(super) fn write(
     job: JobInfo,
 ) -> Result<Saved> {
     let step = taken.step();
-    let mut state = taken.state(job.factor, job.run.clone());
+    let state = taken.state(job.factor, job.run.clone());
     let options = SaveOptions::new().with_max_shard_size(settings.max_shard_size);
     write_files(
         taken,
-        &mut state,
+        &state,
         &options,
         settings.frozen,
         &job.activity,
@@ -117,11 +115,11 @@ pub(super) fn write(
 
 /// The same in memory.
 pub(super) fn keep(taken: &TakenSnapshot, job: &JobInfo, since: Instant) -> Result<LiveState> {
-    let mut state = taken.state(job.factor, job.run.clone());
+    let state = taken.state(job.factor, job.run.clone());
     let mut files = HashMap::new();
     write_files(
         taken,
-        &mut state,
+        &state,
         &SaveOptions::new(),
         FrozenParameters::Saved,
         &job.activity,
@@ -147,7 +145,7 @@ type FileSink<'a> =
 
 fn write_files(
     taken: &TakenSnapshot,
-    state: &mut StateFile,
+    state: &StateFile,
     options: &SaveOptions,
     frozen_parameters: FrozenParameters,
     activity: &Activity,
@@ -178,9 +176,6 @@ fn write_files(
                     FrozenParameters::Saved => &nothing,
                     FrozenParameters::LeftOut => frozen,
                 };
-                if let Some(PartState::Model(saved)) = state.parts.get_mut(at) {
-                    saved.frozen = values.hashes(left_out, activity);
-                }
                 values.write(&files, options, left_out, &mut |name, content| {
                     sink(&model_file(folder.as_deref(), name)?, Role::Model, content)
                 })?;

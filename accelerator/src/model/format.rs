@@ -95,6 +95,9 @@ impl FileLayout {
 /// The prefix of all names in PEFT's files.
 pub(super) const PEFT_PREFIX: &str = "base_model.model.";
 
+/// The entry of a file's metadata that has the hashes of the parameters that were left out, by their paths.
+pub(super) const LEFT_OUT: &str = "left out";
+
 /// The kind of container that has the parts of an adapter.
 const ADAPTER: &str = "Reparameterization";
 

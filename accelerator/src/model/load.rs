@@ -11,7 +11,7 @@ use super::format::{FileLayout, LoadOptions, burn_dtype, file_dtype, quantizatio
 use super::layout::{self, Layout};
 use super::peft::Attachments;
 use super::read::{ModelFile, StoredTensor};
-use super::snapshot::{FrozenParameter, SnapshotEntry, visit_entries};
+use super::snapshot::{SnapshotEntry, visit_entries};
 use super::tied::TiedParameters;
 use crate::context::Context;
 use crate::core::agreement;
@@ -28,7 +28,7 @@ pub(crate) fn load_on_all(
     model: BoxedModule,
     open: impl FnOnce(Activity) -> Result<ModelFile>,
     options: &LoadOptions,
-    saved: Option<SavedParameters<'_>>,
+    ids: Option<&[u64]>,
 ) -> Result<(BoxedModule, LoadReport)> {
     const ACTION: &str = "load the model";
     let _offloading = Offload::enter(context.offload.as_ref());
@@ -36,9 +36,9 @@ pub(crate) fn load_on_all(
     if group.world_size() == 1 {
         let file = open(group.activity())?;
         let (model, _) = with_adapters(model, &file, options)?;
-        let matched = Matched::checked(&model, &file, options, saved)?;
+        let matched = Matched::checked(&model, &file, options, ids)?;
         let report = matched.report.clone();
-        let model = matched.load(model, &file, saved, group)?;
+        let model = matched.load(model, &file, ids, group)?;
         return Ok((model, report));
     }
     let loading = group.for_purpose("load a model");
@@ -49,7 +49,7 @@ pub(crate) fn load_on_all(
         });
         let matched = opened.as_ref().map_err(Clone::clone);
         let matched = matched.and_then(|(file, model, attached)| {
-            let matched = Matched::checked(model, file, options, saved)?;
+            let matched = Matched::checked(model, file, options, ids)?;
             Ok((matched, file, model.clone(), attached))
         });
         let (matched, file, model, attached) = agreement::send(group, matched)?;
@@ -57,7 +57,7 @@ pub(crate) fn load_on_all(
         let report = matched.report.clone();
         loading.broadcast_object(Some(&(report.clone(), sent, attached.clone())), 0)?;
         compare(&loading, &model)?;
-        (matched.load(model, file, saved, &loading), report)
+        (matched.load(model, file, ids, &loading), report)
     } else {
         agreement::receive(group, ACTION)?;
         let (report, sent, attached): (LoadReport, Vec<bool>, Attachments) =
@@ -112,50 +112,17 @@ fn receive_pieces(
     Ok(TiedParameters::checked(&model)?.retie(model))
 }
 
-/// The parameters of a model that was saved.
-#[derive(Clone, Copy)]
-pub(crate) struct SavedParameters<'a> {
-    pub(crate) layout: &'a Layout,
-    /// The parameters that its file does not have.
-    pub(crate) frozen: &'a [FrozenParameter],
-}
-
-impl SavedParameters<'_> {
-    /// Checks that the model has the parameters that its file does not have.
-    fn check_frozen(self, model: &dyn DynModule, activity: &Activity) -> Result<()> {
-        let mut others = Vec::new();
-        visit_entries(model, &mut |entry| {
-            let name = entry.name(FileLayout::Burn);
-            if let Some(frozen) = self.frozen.iter().find(|frozen| frozen.path == name) {
-                activity.keep_alive();
-                if entry.hash() != *frozen {
-                    others.push(name.to_owned());
-                }
-            }
-        });
-        let Some(first) = others.first() else {
-            return Ok(());
-        };
-        Err(Error::model(format!(
-            "the checkpoint was saved without frozen parameters, and {} of the {} have other values in this model, such as \
-             `{first}`: load the base that was trained with before `resume`",
-            others.len(),
-            self.frozen.len()
-        )))
-    }
-}
-
 /// Gives a model the values and ids that were saved in the file that rank 0 opens.
 #[track_caller]
 pub(crate) fn restore_values(
     context: &Context,
     model: BoxedModule,
     open: impl FnOnce(Activity) -> Result<ModelFile>,
-    saved: SavedParameters<'_>,
+    saved: &Layout,
 ) -> Result<BoxedModule> {
-    saved.layout.check_saved(&Layout::of(&model))?;
+    saved.check_saved(&Layout::of(&model))?;
     let options = LoadOptions::new();
-    let (model, _) = load_on_all(context, model, open, &options, Some(saved))?;
+    let (model, _) = load_on_all(context, model, open, &options, Some(&saved.ids()))?;
     Ok(model)
 }
 
@@ -207,19 +174,18 @@ impl<'a> Matched<'a> {
         Ok(Self { sources, report })
     }
 
-    /// Matches a file that must fit the model, and the parameters that were saved, if it is a checkpoint's.
+    /// Matches a file that must fit the model, and as many `ids`, if there are any, as the model has parameters and
+    /// buffers.
     fn checked(
         model: &dyn DynModule,
         file: &'a ModelFile,
         options: &LoadOptions,
-        saved: Option<SavedParameters<'_>>,
+        ids: Option<&[u64]>,
     ) -> Result<Self> {
         let mut matched = Self::new(model, file, options)?;
-        if let Some(saved) = saved {
-            let is_frozen = |name: &String| saved.frozen.iter().any(|frozen| frozen.path == *name);
-            matched.report.missing.retain(|name| !is_frozen(name));
-        }
-        let report = &matched.report;
+        let left_out = file.left_out()?;
+        let report = &mut matched.report;
+        report.missing.retain(|name| !left_out.contains_key(name));
         let acceptable = match options.allows_partial {
             true => !report.loaded.is_empty(),
             false => report.is_complete(),
@@ -227,26 +193,35 @@ impl<'a> Matched<'a> {
         if !acceptable {
             return Err(unfit(file, report));
         }
-        if let Some(saved) = saved {
-            saved.check_frozen(model, &file.activity())?;
+        if let Some(ids) = ids
+            && ids.len() != matched.sources.len()
+        {
+            return Err(Error::model(format!(
+                "{} parameter ids were saved with `{}`, and the model has {} parameters and \
+                     buffers",
+                ids.len(),
+                file.path().display(),
+                matched.sources.len()
+            )));
         }
+        check_left_out(model, file, &left_out)?;
         Ok(matched)
     }
 
-    /// Gives the model the file's values, and the ids that were saved, one per parameter and buffer in order. The values are
+    /// Gives the model the file's values, and `ids` if there are any, one per parameter and buffer in order. The values are
     /// the file's bit for bit, unless they are cast. Other ranks receive their pieces of parameters from this one.
     #[track_caller]
     fn load(
         self,
         model: BoxedModule,
         file: &ModelFile,
-        saved: Option<SavedParameters<'_>>,
+        ids: Option<&[u64]>,
         group: &ProcessGroup,
     ) -> Result<BoxedModule> {
         let mut writer = FileWriter {
             file,
             group,
-            ids: saved.map(|saved| saved.layout.ids().into_iter()),
+            ids: ids.map(|ids| ids.iter().copied()),
             sources: self.sources.into_iter(),
             failure: None,
         };
@@ -256,6 +231,37 @@ impl<'a> Matched<'a> {
         }
         Ok(TiedParameters::checked(&model)?.retie(model))
     }
+}
+
+/// Checks that the model has the parameters that the file does not have.
+fn check_left_out(
+    model: &dyn DynModule,
+    file: &ModelFile,
+    left_out: &BTreeMap<String, String>,
+) -> Result<()> {
+    if left_out.is_empty() {
+        return Ok(());
+    }
+    let mut others = Vec::new();
+    visit_entries(model, &mut |entry| {
+        let path = entry.name(FileLayout::Burn);
+        if let Some(hash) = left_out.get(path) {
+            file.activity().keep_alive();
+            if entry.hash() != *hash {
+                others.push(path.to_owned());
+            }
+        }
+    });
+    let Some(first) = others.first() else {
+        return Ok(());
+    };
+    Err(Error::model(format!(
+        "`{}` was saved without frozen parameters, and {} of the {} have other values in this model, such as `{first}`: load \
+         the base that was trained with first",
+        file.path().display(),
+        others.len(),
+        left_out.len(),
+    )))
 }
 
 fn agreed_layout(file: &ModelFile, options: &LoadOptions) -> Result<FileLayout> {
@@ -655,6 +661,7 @@ fn list<T>(
 #[cfg(test)]
 mod tests {
     use std::collections::HashSet;
+
     use std::path::Path;
 
     use burn::nn::{Linear, LinearConfig};
@@ -669,7 +676,7 @@ mod tests {
         let saved = line();
         let folder = tempfile::tempdir().unwrap();
         let snapshot = ModelSnapshot::of(&saved);
-        let layout = Layout::of(&saved);
+        let ids = Layout::of(&saved).ids();
         // On another thread, as saving beside training does.
         let write = move || {
             let names = FileNames::new("weights.safetensors");
@@ -692,10 +699,7 @@ mod tests {
             BoxedModule::new(line()),
             |activity| ModelFile::open(&path, activity),
             &options,
-            Some(SavedParameters {
-                layout: &layout,
-                frozen: &[],
-            }),
+            Some(&ids),
         )
         .unwrap();
         assert!(report.is_complete());
@@ -705,6 +709,14 @@ mod tests {
             loaded.weight.val().into_data(),
             saved.weight.val().into_data()
         );
+        let error = load_on_all(
+            &accelerator.shared.context,
+            BoxedModule::new(line()),
+            |activity| ModelFile::open(&path, activity),
+            &options,
+            Some(&ids[1..]),
+        );
+        assert!(error.unwrap_err().is_model());
     }
 
     fn names(names: &[&str]) -> Vec<String> {

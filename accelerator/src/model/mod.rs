@@ -24,10 +24,10 @@ pub(crate) use self::layout::{
     Float, KEEP_THE_ID, Layout, Trainable, float_values, from_rank_zero,
 };
 pub use self::load::{LoadReport, Misshapen, Mistyped};
-pub(crate) use self::load::{SavedParameters, load_on_all, restore_values};
+pub(crate) use self::load::{load_on_all, restore_values};
 pub(crate) use self::read::{FileBytes, ModelFile, has_adapters_alone};
 pub(crate) use self::save::save;
-pub(crate) use self::snapshot::{FrozenParameter, ModelSnapshot};
+pub(crate) use self::snapshot::ModelSnapshot;
 pub use self::tied::retie_parameters;
 pub(crate) use self::tied::{TiedParameters, fresh_leaves};
 

@@ -10,7 +10,7 @@ use safetensors::Dtype;
 use safetensors::tensor::Metadata;
 use serde::Deserialize;
 
-use super::format::{FileLayout, FileNames, PEFT_PREFIX, burn_dtype, quantization_key};
+use super::format::{FileLayout, FileNames, LEFT_OUT, PEFT_PREFIX, burn_dtype, quantization_key};
 use crate::core::error::{Error, Kind, Result};
 
 /// The most that a header may take, as in the format's own reader.
@@ -123,8 +123,8 @@ impl ModelFile {
         Ok(model)
     }
 
-    pub(super) fn activity(&self) -> Activity {
-        self.activity.clone()
+    pub(super) fn activity(&self) -> &Activity {
+        &self.activity
     }
 
     pub(super) fn path(&self) -> &Path {
@@ -149,6 +149,19 @@ impl ModelFile {
         self.metadata
             .get(&quantization_key(name))
             .map(String::as_str)
+    }
+
+    /// Returns the hashes of the parameters that were left out, by their paths.
+    pub(super) fn left_out(&self) -> Result<BTreeMap<String, String>> {
+        let hashes = self.metadata.get(LEFT_OUT).map(|json| {
+            serde_json::from_str(json).map_err(|error| {
+                malformed(
+                    &self.path,
+                    format!("its list of parameters that were left out is not valid: {error}"),
+                )
+            })
+        });
+        hashes.transpose().map(Option::unwrap_or_default)
     }
 
     pub(super) fn layout(&self) -> Option<FileLayout> {

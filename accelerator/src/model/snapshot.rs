@@ -3,18 +3,18 @@ use core::num::NonZeroU64;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::io::{self, BufWriter, Write};
 
-use accelerator_collective::{Activity, ProcessGroup};
+use accelerator_collective::ProcessGroup;
 use burn::module::{ModuleVisitor, Param, ParamId, Parameter};
 use burn::tensor::kind::Basic;
 use burn::tensor::quantization::quantized_data_len;
 use burn::tensor::{Bool, BoolStore, Bytes, DType, Int, Shape, Tensor, TensorData};
 use safetensors::Dtype;
 use safetensors::tensor::TensorInfo;
-use serde::ser::{SerializeMap, Serializer};
-use serde::{Deserialize, Serialize};
+use serde::ser::{Serialize, SerializeMap, Serializer};
 
 use super::format::{
-    FileLayout, FileNames, FilePath, SaveOptions, file_dtype, quantization, quantization_key,
+    FileLayout, FileNames, FilePath, LEFT_OUT, SaveOptions, file_dtype, quantization,
+    quantization_key,
 };
 use crate::core::agreement;
 use crate::core::dyn_module::DynModule;
@@ -29,14 +29,6 @@ use crate::core::partition::{KeptBy, Piece, is_sharded, piece_of};
 #[derive(Debug)]
 pub(crate) struct ModelSnapshot {
     entries: Vec<SnapshotEntry>,
-}
-
-/// A parameter that is compared with the one that was trained with.
-#[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
-pub(crate) struct FrozenParameter {
-    pub(super) path: String,
-    /// The BLAKE3 hash of its type, its shape and its values.
-    hash: String,
 }
 
 /// A function that takes the files of a model one after the other: the name of each, and a function that writes it.
@@ -123,23 +115,8 @@ impl ModelSnapshot {
         agreement::together(group, gathered, "gather a sharded model")
     }
 
-    /// Returns the parameters at some paths, to be compared with those of another model.
-    pub(crate) fn hashes(
-        &self,
-        paths: &HashSet<String>,
-        activity: &Activity,
-    ) -> Vec<FrozenParameter> {
-        let entries = self.entries.iter();
-        let entries = entries.filter(|entry| paths.contains(&entry.path));
-        let hashes = entries.map(|entry| {
-            activity.keep_alive();
-            entry.hash()
-        });
-        hashes.collect()
-    }
-
-    /// Writes one file, or several and then their index, to `sink`, a tensor at a time, without the parameters at some
-    /// paths.
+    /// Writes one file, or several and then their index, to `sink`, a tensor at a time. The parameters at the paths of
+    /// `left_out` are hashed only: the metadata of the first file has the hashes, with which loading compares the model.
     ///
     /// A parameter that is found under several paths (the same id and the same bits) is written
     /// once; the metadata of its file then has an entry `path of the other: path of the written`,
@@ -154,13 +131,15 @@ impl ModelSnapshot {
         let layout = options.layout;
         let (records, aliases) = self.records(layout, left_out)?;
         let shards = shards(&records, options.max_shard_size);
+        let mut left_out = self.hashes(left_out)?;
         let mut weight_map = BTreeMap::new();
         for (number, shard) in (1..).zip(&shards) {
             let name = match shards.len() {
                 1 => names.single.clone(),
                 count => names.shard(number, count),
             };
-            let header = header(shard, layout, &aliases).map_err(|error| {
+            let left_out = left_out.take();
+            let header = header(shard, layout, &aliases, left_out.as_deref()).map_err(|error| {
                 Error::new(Kind::Io, "the header of a model file cannot be made").with_source(error)
             })?;
             sink(&name, &mut |writer| {
@@ -182,6 +161,19 @@ impl ModelSnapshot {
             })?;
         }
         Ok(())
+    }
+
+    fn hashes(&self, paths: &HashSet<String>) -> Result<Option<String>> {
+        if paths.is_empty() {
+            return Ok(None);
+        }
+        let entries = self.entries.iter();
+        let entries = entries.filter(|entry| paths.contains(&entry.path));
+        let hashes: BTreeMap<_, _> = entries.map(|entry| (&*entry.path, entry.hash())).collect();
+        let json = serde_json::to_string(&hashes);
+        json.map(Some).map_err(|error| {
+            Error::new(Kind::Io, "the hashes of parameters cannot be written").with_source(error)
+        })
     }
 
     fn records(
@@ -271,14 +263,12 @@ impl SnapshotEntry {
         layout != FileLayout::Peft || self.is_factor
     }
 
-    pub(super) fn hash(&self) -> FrozenParameter {
+    /// Returns the BLAKE3 hash of the type, the shape and the values.
+    pub(super) fn hash(&self) -> String {
         let mut hasher = blake3::Hasher::new();
         hasher.update(format!("{:?} {:?}", self.dtype, self.saved_shape).as_bytes());
         hasher.update(self.data(FileLayout::Burn).bytes());
-        FrozenParameter {
-            path: self.path.clone(),
-            hash: hasher.finalize().to_string(),
-        }
+        hasher.finalize().to_string()
     }
 
     /// Returns the values, brought to the host.
@@ -482,6 +472,7 @@ fn header(
     shard: &[&Record<'_>],
     layout: FileLayout,
     aliases: &BTreeMap<&str, &str>,
+    left_out: Option<&str>,
 ) -> serde_json::Result<Vec<u8>> {
     let mut metadata: BTreeMap<&str, &str> = aliases
         .iter()
@@ -490,6 +481,7 @@ fn header(
         .collect();
     metadata.insert("format", layout.format());
     metadata.insert("layout", layout.name());
+    metadata.extend(left_out.map(|hashes| (LEFT_OUT, hashes)));
     let quantized = shard.iter().filter_map(|record| {
         let description = quantization(record.entry.dtype)?;
         Some((quantization_key(record.name), description))

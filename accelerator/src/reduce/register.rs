@@ -11,7 +11,7 @@ use crate::core::agreement::Failure;
 use crate::core::device::Operations;
 use crate::core::dyn_module::BoxedModule;
 use crate::core::error::{self, Error, Result};
-use crate::model::{self, Layout, ModelFile, SavedParameters, TiedParameters, restore_values};
+use crate::model::{self, Layout, ModelFile, TiedParameters, restore_values};
 use crate::precision::{Precision, Scaler, ScalerState};
 use crate::unit::{self, Units};
 
@@ -201,7 +201,7 @@ pub(crate) fn resume(
     context: &ReduceContext,
     model: BoxedModule,
     open: impl FnOnce(Activity) -> Result<ModelFile>,
-    saved: SavedParameters<'_>,
+    saved: &Layout,
     steps: u64,
     scaler: Option<ScalerState>,
     hook: Option<HookInstance>,

@@ -326,6 +326,44 @@ fn a_best_without_a_checkpoint_does_not_outdo_those_with_one() {
     assert_eq!(best_of(&trainer), (Some(0.4), Some(6), Some(6)));
 }
 
+#[test]
+fn checkpoints_without_frozen_parameters_resume_and_have_the_best_model() {
+    let run = |save_without_frozen: bool| {
+        let folder = tempfile::tempdir().unwrap();
+        let mut arguments = TrainingArguments {
+            max_steps: 4,
+            save_without_frozen,
+            ..by_metric(folder.path())
+        };
+        let mut trained = Vec::new();
+        for (updates, values) in [(4, &[0.1, 0.5][..]), (8, &[0.9, 0.2])] {
+            let frozen = |device: &Device| {
+                let mut line = line(device);
+                line.bias = line.bias.map(|bias| bias.set_require_grad(false));
+                line
+            };
+            arguments.max_steps = updates;
+            let mut trainer = Trainer::builder(arguments.clone(), frozen, Points, square_error)
+                .accelerator(alone(&arguments))
+                .train_dataset(points(40))
+                .eval_dataset(points(8))
+                .compute_metrics(told(values))
+                .build()
+                .unwrap();
+            trainer.train().unwrap();
+            trained.push(weight(&trainer).to_bits());
+            arguments.resume_from_checkpoint = ResumeFrom::Newest;
+        }
+        let model = folder.path().join("checkpoint-000004/model.safetensors");
+        let bytes = std::fs::read(model).unwrap();
+        let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+        (trained, file.tensor("bias").is_ok())
+    };
+    let (whole, left_out) = (run(false), run(true));
+    assert_eq!((whole.1, left_out.1), (true, false));
+    assert_eq!(whole.0, left_out.0);
+}
+
 #[cfg(unix)]
 #[test]
 fn the_best_checkpoint_stays_where_its_folder_is_spelt_otherwise_or_moved() {

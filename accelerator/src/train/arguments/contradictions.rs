@@ -289,10 +289,16 @@ impl Contradictions {
 
     fn others(&mut self, a: &TrainingArguments) {
         let saves = a.save_strategy != SaveStrategy::No;
-        self.expect(saves || a.save_total_limit.is_none(), || {
-            "save_total_limit is set with save_strategy no: set save_strategy to steps, epoch or best"
-                .to_owned()
-        });
+        for (name, is_set) in [
+            ("save_total_limit", a.save_total_limit.is_some()),
+            ("save_without_frozen", a.save_without_frozen),
+        ] {
+            self.expect(saves || !is_set, || {
+                format!(
+                    "{name} is set with save_strategy no: set save_strategy to steps, epoch or best"
+                )
+            });
+        }
         self.expect(!(a.bf16 && a.fp16), || {
             "bf16 and fp16 are both set: choose one".to_owned()
         });

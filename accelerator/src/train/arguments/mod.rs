@@ -118,6 +118,8 @@ arguments! {
         save_steps: f64 = 500.0,
         /// The number of checkpoints to keep, the best one among them; never less than that and the newest [default: all].
         save_total_limit: Option<usize> = None,
+        /// Leave frozen parameters out of checkpoints, such as the base of LoRA adapters.
+        save_without_frozen: bool = false,
         /// Continue from the newest checkpoint of `output_dir` (auto: if there is one), or from that of a path.
         resume_from_checkpoint: ResumeFrom = ResumeFrom::No,
         /// End with the weights of the best checkpoint.

@@ -191,6 +191,9 @@ where
         if let Some(limit) = self.arguments.save_total_limit {
             checkpoints = checkpoints.with_total_limit(limit);
         }
+        if self.arguments.save_without_frozen {
+            checkpoints = checkpoints.without_frozen_parameters();
+        }
         self.settle_candidate();
         let best = self.state.best_model_checkpoint.as_ref();
         let context = &self.accelerator.shared.context;
