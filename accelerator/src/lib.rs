@@ -236,6 +236,11 @@ pub mod tune {
     };
 }
 
+/// The program of `docs/adapters.md`.
+#[cfg(doctest)]
+#[doc = include_str!("../../docs/adapters.md")]
+mod adapters_guide {}
+
 /// The program of `docs/tracking.md`.
 #[cfg(doctest)]
 #[doc = include_str!("../../docs/tracking.md")]

@@ -31,7 +31,7 @@ type Manual = PreparedOptimizer<accelerator::optim::Manual>;
 type Model = Linear;
 
 /// Documents whose code is a doctest of the library.
-const DOCTESTS: [&str; 2] = ["tracking.md", "trainer.md"];
+const DOCTESTS: [&str; 3] = ["adapters.md", "tracking.md", "trainer.md"];
 
 /// A batch of a program whose samples have an input and a target.
 struct Pairs {
