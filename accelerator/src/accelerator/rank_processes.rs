@@ -1,3 +1,4 @@
+use std::collections::BTreeMap;
 use std::io::Write;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -51,8 +52,8 @@ const JOB: &str = "launch_processes";
 /// # Errors
 ///
 /// [`Error::is_config`] for 0 ranks; [`Error::is_io`] if the program cannot be started again;
-/// [`Error::is_other`] with the rank that failed first, or where `body` ended since ranks were
-/// [preempted](Accelerator::preempted). Each rank prints its own error.
+/// [`Error::is_other`] with the rank that failed, and not one that failed because it lost that rank, or if `body` ended since
+/// ranks were [preempted](Accelerator::preempted). Each rank prints its own error.
 pub fn launch_processes(
     world_size: usize,
     body: impl FnOnce(Accelerator) -> Result<()>,
@@ -87,6 +88,10 @@ impl AcceleratorBuilder {
             Ok(false) => 0,
             Ok(true) => PREEMPTED_EXIT_CODE.into(),
             Err(error) => {
+                if let Some(culprit) = error.culprit() {
+                    // Without it, this rank may be named in place of the other.
+                    let _ = send_to_parent(&culprit.rank());
+                }
                 eprintln!("Error: {error:?}");
                 1
             }
@@ -216,25 +221,42 @@ impl RankProcesses {
     }
 
     pub(crate) fn wait(mut self) -> Result<()> {
-        let mut failure: Option<(Error, Instant)> = None;
+        let mut failures: BTreeMap<usize, ExitStatus> = BTreeMap::new();
+        let mut first_seen = None;
         loop {
             let mut running = 0;
-            let world_size = self.world_size();
             for (rank, process) in self.ranks.iter_mut().enumerate() {
                 match process.child.try_wait()? {
                     None => running += 1,
-                    Some(status) if !status.success() && failure.is_none() => {
-                        failure = Some((failed(rank, world_size, status), Instant::now()));
+                    Some(status) if !status.success() => {
+                        failures.insert(rank, status);
+                        first_seen.get_or_insert_with(Instant::now);
                     }
                     Some(_) => {}
                 }
             }
-            match failure {
-                Some((error, at)) if running == 0 || at.elapsed() > GRACE => return Err(error),
-                None if running == 0 => return Ok(()),
-                _ => std::thread::sleep(Duration::from_millis(10)),
+            if running == 0 || first_seen.is_some_and(|at| at.elapsed() > GRACE) {
+                break;
             }
+            std::thread::sleep(Duration::from_millis(10));
         }
+        let cause = failures
+            .into_iter()
+            .min_by_key(|(rank, _)| self.blames_another(*rank));
+        match cause {
+            None => Ok(()),
+            Some((rank, status)) => Err(failed(rank, self.world_size(), status)),
+        }
+    }
+
+    /// Returns `true` if the rank has ended because another one did.
+    fn blames_another(&self, rank: usize) -> bool {
+        let link = self.link(rank);
+        // A process that the rank has started may keep the link open.
+        if link.set_nonblocking(true).is_err() {
+            return false;
+        }
+        ciborium::from_reader(link).is_ok_and(|culprit: usize| culprit != rank)
     }
 }
 

@@ -16,6 +16,19 @@ use accelerator_tests::{operator, problems, trajectory};
 use burn::tensor::FloatDType;
 use serde::Serialize;
 
+/// An error that takes a while to print: a rank that fails with it ends after the others, which fail because of it.
+#[derive(Debug)]
+struct Slow;
+
+impl std::fmt::Display for Slow {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        std::thread::sleep(Duration::from_millis(500));
+        f.write_str("slow to say")
+    }
+}
+
+impl std::error::Error for Slow {}
+
 fn main() -> Result<ExitCode> {
     let args: Vec<String> = std::env::args().skip(1).collect();
     let args: Vec<&str> = args.iter().map(String::as_str).collect();
@@ -59,6 +72,7 @@ fn main() -> Result<ExitCode> {
                     "fail" if accelerator.rank() == 1 => {
                         return Err(Error::other("no labels here"));
                     }
+                    "linger" if accelerator.rank() == 2 => return Err(Error::other(Slow)),
                     "preempt" => {
                         let passed = std::time::SystemTime::now();
                         accelerator.on_preemption(Preemption::new().with_deadline(passed))?;

@@ -56,6 +56,13 @@ fn a_rank_that_fails_is_named_and_ends_the_others() {
 }
 
 #[test]
+fn a_rank_that_others_lose_is_named_though_it_ends_after_them() {
+    let Ended { stderr, .. } = run(&["launch-processes", "3", "linger"]);
+    assert!(stderr.contains("rank 2 of 3 failed"), "{stderr}");
+    assert!(stderr.contains("slow to say"), "{stderr}");
+}
+
+#[test]
 fn ranks_that_were_preempted_have_not_finished() {
     let ended = run(&["launch-processes", "2", "preempt"]);
     let (stdout, stderr) = (ended.stdout, ended.stderr);
