@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use super::parts::DynSave;
 use super::saving::{BackgroundSave, CheckpointContext, Saved, Saving, from_main, none_begun};
-use super::settings::Checkpoints;
+use super::settings::{Checkpoints, FrozenParameters};
 use super::snapshot::{Snapshot, SnapshotExchange, SnapshotMode, SnapshotReport, TakenSnapshot};
 use super::state_file::LiveState;
 use super::write::{self, JobInfo};
@@ -57,7 +57,8 @@ pub(crate) fn keep(
     parts: &dyn DynSave,
 ) -> Result<Option<Arc<LiveState>>> {
     let since = Instant::now();
-    let (_, taken) = prepare(context, Path::new(""), parts, || Ok(()))?;
+    let frozen = FrozenParameters::Saved;
+    let (_, taken) = prepare(context, Path::new(""), frozen, parts, || Ok(()))?;
     let job = job(context, SnapshotMode::Regular);
     let mut live = None;
     from_main(context, "take the state to the next group", || {
@@ -95,7 +96,7 @@ pub(crate) fn save_emergency(
             return Err(Error::new(Kind::Collective, message).with_source(loss));
         }
     }
-    let taken = take_alone(context, parts)?;
+    let taken = take_alone(context, settings.frozen, parts)?;
     taken.check_parts()?;
     let draft = write::begin(settings, context, SnapshotMode::Emergency)?;
     let job = job(context, SnapshotMode::Emergency);
@@ -132,7 +133,7 @@ impl SurvivorState {
             ));
         }
         let since = Instant::now();
-        let taken = take_alone(context, parts).map_err(|error| {
+        let taken = take_alone(context, FrozenParameters::Saved, parts).map_err(|error| {
             let message = "the ranks cannot continue without the lost one, which held part of the state; \
                 resume from the last checkpoint";
             Error::misuse(message).with_source(error)
@@ -211,7 +212,7 @@ fn prepare_draft(
     parts: &dyn DynSave,
 ) -> Result<(Option<Draft>, TakenSnapshot)> {
     let begin = || write::begin(settings, context, SnapshotMode::Regular);
-    prepare(context, settings.path(), parts, begin)
+    prepare(context, settings.path(), settings.frozen, parts, begin)
 }
 
 /// Phase 1: every rank takes its snapshot, and says whether it is ready, and with what. Only if all
@@ -221,12 +222,13 @@ fn prepare_draft(
 fn prepare<T>(
     context: &CheckpointContext,
     folder: &Path,
+    frozen: FrozenParameters,
     parts: &dyn DynSave,
     begin: impl FnOnce() -> Result<T>,
 ) -> Result<(Option<T>, TakenSnapshot)> {
     context.settle()?;
     let (rank, is_main) = (context.rank(), context.is_main_process());
-    let mut snapshot = Snapshot::new(context, SnapshotMode::Regular);
+    let mut snapshot = Snapshot::new(context, SnapshotMode::Regular, frozen);
     let collected = parts.collect(&mut snapshot);
     let mut taken = snapshot.taken;
     let complete = context.device_reducer.confirm();
@@ -276,8 +278,12 @@ fn count(votes: Vec<Vote>) -> Result<Vec<SnapshotReport>> {
 }
 
 /// Takes a snapshot of what this rank has after its last complete step.
-fn take_alone(context: &CheckpointContext, parts: &dyn DynSave) -> Result<TakenSnapshot> {
-    let mut snapshot = Snapshot::new(context, SnapshotMode::Emergency);
+fn take_alone(
+    context: &CheckpointContext,
+    frozen: FrozenParameters,
+    parts: &dyn DynSave,
+) -> Result<TakenSnapshot> {
+    let mut snapshot = Snapshot::new(context, SnapshotMode::Emergency, frozen);
     parts.collect(&mut snapshot)?;
     Ok(snapshot.taken)
 }

@@ -11,6 +11,7 @@ use burn::module::ParamId;
 use serde::{Deserialize, Serialize};
 
 use super::saving::CheckpointContext;
+use super::settings::FrozenParameters;
 use super::state_file::{HookState, PartKind, PartState, SavedModel, StateFile, encode};
 use crate::core::agreement::sides;
 use crate::core::dyn_module::DynModule;
@@ -29,6 +30,7 @@ use crate::replicas;
 pub struct Snapshot<'a> {
     context: &'a CheckpointContext,
     mode: SnapshotMode,
+    frozen: FrozenParameters,
     pub(super) taken: TakenSnapshot,
 }
 
@@ -54,8 +56,8 @@ pub(super) enum SnapshotPart {
         /// The state of its communication hook, empty for nothing: this rank's, and then every rank's once
         /// it is written.
         hooks: Vec<Option<Vec<u8>>>,
-        /// The paths of the parameters that no training changes.
-        frozen: HashSet<String>,
+        /// The paths of the parameters that are left out.
+        left_out: HashSet<String>,
         /// The values, on the rank that writes, in the end.
         values: Option<ModelSnapshot>,
     },
@@ -81,10 +83,15 @@ enum PartReport {
 }
 
 impl<'a> Snapshot<'a> {
-    pub(super) fn new(context: &'a CheckpointContext, mode: SnapshotMode) -> Self {
+    pub(super) fn new(
+        context: &'a CheckpointContext,
+        mode: SnapshotMode,
+        frozen: FrozenParameters,
+    ) -> Self {
         Self {
             context,
             mode,
+            frozen,
             taken: TakenSnapshot::default(),
         }
     }
@@ -170,11 +177,18 @@ impl<'a> Snapshot<'a> {
             ));
         }
         let is_settled = self.mode == SnapshotMode::Emergency || is_alone;
+        let left_out = match self.frozen {
+            FrozenParameters::Saved => HashSet::new(),
+            FrozenParameters::LeftOut => frozen_paths(model, model_state),
+        };
+        let group = self.context.group();
+        let values = is_settled.then(|| ModelSnapshot::of(group, model, &left_out));
+        let values = values.transpose()?;
         self.taken.parts.push(SnapshotPart::Model {
             state,
             hooks,
-            frozen: frozen_paths(model, model_state),
-            values: is_settled.then(|| ModelSnapshot::of(model)),
+            values,
+            left_out,
         });
         Ok(())
     }
@@ -259,9 +273,11 @@ impl<'a> SnapshotExchange<'a> {
     #[track_caller]
     pub(crate) fn model(&mut self, model: &dyn DynModule) -> Result<()> {
         check_and_sync(self.context, model)?;
-        let snapshot = ModelSnapshot::gathered(self.context.group(), model)?;
-        if let Some(SnapshotPart::Model { values, .. }) = self.taken.parts.get_mut(self.at) {
-            *values = snapshot;
+        if let Some(SnapshotPart::Model {
+            values, left_out, ..
+        }) = self.taken.parts.get_mut(self.at)
+        {
+            *values = ModelSnapshot::gathered(self.context.group(), model, left_out)?;
         }
         self.at += 1;
         Ok(())

@@ -1,5 +1,5 @@
 use core::num::NonZeroUsize;
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::io::{self, Write};
 use std::path::Path;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use accelerator_manifest::{
 use accelerator_track::RunMark;
 
 use super::saving::{CheckpointContext, Saved};
-use super::settings::{Checkpoints, FrozenParameters};
+use super::settings::Checkpoints;
 use super::snapshot::{SnapshotMode, SnapshotPart, TakenSnapshot};
 use super::state_file::{HookState, LiveState, MODEL, Names, StateFile, encode, model_file};
 use crate::core::error::{self, Error, Result};
@@ -79,7 +79,6 @@ pub(super) fn write(
         taken,
         &state,
         &options,
-        settings.frozen,
         &job.activity,
         &mut |name, role, content| {
             draft.write(name, role, |file| content(file))?;
@@ -121,7 +120,6 @@ pub(super) fn keep(taken: &TakenSnapshot, job: &JobInfo, since: Instant) -> Resu
         taken,
         &state,
         &SaveOptions::new(),
-        FrozenParameters::Saved,
         &job.activity,
         &mut |name, _, content| {
             let mut bytes = Vec::new();
@@ -147,7 +145,6 @@ fn write_files(
     taken: &TakenSnapshot,
     state: &StateFile,
     options: &SaveOptions,
-    frozen_parameters: FrozenParameters,
     activity: &Activity,
     sink: &mut FileSink<'_>,
 ) -> Result<()> {
@@ -156,12 +153,7 @@ fn write_files(
     for (at, part) in taken.parts.iter().enumerate() {
         match part {
             SnapshotPart::Loader(_) => {}
-            SnapshotPart::Model {
-                hooks,
-                frozen,
-                values,
-                ..
-            } => {
+            SnapshotPart::Model { hooks, values, .. } => {
                 let folder = names.model();
                 for (rank, state) in hooks.iter().enumerate() {
                     if let Some(state) = state.as_ref().filter(|state| !state.is_empty()) {
@@ -171,12 +163,7 @@ fn write_files(
                 }
                 let Some(values) = values else { continue };
                 let files = FileNames::new(MODEL);
-                let nothing = HashSet::new();
-                let left_out = match frozen_parameters {
-                    FrozenParameters::Saved => &nothing,
-                    FrozenParameters::LeftOut => frozen,
-                };
-                values.write(&files, options, left_out, &mut |name, content| {
+                values.write(&files, options, &mut |name, content| {
                     sink(&model_file(folder.as_deref(), name)?, Role::Model, content)
                 })?;
             }

@@ -217,7 +217,7 @@ impl Layout {
 }
 
 impl Float {
-    fn of(dtype: DType) -> Option<Self> {
+    pub(crate) fn of(dtype: DType) -> Option<Self> {
         match dtype {
             DType::BF16 => Some(Self::Bf16),
             DType::F16 => Some(Self::F16),

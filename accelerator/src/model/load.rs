@@ -1,5 +1,6 @@
 use core::fmt;
 use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
 
 use accelerator_collective::{Activity, ProcessGroup};
 use burn::module::{Module, ModuleMapper, Param, ParamId, Parameter};
@@ -8,6 +9,7 @@ use burn::tensor::{Bool, DType, Int, Tensor, TensorData};
 use serde::{Deserialize, Serialize};
 
 use super::format::{FileLayout, LoadOptions, burn_dtype, file_dtype, quantization};
+use super::frozen::{self, Hashes};
 use super::layout::{self, Layout};
 use super::peft::Attachments;
 use super::read::{ModelFile, StoredTensor};
@@ -37,6 +39,7 @@ pub(crate) fn load_on_all(
         let file = open(group.activity())?;
         let (model, _) = with_adapters(model, &file, options)?;
         let matched = Matched::checked(&model, &file, options, ids)?;
+        frozen::check(group, &model, &matched.left_out, file.path())?;
         let report = matched.report.clone();
         let model = matched.load(model, &file, ids, group)?;
         return Ok((model, report));
@@ -55,16 +58,26 @@ pub(crate) fn load_on_all(
         let (matched, file, model, attached) = agreement::send(group, matched)?;
         let sent: Vec<bool> = matched.sources.iter().map(Option::is_some).collect();
         let report = matched.report.clone();
-        loading.broadcast_object(Some(&(report.clone(), sent, attached.clone())), 0)?;
+        let left_out = matched.left_out.clone();
+        let told = (report.clone(), sent, attached.clone(), left_out.clone());
+        loading.broadcast_object(Some(&told), 0)?;
         compare(&loading, &model)?;
-        (matched.load(model, file, ids, &loading), report)
+        let known = frozen::check(&loading, &model, &left_out, file.path());
+        let loaded = known.and_then(|()| matched.load(model, file, ids, &loading));
+        (loaded, report)
     } else {
         agreement::receive(group, ACTION)?;
-        let (report, sent, attached): (LoadReport, Vec<bool>, Attachments) =
+        let (report, sent, attached, left_out): (_, _, Attachments, Hashes) =
             loading.broadcast_object(None, 0)?;
         let model = attached.attach(model);
         compare(&loading, &model)?;
-        (receive_pieces(model, sent, &loading), report)
+        // All ranks come to the same answer. Unless the model is sharded, rank 0's alone counts.
+        let known = match is_sharded(&model) {
+            true => frozen::check(&loading, &model, &left_out, Path::new("the file of rank 0")),
+            false => Ok(()),
+        };
+        let loaded = known.and_then(|()| receive_pieces(model, sent, &loading));
+        (loaded, report)
     };
     let model = agreement::together(group, loaded, ACTION)?;
     let layout = Layout::of(&model);
@@ -140,6 +153,8 @@ fn unfit(file: &ModelFile, report: &LoadReport) -> Error {
 struct Matched<'a> {
     sources: Vec<Option<ValueSource<'a>>>,
     report: LoadReport,
+    /// The parameters that the file does not have and the model must have.
+    left_out: Hashes,
 }
 
 struct ValueSource<'a> {
@@ -171,7 +186,13 @@ impl<'a> Matched<'a> {
         };
         let unexpected = file.names().filter(counts).map(str::to_owned);
         report.unexpected = unexpected.collect();
-        Ok(Self { sources, report })
+        let left_out = file.left_out()?;
+        report.missing.retain(|name| !left_out.contains_key(name));
+        Ok(Self {
+            sources,
+            report,
+            left_out,
+        })
     }
 
     /// Matches a file that must fit the model, and as many `ids`, if there are any, as the model has parameters and
@@ -182,10 +203,8 @@ impl<'a> Matched<'a> {
         options: &LoadOptions,
         ids: Option<&[u64]>,
     ) -> Result<Self> {
-        let mut matched = Self::new(model, file, options)?;
-        let left_out = file.left_out()?;
-        let report = &mut matched.report;
-        report.missing.retain(|name| !left_out.contains_key(name));
+        let matched = Self::new(model, file, options)?;
+        let report = &matched.report;
         let acceptable = match options.allows_partial {
             true => !report.loaded.is_empty(),
             false => report.is_complete(),
@@ -204,7 +223,6 @@ impl<'a> Matched<'a> {
                 matched.sources.len()
             )));
         }
-        check_left_out(model, file, &left_out)?;
         Ok(matched)
     }
 
@@ -231,37 +249,6 @@ impl<'a> Matched<'a> {
         }
         Ok(TiedParameters::checked(&model)?.retie(model))
     }
-}
-
-/// Checks that the model has the parameters that the file does not have.
-fn check_left_out(
-    model: &dyn DynModule,
-    file: &ModelFile,
-    left_out: &BTreeMap<String, String>,
-) -> Result<()> {
-    if left_out.is_empty() {
-        return Ok(());
-    }
-    let mut others = Vec::new();
-    visit_entries(model, &mut |entry| {
-        let path = entry.name(FileLayout::Burn);
-        if let Some(hash) = left_out.get(path) {
-            file.activity().keep_alive();
-            if entry.hash() != *hash {
-                others.push(path.to_owned());
-            }
-        }
-    });
-    let Some(first) = others.first() else {
-        return Ok(());
-    };
-    Err(Error::model(format!(
-        "`{}` was saved without frozen parameters, and {} of the {} have other values in this model, such as `{first}`: load \
-         the base that was trained with first",
-        file.path().display(),
-        others.len(),
-        left_out.len(),
-    )))
 }
 
 fn agreed_layout(file: &ModelFile, options: &LoadOptions) -> Result<FileLayout> {
@@ -675,20 +662,16 @@ mod tests {
         let line = || -> Linear { LinearConfig::new(2, 3).init(&accelerator.device()) };
         let saved = line();
         let folder = tempfile::tempdir().unwrap();
-        let snapshot = ModelSnapshot::of(&saved);
+        let group = accelerator.shared.context.group();
+        let snapshot = ModelSnapshot::of(group, &saved, &HashSet::new()).unwrap();
         let ids = Layout::of(&saved).ids();
         // On another thread, as saving beside training does.
         let write = move || {
             let names = FileNames::new("weights.safetensors");
-            snapshot.write(
-                &names,
-                &SaveOptions::new(),
-                &HashSet::new(),
-                &mut |name, emit| {
-                    let mut file = std::fs::File::create(folder.path().join(name)).unwrap();
-                    emit(&mut file).map_err(|error| Error::io("write", Path::new(name), error))
-                },
-            )?;
+            snapshot.write(&names, &SaveOptions::new(), &mut |name, emit| {
+                let mut file = std::fs::File::create(folder.path().join(name)).unwrap();
+                emit(&mut file).map_err(|error| Error::io("write", Path::new(name), error))
+            })?;
             Ok::<_, Error>(folder)
         };
         let folder = std::thread::spawn(write).join().unwrap().unwrap();

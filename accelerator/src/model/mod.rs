@@ -6,6 +6,7 @@
 
 mod buffers;
 mod format;
+mod frozen;
 mod layout;
 mod load;
 mod peft;

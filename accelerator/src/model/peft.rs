@@ -17,6 +17,7 @@ use super::format::{FileLayout, FilePath, PEFT_PREFIX};
 use super::read::ModelFile;
 use crate::core::dyn_module::{BoxedModule, DynModule};
 use crate::core::error::{Error, Kind, Result};
+use crate::core::partition::{is_sharded, piece_of};
 
 pub(super) const CONFIG_FILE: &str = "adapter_config.json";
 
@@ -136,6 +137,11 @@ impl Attachments {
             }
         }
         if !missing.adapters.is_empty() {
+            if is_sharded(model) {
+                return Err(Error::misuse(
+                    "adapters cannot be attached to a model whose units are sharded: load them before `prepare`",
+                ));
+            }
             let is_saved = |module: &String| {
                 let mut saved = config.modules_to_save.iter().flatten();
                 saved.any(|name| has_suffix(module, name))
@@ -414,9 +420,13 @@ impl ModuleVisitor for Survey {
             return;
         };
         if path.ends_with(".a") {
+            let rank = match piece_of(param.id) {
+                Some(piece) => piece.partition.whole_shape()[1],
+                None => param.lazy_shape()[1],
+            };
             let adapted = Adapted {
                 module: weight.module(),
-                rank: param.lazy_shape()[1],
+                rank,
                 names: weight.factor_names(),
             };
             self.adapted.insert(weight.name(FileLayout::Burn), adapted);

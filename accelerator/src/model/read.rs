@@ -11,6 +11,7 @@ use safetensors::tensor::Metadata;
 use serde::Deserialize;
 
 use super::format::{FileLayout, FileNames, LEFT_OUT, PEFT_PREFIX, burn_dtype, quantization_key};
+use super::frozen::Hashes;
 use crate::core::error::{Error, Kind, Result};
 
 /// The most that a header may take, as in the format's own reader.
@@ -123,10 +124,6 @@ impl ModelFile {
         Ok(model)
     }
 
-    pub(super) fn activity(&self) -> &Activity {
-        &self.activity
-    }
-
     pub(super) fn path(&self) -> &Path {
         &self.path
     }
@@ -152,7 +149,7 @@ impl ModelFile {
     }
 
     /// Returns the hashes of the parameters that were left out, by their paths.
-    pub(super) fn left_out(&self) -> Result<BTreeMap<String, String>> {
+    pub(super) fn left_out(&self) -> Result<Hashes> {
         let hashes = self.metadata.get(LEFT_OUT).map(|json| {
             serde_json::from_str(json).map_err(|error| {
                 malformed(

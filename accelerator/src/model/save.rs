@@ -1,4 +1,3 @@
-use std::collections::HashSet;
 use std::fs::File;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
@@ -56,7 +55,7 @@ fn write(
     let names = FileNames::new(&name);
     let folder = folder_of(&target).to_owned();
     let mut staged = Staged::new(folder, names.clone(), activity).map_err(failed)?;
-    snapshot.write(&names, options, &HashSet::new(), &mut |name, emit| {
+    snapshot.write(&names, options, &mut |name, emit| {
         staged.write(name, emit).map_err(failed)
     })?;
     if let Some(adapters) = adapters {

@@ -16,6 +16,7 @@ use super::format::{
     FileLayout, FileNames, FilePath, LEFT_OUT, SaveOptions, file_dtype, quantization,
     quantization_key,
 };
+use super::frozen::{self, Hashes};
 use crate::core::agreement;
 use crate::core::dyn_module::DynModule;
 use crate::core::error::{Error, Kind, Result};
@@ -29,6 +30,8 @@ use crate::core::partition::{KeptBy, Piece, is_sharded, piece_of};
 #[derive(Debug)]
 pub(crate) struct ModelSnapshot {
     entries: Vec<SnapshotEntry>,
+    /// The parameters that it does not have.
+    left_out: Hashes,
 }
 
 /// A function that takes the files of a model one after the other: the name of each, and a function that writes it.
@@ -62,19 +65,42 @@ enum Orientation {
 }
 
 impl ModelSnapshot {
-    /// Takes the snapshot of a model that is not sharded.
-    pub(crate) fn of(model: &dyn DynModule) -> Self {
+    /// Takes the snapshot of a model that is not sharded, with only the hashes of the parameters at some paths.
+    pub(crate) fn of(
+        group: &ProcessGroup,
+        model: &dyn DynModule,
+        left_out: &HashSet<String>,
+    ) -> Result<Self> {
         let mut entries = Vec::new();
         // `valid` brings running statistics up to date, which are a step behind otherwise.
-        visit_entries(&model.valid(), &mut |entry| entries.push(entry));
-        Self { entries }
+        let valid: &dyn DynModule = &model.valid();
+        valid.visit(&mut EntryVisitor {
+            gathering: None,
+            place: FilePath::default(),
+            wanted: &|place| !left_out.contains(&place.name(FileLayout::Burn)),
+            take: &mut |entry| entries.push(entry),
+        });
+        let left_out = frozen::hashes(group, model, left_out)?;
+        Ok(Self { entries, left_out })
     }
 
-    /// Takes the snapshot on rank 0, into whose memory pieces of parameters are gathered one after the other. All ranks
+    /// Takes the same snapshot on rank 0, into whose memory pieces of parameters are gathered one after the other. All ranks
     /// call it.
     #[track_caller]
-    pub(crate) fn gathered(group: &ProcessGroup, model: &dyn DynModule) -> Result<Option<Self>> {
-        Self::gathered_parts(group, model, &|_| true)
+    pub(crate) fn gathered(
+        group: &ProcessGroup,
+        model: &dyn DynModule,
+        left_out: &HashSet<String>,
+    ) -> Result<Option<Self>> {
+        let wanted = |place: &FilePath| !left_out.contains(&place.name(FileLayout::Burn));
+        let mut snapshot = Self::gathered_parts(group, model, &wanted)?;
+        if snapshot.is_some() || is_sharded(model) {
+            let left_out = frozen::hashes(group, model, left_out)?;
+            if let Some(snapshot) = &mut snapshot {
+                snapshot.left_out = left_out;
+            }
+        }
+        Ok(snapshot)
     }
 
     /// Takes the snapshot of the parameters and buffers at some places only.
@@ -108,15 +134,22 @@ impl ModelSnapshot {
         let model: &dyn DynModule = &model.valid();
         model.visit(&mut visitor);
         let Some(gathering) = visitor.gathering else {
-            return Ok(Some(Self { entries }));
+            return Ok(Some(Self::with(entries)));
         };
         let failure = gathering.failure;
-        let gathered = failure.map_or(Ok(is_main.then_some(Self { entries })), Err);
+        let gathered = failure.map_or(Ok(is_main.then_some(Self::with(entries))), Err);
         agreement::together(group, gathered, "gather a sharded model")
     }
 
-    /// Writes one file, or several and then their index, to `sink`, a tensor at a time. The parameters at the paths of
-    /// `left_out` are hashed only: the metadata of the first file has the hashes, with which loading compares the model.
+    fn with(entries: Vec<SnapshotEntry>) -> Self {
+        Self {
+            entries,
+            left_out: Hashes::new(),
+        }
+    }
+
+    /// Writes one file, or several and then their index, to `sink`, a tensor at a time. The metadata of the first file has
+    /// the hashes of the parameters that are left out.
     ///
     /// A parameter that is found under several paths (the same id and the same bits) is written
     /// once; the metadata of its file then has an entry `path of the other: path of the written`,
@@ -125,13 +158,12 @@ impl ModelSnapshot {
         &self,
         names: &FileNames,
         options: &SaveOptions,
-        left_out: &HashSet<String>,
         sink: &mut Sink<'_>,
     ) -> Result<()> {
         let layout = options.layout;
-        let (records, aliases) = self.records(layout, left_out)?;
+        let (records, aliases) = self.records(layout)?;
         let shards = shards(&records, options.max_shard_size);
-        let mut left_out = self.hashes(left_out)?;
+        let mut left_out = Some(&self.left_out).filter(|hashes| !hashes.is_empty());
         let mut weight_map = BTreeMap::new();
         for (number, shard) in (1..).zip(&shards) {
             let name = match shards.len() {
@@ -139,7 +171,7 @@ impl ModelSnapshot {
                 count => names.shard(number, count),
             };
             let left_out = left_out.take();
-            let header = header(shard, layout, &aliases, left_out.as_deref()).map_err(|error| {
+            let header = header(shard, layout, &aliases, left_out).map_err(|error| {
                 Error::new(Kind::Io, "the header of a model file cannot be made").with_source(error)
             })?;
             sink(&name, &mut |writer| {
@@ -163,29 +195,11 @@ impl ModelSnapshot {
         Ok(())
     }
 
-    fn hashes(&self, paths: &HashSet<String>) -> Result<Option<String>> {
-        if paths.is_empty() {
-            return Ok(None);
-        }
-        let entries = self.entries.iter();
-        let entries = entries.filter(|entry| paths.contains(&entry.path));
-        let hashes: BTreeMap<_, _> = entries.map(|entry| (&*entry.path, entry.hash())).collect();
-        let json = serde_json::to_string(&hashes);
-        json.map(Some).map_err(|error| {
-            Error::new(Kind::Io, "the hashes of parameters cannot be written").with_source(error)
-        })
-    }
-
-    fn records(
-        &self,
-        layout: FileLayout,
-        left_out: &HashSet<String>,
-    ) -> Result<(Vec<Record<'_>>, BTreeMap<&str, &str>)> {
+    fn records(&self, layout: FileLayout) -> Result<(Vec<Record<'_>>, BTreeMap<&str, &str>)> {
         let mut records: Vec<Record<'_>> = Vec::new();
         let mut aliases = BTreeMap::new();
         let mut by_id: HashMap<u64, Vec<usize>> = HashMap::new();
-        let entries = self.entries.iter();
-        for entry in entries.filter(|entry| !left_out.contains(&entry.path)) {
+        for entry in &self.entries {
             let record = Record::new(entry, layout)?;
             let same_id = by_id.entry(entry.id).or_default();
             // Clones of a parameter keep its id, and may have been trained apart since. PEFT reads no aliases.
@@ -261,14 +275,6 @@ impl SnapshotEntry {
     /// Returns `true` if a file in this layout has this parameter or buffer in any case.
     pub(super) fn is_required(&self, layout: FileLayout) -> bool {
         layout != FileLayout::Peft || self.is_factor
-    }
-
-    /// Returns the BLAKE3 hash of the type, the shape and the values.
-    pub(super) fn hash(&self) -> String {
-        let mut hasher = blake3::Hasher::new();
-        hasher.update(format!("{:?} {:?}", self.dtype, self.saved_shape).as_bytes());
-        hasher.update(self.data(FileLayout::Burn).bytes());
-        hasher.finalize().to_string()
     }
 
     /// Returns the values, brought to the host.
@@ -472,7 +478,7 @@ fn header(
     shard: &[&Record<'_>],
     layout: FileLayout,
     aliases: &BTreeMap<&str, &str>,
-    left_out: Option<&str>,
+    left_out: Option<&Hashes>,
 ) -> serde_json::Result<Vec<u8>> {
     let mut metadata: BTreeMap<&str, &str> = aliases
         .iter()
@@ -481,7 +487,8 @@ fn header(
         .collect();
     metadata.insert("format", layout.format());
     metadata.insert("layout", layout.name());
-    metadata.extend(left_out.map(|hashes| (LEFT_OUT, hashes)));
+    let left_out = left_out.map(serde_json::to_string).transpose()?;
+    metadata.extend(left_out.iter().map(|hashes| (LEFT_OUT, &**hashes)));
     let quantized = shard.iter().filter_map(|record| {
         let description = quantization(record.entry.dtype)?;
         Some((quantization_key(record.name), description))
