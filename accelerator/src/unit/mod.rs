@@ -53,10 +53,11 @@ pub enum Units {
     /// this is the same as `Recompute`, unless an
     /// [offload folder](crate::AcceleratorBuilder::offload_folder) is set.
     ///
-    /// Every rank keeps whole copies of frozen parameters and of parameters outside units. The optimizer must update each
-    /// element independently of the others, as SGD, Adam and AdamW do. Every rank must run the same units in the same
-    /// order. If gradients are accumulated, the last bits can differ from those of other modes. A unit panics if it runs
-    /// after the accelerator that prepared the model was dropped.
+    /// Frozen matrices are sharded as well, such as the base of adapters. Every rank keeps whole copies of other frozen
+    /// parameters, of quantised ones, and of parameters outside units. The optimizer must update each element
+    /// independently of the others, as SGD, Adam and AdamW do. Every rank must run the same units in the same order. If
+    /// gradients are accumulated, the last bits can differ from those of other modes. A unit panics if it runs after the
+    /// accelerator that prepared the model was dropped.
     ///
     /// Save the model with [`save_model`](crate::Accelerator::save_model) or
     /// [`save_state`](crate::Accelerator::save_state): Burn's own records would contain only this rank's pieces.

@@ -13,7 +13,7 @@ use accelerator::nn::{Unit, Units, recompute};
 use accelerator::optim::{InitFused, Manual, PreparedOptimizer, Sharded};
 use accelerator::train::{FsdpStrategy, TrainingArguments};
 use accelerator::{AcceleratorBuilder, Clip, prelude::*};
-use burn::module::Module;
+use burn::module::{Lora, Module};
 use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig, LinearLayout};
 use burn::optim::{AdamWConfig, GradientsParams, LambConfig, ModuleOptimizer, SgdConfig};
 use burn::tensor::activation::gelu;
@@ -388,6 +388,87 @@ fn a_training_continues_at_another_number_of_ranks_sharded_or_not() {
         let found = continued(sharded.path(), ranks, units, steps);
         let expected = continued(whole.path(), ranks, Units::Recompute, steps);
         assert_same(&found, &expected, &format!("{ranks} ranks, {units}"));
+    }
+}
+
+/// A model whose units have a frozen base and adapters.
+#[derive(Debug, Module)]
+struct Tuned {
+    blocks: Vec<Unit<Linear>>,
+    output: Unit<Linear>,
+}
+
+impl Tuned {
+    fn new(device: &Device) -> Self {
+        let linear = |outputs| Unit::new(LinearConfig::new(128, outputs).init(device));
+        let base = Self {
+            blocks: (0..2).map(|_| linear(128)).collect(),
+            output: linear(1),
+        };
+        known(base.apply_lora(Lora::new(2, 4.0)))
+    }
+
+    fn loss(&self, x: Tensor<2>) -> Tensor<1> {
+        let mut x = x.repeat_dim(1, 128);
+        for block in &self.blocks {
+            x = block.run(x, |block, x| gelu(block.forward(x)));
+        }
+        let y = self.output.run(x, |output, x| output.forward(x));
+        y.powi_scalar(2).mean()
+    }
+}
+
+#[test]
+fn a_frozen_base_is_sharded_and_its_adapters_have_the_same_bits() {
+    for ranks in [1, 2, 3] {
+        let outcome = |units| {
+            let folder = folder_in_memory();
+            let builder = Accelerator::builder().device(devices().next()).units(units);
+            let outcomes = builder.launch(ranks, |accelerator| {
+                let new = || accelerator.prepare((Tuned::new(&accelerator.device()), adam()));
+                let checkpoints = Checkpoints::new(folder.path()).without_frozen_parameters();
+                let (mut model, mut optimizer) = new()?;
+                let mut figures = Vec::new();
+                for step in 0..4 {
+                    let x = Tensor::full([2, 1], step as f32 + 1.0, &accelerator.device());
+                    let loss = accelerator.forward(&model, |model| model.loss(x));
+                    let gradients = accelerator.backward(loss, &model, 2)?.clip_norm(0.1);
+                    figures.extend(gradients.loss());
+                    model = optimizer.step(0.01, model, gradients);
+                    if step == 1 {
+                        accelerator.save_state(&checkpoints, (&model, &optimizer))?;
+                        ((model, optimizer), _) = accelerator.resume(&checkpoints, new()?)?;
+                    }
+                }
+                let path = folder.path().join("adapter_model.safetensors");
+                let peft = SaveOptions::new().with_layout(FileLayout::Peft);
+                accelerator.save_model_with(&model, &path, &peft)?;
+                accelerator.wait_for_everyone()?;
+                let held = model.num_params();
+                let evaluated = model
+                    .valid()
+                    .loss(Tensor::ones([1, 1], &accelerator.device().inner()));
+                model = accelerator.load_model(model, &path)?;
+                let again = model
+                    .valid()
+                    .loss(Tensor::ones([1, 1], &accelerator.device().inner()));
+                assert_eq!(again.into_data(), evaluated.clone().into_data());
+                let trained = Trained {
+                    figures,
+                    evaluated: evaluated.into_data().try_to_vec().unwrap(),
+                    file: std::fs::read(&path)?,
+                };
+                Ok((trained, held))
+            });
+            let (trained, held): (Vec<_>, Vec<_>) = outcomes.unwrap().into_iter().unzip();
+            (trained, held)
+        };
+        let ((found, held), (expected, whole)) = (outcome(Units::Shard), outcome(Units::Recompute));
+        assert_same(&found, &expected, &format!("{ranks} ranks"));
+        for held in held {
+            let part = whole[0] / ranks;
+            assert!(held < part * 11 / 10, "{held} of {}", whole[0]);
+        }
     }
 }
 

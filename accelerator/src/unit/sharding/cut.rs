@@ -15,9 +15,10 @@ use crate::core::dyn_module::{BoxedModule, DynModule};
 use crate::core::error::{Error, Result};
 use crate::core::offload::Offload;
 use crate::core::partition::{Partition, Partitioner, Piece, Pieces};
+use crate::model::{Float, running_states};
 use crate::unit::visited::visited_unit;
 
-/// Cuts the parameters of units that are trainable on rank 0 into even parts, and gives each rank its pieces of rank 0's
+/// Cuts the parameters of units into even parts, as they are on rank 0, and gives each rank its pieces of rank 0's
 /// values, one parameter after the other.
 pub(in crate::unit) struct Cutter {
     context: Weak<Context>,
@@ -83,8 +84,17 @@ impl Cutter {
         number: usize,
         block: BoxedModule,
     ) -> (BoxedModule, Sharding) {
+        // Rank 0 draws the parameters of the unit now, in the order in which they are cut.
+        let is_main = self.group.rank() == 0;
+        let statistics = if is_main {
+            running_states(&block)
+        } else {
+            HashSet::new()
+        };
         let mut mapper = CutMapper {
             cutter: self,
+            statistics,
+            place: 0,
             partitions: HashMap::new(),
         };
         let block = block.map(&mut mapper);
@@ -109,8 +119,7 @@ impl Cutter {
     ) -> Result<(ParameterHeader, Option<OwnPiece>)> {
         let (header, data) = own.unzip();
         let header = self.group.broadcast_object(header, 0)?;
-        // Frozen parameters and statistics stay whole.
-        if !header.is_trained {
+        if !header.is_cut {
             return Ok((header, None));
         }
         let (id, width) = (ParamId::from(header.id), header.dtype.size());
@@ -184,17 +193,24 @@ type OwnPiece = (Piece, Vec<u8>);
 struct ParameterHeader {
     id: u64,
     is_trained: bool,
+    /// `false` for what stays whole: statistics, and frozen parameters that are small or quantised.
+    is_cut: bool,
     dtype: DType,
     shape: Vec<usize>,
 }
 
 struct CutMapper<'a> {
     cutter: &'a mut Cutter,
+    /// On rank 0, the places of running statistics among the floats of the unit.
+    statistics: HashSet<usize>,
+    place: usize,
     partitions: HashMap<ParamId, Arc<Partition>>,
 }
 
 impl ModuleMapper for CutMapper<'_> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let place = self.place;
+        self.place += 1;
         if self.cutter.failure.is_some() {
             return param;
         }
@@ -207,14 +223,18 @@ impl ModuleMapper for CutMapper<'_> {
         }
         let own = is_main.then(|| {
             let value = param.base();
+            let is_trained = value.is_require_grad();
+            let is_large_and_frozen =
+                D > 1 && Float::of(value.dtype()).is_some() && !self.statistics.contains(&place);
             let header = ParameterHeader {
                 id: param.id.val(),
-                is_trained: value.is_require_grad(),
+                is_trained,
+                is_cut: is_trained || is_large_and_frozen,
                 dtype: value.dtype(),
                 shape: value.dims().to_vec(),
             };
             // What stays whole is not read.
-            let data = match header.is_trained {
+            let data = match header.is_cut {
                 true => value.into_data(),
                 false => TensorData::new(Vec::<f32>::new(), [0]),
             };
@@ -238,6 +258,6 @@ impl ModuleMapper for CutMapper<'_> {
         // A parameter that was not drawn is not drawn for this.
         let anything = Tensor::<D>::zeros([1; D], (&device, header.dtype));
         let param = param.transform_for_load(anything, id);
-        param.map(|_| value.require_grad())
+        param.map(|_| value.set_require_grad(header.is_trained))
     }
 }
