@@ -4,7 +4,6 @@ use core::num::NonZeroUsize;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
 use accelerator_collective::ProcessGroup;
-use accelerator_collective::internal::GroupExt;
 use accelerator_host::sync::Mutex;
 use burn::tensor::Device;
 

@@ -8,7 +8,6 @@ use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::Duration;
 
 use accelerator_collective::ProcessGroup;
-use accelerator_collective::internal::GroupExt;
 use accelerator_host::sync::Mutex;
 use accelerator_track::internal::SystemSampler;
 use accelerator_track::{CsvFile, Run, RunBuilder, RunHistory, RunMark, Sink, TensorBoard};

@@ -10,7 +10,6 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicIsize, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use accelerator::collective::internal::GroupExt;
 use accelerator::prelude::*;
 use burn::module::Module;
 use burn::nn::{Linear, LinearConfig};

@@ -297,7 +297,7 @@ struct CacheLine([u8; LINE]);
 pub(crate) const LINE: usize = 64;
 
 /// Some bytes of one of several buffers; see
-/// [`all_gather_parts`](crate::internal::GroupExt::all_gather_parts).
+/// [`all_gather_parts`](crate::ProcessGroup::all_gather_parts).
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct BufferSlice {
     /// The number of the buffer.

@@ -18,7 +18,7 @@ use accelerator_host::sync::Mutex;
 
 use crate::element::{DType, ReduceOp};
 use crate::error::Result;
-use crate::group::{GroupExt, GroupOptions, ProcessGroup};
+use crate::group::{GroupOptions, ProcessGroup};
 use crate::shard_layout::ShardLayout;
 use crate::topology::{Topology, TransportKind};
 use crate::transport::{

@@ -61,10 +61,10 @@ pub mod internal {
         buffer::BufferSlice,
         error::stderr_fallback,
         fingerprint::OpKind,
-        group::{ExecThread, Forbidden, GroupExt, NextPlace, OpEvent},
+        group::{ExecThread, Forbidden, NextPlace, OpEvent},
         launch::{
-            AgentHead, AgentLaunch, AgentProcesses, LaunchExt, NodeCount, Origin, Setting,
-            check_alone, expand_hosts, place_variables,
+            AgentHead, AgentLaunch, AgentProcesses, NodeCount, Origin, Setting, check_alone,
+            expand_hosts, place_variables,
         },
         processor::TargetFeatures,
         rendezvous::{

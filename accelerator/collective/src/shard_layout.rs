@@ -6,7 +6,7 @@ use std::{fmt, iter, ops::Range};
 use crate::error::{Error, Kind, Result};
 
 /// The elements of a buffer that each rank keeps of a reduction; see
-/// [`reduce_scatter_buffer`](crate::internal::GroupExt::reduce_scatter_buffer).
+/// [`reduce_scatter_buffer`](crate::ProcessGroup::reduce_scatter_buffer).
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct ShardLayout {
     len: usize,

@@ -19,7 +19,7 @@ use std::{
     },
 };
 
-use accelerator_collective::internal::{GroupExt, ShardLayout};
+use accelerator_collective::internal::ShardLayout;
 use accelerator_collective::{Buffer, DType, ProcessGroup, ReduceOp};
 use world::{Means, run};
 

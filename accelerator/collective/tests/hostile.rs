@@ -23,7 +23,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use accelerator_collective::internal::{LaunchExt, Rendezvous, StoreHost, StoreServer};
+use accelerator_collective::internal::{Rendezvous, StoreHost, StoreServer};
 use accelerator_collective::{
     GroupOptions, Launch, ProcessGroup, ReduceOp, Result, Topology, TransportKind,
 };

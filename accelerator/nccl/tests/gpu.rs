@@ -7,7 +7,7 @@ use std::process::{Child, Command};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use accelerator_collective::internal::{LaunchExt, Rendezvous, StoreHost, StoreServer};
+use accelerator_collective::internal::{Rendezvous, StoreHost, StoreServer};
 use accelerator_collective::{DType, GroupOptions, Launch, ProcessGroup, ReduceOp, Topology};
 use accelerator_nccl::internal::DeviceMemory;
 use accelerator_nccl::{Communicator, Gpu, GpuLocation, Library, Result, Version};

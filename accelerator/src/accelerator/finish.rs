@@ -1,6 +1,6 @@
 use core::time::Duration;
 
-use accelerator_collective::internal::{GroupExt, NextPlace};
+use accelerator_collective::internal::NextPlace;
 
 use super::Accelerator;
 use crate::checkpoint::{self, DynSave, Save, SavedAs, SurvivorState};

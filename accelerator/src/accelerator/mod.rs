@@ -22,7 +22,6 @@ use core::fmt;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use accelerator_collective::internal::GroupExt;
 use accelerator_collective::{ProcessGroup, Topology};
 use accelerator_host::sync::Mutex;
 use burn::tensor::Device;

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::process::{Child, Command, ExitStatus};
 use std::time::{Duration, Instant};
 
-use accelerator_collective::internal::{GroupExt, StoreOptions, StoreServer};
+use accelerator_collective::internal::{StoreOptions, StoreServer};
 use accelerator_collective::{Culprit, ProcessGroup};
 use accelerator_host::PREEMPTED_EXIT_CODE;
 use accelerator_host::sync::Mutex;

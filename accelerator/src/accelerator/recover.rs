@@ -1,7 +1,5 @@
 use core::time::Duration;
 
-use accelerator_collective::internal::GroupExt;
-
 use super::Accelerator;
 use crate::checkpoint::{self, DynSave, Save, SavedAs, SurvivorState};
 use crate::core::error::{Error, Kind, Result};

@@ -1,4 +1,3 @@
-use accelerator_collective::internal::GroupExt;
 use accelerator_host::{LAUNCH_ID, variable};
 use accelerator_track::{Capture, Histogram, Run, RunMark, digest_folder};
 use burn::module::Module;

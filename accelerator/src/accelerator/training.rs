@@ -1,6 +1,5 @@
 use std::sync::atomic::Ordering;
 
-use accelerator_collective::internal::GroupExt;
 use burn::module::Module;
 use burn::optim::GradientsParams;
 use burn::tensor::{Device, Tensor};

@@ -4,7 +4,6 @@ use std::path::Path;
 use std::sync::{Arc, Weak};
 use std::time::Instant;
 
-use accelerator_collective::internal::GroupExt;
 use accelerator_manifest::Draft;
 use accelerator_track::RunMark;
 use serde::{Deserialize, Serialize};

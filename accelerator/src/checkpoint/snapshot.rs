@@ -5,7 +5,6 @@ use std::path::Path;
 use std::sync::Arc;
 
 use accelerator_collective::ProcessGroup;
-use accelerator_collective::internal::GroupExt;
 use accelerator_track::RunMark;
 use burn::module::ParamId;
 use serde::{Deserialize, Serialize};

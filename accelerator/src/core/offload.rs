@@ -13,7 +13,6 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-use accelerator_collective::internal::GroupExt;
 use accelerator_collective::{Buffer, DType, ProcessGroup};
 use accelerator_host::OFFLOAD_FOLDER;
 use accelerator_host::file_memory::{FileMemory, is_in_memory};

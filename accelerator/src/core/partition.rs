@@ -6,7 +6,6 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use accelerator_collective::ProcessGroup;
-use accelerator_collective::internal::GroupExt;
 use burn::module::{ModuleVisitor, Param, ParamId, Parameter};
 use burn::tensor::{DType, Device, Tensor, TensorData};
 

@@ -1,6 +1,5 @@
 use std::sync::Arc;
 
-use accelerator_collective::internal::GroupExt;
 use accelerator_fault::{Point, fail_point};
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Tensor};

@@ -1,7 +1,7 @@
 use core::ops::Range;
 use std::sync::Arc;
 
-use accelerator_collective::internal::{BufferSlice, GroupExt};
+use accelerator_collective::internal::BufferSlice;
 use accelerator_collective::{ProcessGroup, ReduceOp};
 use burn::module::ParamId;
 use burn::optim::GradientsParams;

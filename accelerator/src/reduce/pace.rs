@@ -12,7 +12,6 @@ use core::time::Duration;
 use std::time::Instant;
 
 use accelerator_collective::ProcessGroup;
-use accelerator_collective::internal::GroupExt;
 use accelerator_host::sync::Mutex;
 
 use crate::core::error;

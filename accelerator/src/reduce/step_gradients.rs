@@ -1,7 +1,7 @@
 use core::ops::{Div, Mul, Range};
 use std::sync::Arc;
 
-use accelerator_collective::internal::{BufferSlice, GroupExt};
+use accelerator_collective::internal::BufferSlice;
 use accelerator_collective::{Element, ProcessGroup};
 use burn::backend::DispatchTensor;
 use burn::module::ParamId;

@@ -1,7 +1,6 @@
 use core::mem::{replace, take};
 use std::sync::Weak;
 
-use accelerator_collective::internal::GroupExt;
 use accelerator_collective::{ProcessGroup, ReduceOp};
 use accelerator_host::sync::Mutex;
 

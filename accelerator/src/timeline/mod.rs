@@ -20,7 +20,6 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use accelerator_collective::ProcessGroup;
-use accelerator_collective::internal::GroupExt;
 
 pub(crate) use self::event::{EventSubject, Phase};
 pub(crate) use self::profiler::check_cycles;

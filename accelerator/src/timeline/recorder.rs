@@ -341,7 +341,6 @@ impl Drop for LoadSpan<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use accelerator_collective::internal::GroupExt;
 
     #[test]
     fn events_lie_within_each_other_and_the_outermost_comes_first() {

@@ -6,7 +6,7 @@ pub mod checkpoints;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use accelerator::collective::internal::{GroupExt, LaunchExt, Rendezvous, StoreHost, StoreServer};
+use accelerator::collective::internal::{Rendezvous, StoreHost, StoreServer};
 use accelerator::collective::{Launch, Topology, TransportKind};
 use accelerator::nn::Unit;
 use accelerator::optim::Manual;

@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex};
 
 use crate::common::{ColumnBatcher, columns, line, loader};
 use accelerator::checkpoint::PerRank;
-use accelerator::collective::internal::{GroupExt, OpEvent};
+use accelerator::collective::internal::OpEvent;
 use accelerator::nn::SyncBatchNorm;
 use accelerator::optim::Sharded;
 use accelerator::prelude::*;

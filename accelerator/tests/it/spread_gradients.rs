@@ -4,7 +4,6 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use crate::common::{devices, flat, known};
-use accelerator::collective::internal::GroupExt;
 use accelerator::optim::{InitFused, Manual, Sharded};
 use accelerator::prelude::*;
 use accelerator::{AcceleratorBuilder, AveragedGradients, Clip, Compression};

@@ -8,7 +8,7 @@ use std::time::Duration;
 use crate::common::{Column, ColumnBatcher, assert_contains, assert_errors, columns, linear};
 use crate::values;
 use accelerator::collective::Launch;
-use accelerator::collective::internal::{GroupExt, StoreServer};
+use accelerator::collective::internal::StoreServer;
 use accelerator::prelude::*;
 use accelerator::track::{RunHistory, RunStatus};
 use burn::lr_scheduler::cosine::CosineAnnealingLrSchedulerConfig;

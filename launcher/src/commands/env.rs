@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 use std::time::Duration;
 
-use accelerator_collective::internal::{AgentLaunch, LaunchExt};
+use accelerator_collective::internal::AgentLaunch;
 use accelerator_collective::{Launch, LaunchSource};
 use accelerator_host::process::{self, Group, Limits};
 use accelerator_host::{JOB, Reader, VARIABLES, find, variable};

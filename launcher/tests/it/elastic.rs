@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::time::Duration;
 
-use accelerator_collective::internal::{GroupExt, NextPlace};
+use accelerator_collective::internal::NextPlace;
 use accelerator_collective::{GroupOptions, Launch, ProcessGroup, ReduceOp};
 use rustix::process::Signal;
 

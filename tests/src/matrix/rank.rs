@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use accelerator_collective::internal::{BufferSlice, GroupExt, ShardLayout};
+use accelerator_collective::internal::{BufferSlice, ShardLayout};
 use accelerator_collective::{
     DType, Error, GroupOptions, Launch, Partition, Pending, ProcessGroup, ReduceOp,
 };

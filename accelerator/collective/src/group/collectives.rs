@@ -4,7 +4,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::engine::{BufferOp, scatter_len};
-use super::{GroupExt, Pending, ProcessGroup};
+use super::{Pending, ProcessGroup};
 use crate::buffer::Buffer;
 use crate::element::{DType, Element, ReduceOp};
 use crate::error::{Error, Kind, Result};

@@ -19,318 +19,7 @@ use crate::launch::{Launch, OnLoss};
 use crate::rendezvous::Token;
 use crate::shard_layout::ShardLayout;
 
-/// Methods of a [`ProcessGroup`] for the other crates of this project.
-pub trait GroupExt: Sized {
-    /// Divides the ranks of this group by their hosts. Returns the group of those on this rank's host, and the group of
-    /// those that have its local rank on their hosts.
-    ///
-    /// # Errors
-    ///
-    /// The errors of [`split`](ProcessGroup::split).
-    #[track_caller]
-    fn split_by_hosts(&self) -> Result<[Self; 2]>;
-
-    /// Forbids collectives on all handles of this rank while the guard lives.
-    ///
-    /// A collective that only some ranks reach would wait for the others in vain; around code
-    /// that runs on one rank alone, this turns it into a misuse error at once, with the reason.
-    /// The group stays usable.
-    ///
-    /// ```
-    /// use accelerator_collective::ProcessGroup;
-    /// use accelerator_collective::internal::GroupExt;
-    ///
-    /// let group = ProcessGroup::single();
-    /// let guard = group.forbid("only the main rank runs this closure");
-    /// let error = group.barrier().unwrap_err();
-    /// assert!(error.is_misuse());
-    /// assert!(error.to_string().ends_with("only the main rank runs this closure"));
-    /// drop(guard);
-    /// assert!(group.barrier().is_ok());
-    /// ```
-    fn forbid(&self, reason: impl Into<String>) -> Forbidden;
-
-    /// Checks that collectives of this rank are allowed here, for a `call` that communicates only after it
-    /// has done something else. Sends nothing.
-    ///
-    /// # Errors
-    ///
-    /// A misuse error if they are [forbidden](Self::forbid), with the reason. The group stays usable.
-    fn check_allowed(&self, call: impl fmt::Display) -> Result<()>;
-
-    /// Aborts the group, like [`abort`](ProcessGroup::abort), because a panic of this thread was caught; the reason is
-    /// the panic's message and location. If an unwinding thread drops the last handle of a group, the group aborts by
-    /// itself.
-    fn abort_by_panic(&self);
-
-    /// Returns the message and the location of the latest panic of this thread, for a thread that unwinds. They are
-    /// known only in a program with a group of several ranks.
-    fn last_panic() -> String;
-
-    /// Returns `true` if the launcher has told this process its place in a next group. Nothing is sent or awaited.
-    /// Other ranks may learn of theirs a moment earlier or later. It is always `false` without a launcher that does so.
-    fn has_next_place(&self) -> bool;
-
-    /// Waits up to `timeout` for the place that the launcher gives this process in the next group. This group may
-    /// already be closed.
-    ///
-    /// # Errors
-    ///
-    /// A rendezvous error if none comes in time; a topology error if the launcher gives an impossible place.
-    fn next_place(&self, timeout: Duration) -> Result<NextPlace>;
-
-    /// Returns `true` if the launcher may give the survivors of a lost rank places in a next group.
-    fn continues_on_loss(&self) -> bool;
-
-    /// Waits up to `timeout` for the place that the launcher gives this rank after the loss of another one. A second
-    /// call waits for a newer place: the launcher gives one if the next group loses a rank before it is complete.
-    ///
-    /// # Errors
-    ///
-    /// A rendezvous error if none comes in time; a topology error if the launcher gives an impossible place.
-    fn survivors_place(&self, timeout: Duration) -> Result<Launch>;
-
-    /// Derives a token from the key of the job, for a protocol of the program's own between the ranks of this group;
-    /// nobody sends the token. Each purpose has a different one. Returns `None` if this rank is alone or the ranks are
-    /// threads.
-    ///
-    /// The token is as secret as the job's key: if the ranks have met without a job token, anyone who has recorded
-    /// their connections can derive it, too.
-    fn token(&self, purpose: &str) -> Option<Token>;
-
-    /// Wraps the zeroed memory of a file in a buffer of as many elements as it holds, for long-lived sums that are never sent.
-    /// [`buffer_bytes`](Self::buffer_bytes) does not count it.
-    fn buffer_of_file(dtype: DType, memory: FileMemory) -> Buffer;
-
-    /// The total size in bytes of this rank's live buffers: those that [`buffer`](ProcessGroup::buffer) has
-    /// allocated and that are not dropped yet.
-    fn buffer_bytes(&self) -> usize;
-
-    /// Calls `observer` after each operation of this rank, before the operation returns its result. The observer is
-    /// meant to measure, not to compute: it runs on the thread that ran the operation, must not wait, and must not call
-    /// a collective. It also sees the operations of groups that are parts of this one, unless they have observers of their
-    /// own.
-    ///
-    /// ```
-    /// use std::sync::{Arc, atomic::{AtomicUsize, Ordering}};
-    ///
-    /// use accelerator_collective::internal::GroupExt;
-    /// use accelerator_collective::{ProcessGroup, ReduceOp};
-    ///
-    /// # fn main() -> accelerator_collective::Result<()> {
-    /// let group = ProcessGroup::single();
-    /// let bytes = Arc::new(AtomicUsize::new(0));
-    /// let sum = Arc::clone(&bytes);
-    /// group.observe(move |operation| {
-    ///     sum.fetch_add(operation.bytes, Ordering::Relaxed);
-    /// })?;
-    /// group.all_reduce(&mut [1.0_f32; 8], ReduceOp::Sum)?;
-    /// assert_eq!(bytes.load(Ordering::Relaxed), 32);
-    /// # Ok(())
-    /// # }
-    /// ```
-    ///
-    /// # Errors
-    ///
-    /// A misuse error if this rank has an observer already.
-    fn observe(&self, observer: impl Fn(&OpEvent) + Send + Sync + 'static) -> Result<()>;
-
-    /// The time for which threads of this rank have waited for operations so far, in all its groups: within blocking ones,
-    /// and in [`Pending::wait`](crate::Pending::wait).
-    fn time_waited(&self) -> Duration;
-
-    /// Describes a rank, with its process and host where they are known: "rank 2 (process 17 on n3)".
-    ///
-    /// # Panics
-    ///
-    /// Panics if the group has no such rank.
-    fn describe(&self, rank: usize) -> String;
-
-    /// Gathers as [`all_gather_varied`](ProcessGroup::all_gather_varied) does, but into memory of the caller: `sink`
-    /// gets the values of each other rank with its number, piece by piece and in order for each rank. It does not get
-    /// the rank's own values.
-    ///
-    /// # Errors
-    ///
-    /// The same as for [`all_gather_varied`](ProcessGroup::all_gather_varied).
-    #[track_caller]
-    fn all_gather_varied_with<T: Element>(
-        &self,
-        values: &[T],
-        sink: impl FnMut(usize, &[T]),
-    ) -> Result<()>;
-
-    /// Shows every rank parts of the buffers of all ranks, its own included: `sink` gets each part with its rank and
-    /// its index among the parts of that rank. All ranks pass buffers of the same lengths, and the same `parts`, listed
-    /// by rank; parts of different ranks must not overlap.
-    ///
-    /// If ranks share memory, they see the parts in place, without a copy. In that case, and after errors, a rank's own
-    /// buffers have unspecified contents where the parts of other ranks lie.
-    ///
-    /// `sink` is called for every part or for none, even if an error is returned: the calls begin only when all parts
-    /// of all ranks are there.
-    ///
-    /// ```
-    /// use std::thread;
-    ///
-    /// use accelerator_collective::internal::{BufferSlice, GroupExt};
-    /// use accelerator_collective::{DType, GroupOptions, ProcessGroup};
-    ///
-    /// # fn main() -> accelerator_collective::Result<()> {
-    /// let ranks = ProcessGroup::threads(2, &GroupOptions::new())?;
-    /// // Rank 0 has the first four bytes, and rank 1 the rest.
-    /// let parts = [0..4, 4..6].map(|bytes| vec![BufferSlice { buffer: 0, bytes }]);
-    /// thread::scope(|scope| {
-    ///     for group in ranks {
-    ///         let parts = &parts;
-    ///         scope.spawn(move || -> accelerator_collective::Result<()> {
-    ///             let mut buffer = group.buffer(DType::U8, 6);
-    ///             buffer.as_mut_slice::<u8>()?.fill(group.rank() as u8 + 1);
-    ///             let mut all: Vec<u8> = Vec::new();
-    ///             group.all_gather_parts(&mut [&mut buffer], parts, |_, _, bytes| all.extend(bytes))?;
-    ///             assert_eq!(all, [1, 1, 1, 1, 2, 2]);
-    ///             Ok(())
-    ///         });
-    ///     }
-    /// });
-    /// # Ok(())
-    /// # }
-    /// ```
-    ///
-    /// # Errors
-    ///
-    /// A misuse error if parts do not lie within the buffers, or if there are parts for more or fewer ranks than the
-    /// group has; a mismatch error if ranks pass different parts; otherwise the errors of
-    /// [`all_reduce`](ProcessGroup::all_reduce).
-    #[track_caller]
-    fn all_gather_parts(
-        &self,
-        buffers: &mut [&mut Buffer],
-        parts: &[Vec<BufferSlice>],
-        sink: impl FnMut(usize, usize, &[u8]),
-    ) -> Result<()>;
-
-    /// Reduces the values of all ranks, element by element and in place, but only the elements that this rank keeps by
-    /// the `layout`: afterwards they have the bits that [`all_reduce_buffer`](ProcessGroup::all_reduce_buffer) would
-    /// give them. All other elements are unspecified.
-    ///
-    /// All ranks pass buffers of the same length, and the same layout. If they share memory, the elements that a rank
-    /// keeps are reduced in place and written once. Over connections, no results travel, so this sends half as much as
-    /// an all-reduce. Over [several hosts](crate::TransportKind::Hierarchical), everything is reduced as by an
-    /// all-reduce, so that a link carries no more.
-    ///
-    /// ```
-    /// use std::{sync::Arc, thread};
-    ///
-    /// use accelerator_collective::internal::{GroupExt, ShardLayout};
-    /// use accelerator_collective::{DType, GroupOptions, ProcessGroup, ReduceOp};
-    ///
-    /// # fn main() -> accelerator_collective::Result<()> {
-    /// let ranks = ProcessGroup::threads(2, &GroupOptions::new())?;
-    /// // Rank 0 keeps both ends of the buffer, and rank 1 the middle.
-    /// let layout = Arc::new(ShardLayout::new(6, vec![vec![0..1, 5..6], vec![1..5]])?);
-    /// thread::scope(|scope| {
-    ///     for group in ranks {
-    ///         let layout = &layout;
-    ///         scope.spawn(move || -> accelerator_collective::Result<()> {
-    ///             let mut buffer = group.buffer(DType::F32, 6);
-    ///             buffer.as_mut_slice::<f32>()?.fill(1.5);
-    ///             group.reduce_scatter_buffer(&mut buffer, ReduceOp::Sum, layout)?;
-    ///             for range in layout.of(group.rank()) {
-    ///                 let kept = &buffer.as_slice::<f32>()?[range.clone()];
-    ///                 assert!(kept.iter().all(|x| *x == 3.0));
-    ///             }
-    ///             Ok(())
-    ///         });
-    ///     }
-    /// });
-    /// # Ok(())
-    /// # }
-    /// ```
-    ///
-    /// # Errors
-    ///
-    /// A misuse error if the layout is for another number of ranks, or for a buffer of another length; a mismatch
-    /// error, with the same text on every rank, if ranks pass different layouts; otherwise the errors of
-    /// [`all_reduce`](ProcessGroup::all_reduce). After an error, the buffer's contents are unspecified.
-    #[track_caller]
-    fn reduce_scatter_buffer(
-        &self,
-        buffer: &mut Buffer,
-        op: ReduceOp,
-        layout: &Arc<ShardLayout>,
-    ) -> Result<()>;
-
-    /// Starts a [`reduce_scatter_buffer`](Self::reduce_scatter_buffer) and returns at once, as
-    /// [`start_all_reduce`](ProcessGroup::start_all_reduce) does. Ranks that call the blocking one at the
-    /// same time take part in the same operation.
-    ///
-    /// # Errors
-    ///
-    /// Fails at once if the layout does not fit, the operation is not admitted or the communication thread
-    /// cannot be started; otherwise from [`Pending::wait`], as
-    /// [`reduce_scatter_buffer`](Self::reduce_scatter_buffer).
-    #[track_caller]
-    fn start_reduce_scatter(
-        &self,
-        buffer: Buffer,
-        op: ReduceOp,
-        layout: &Arc<ShardLayout>,
-    ) -> Result<Pending>;
-
-    /// Gives every rank the elements that each rank keeps by the `layout`, in place: the counterpart of
-    /// [`reduce_scatter_buffer`](Self::reduce_scatter_buffer). Elements that no rank keeps stay as they are.
-    ///
-    /// All ranks pass buffers of the same length, and the same layout. If they share memory, each rank copies the
-    /// elements of the others from where they lie. Over connections, each rank sends its elements to every other one,
-    /// also over [several hosts](crate::TransportKind::Hierarchical).
-    ///
-    /// ```
-    /// use std::{sync::Arc, thread};
-    ///
-    /// use accelerator_collective::internal::{GroupExt, ShardLayout};
-    /// use accelerator_collective::{DType, GroupOptions, ProcessGroup};
-    ///
-    /// # fn main() -> accelerator_collective::Result<()> {
-    /// let ranks = ProcessGroup::threads(2, &GroupOptions::new())?;
-    /// // Rank 0 keeps both ends of the buffer, and rank 1 the middle.
-    /// let layout = Arc::new(ShardLayout::new(6, vec![vec![0..1, 5..6], vec![1..5]])?);
-    /// thread::scope(|scope| {
-    ///     for group in ranks {
-    ///         let layout = &layout;
-    ///         scope.spawn(move || -> accelerator_collective::Result<()> {
-    ///             let mut buffer = group.buffer(DType::U8, 6);
-    ///             for range in layout.of(group.rank()) {
-    ///                 buffer.as_mut_slice::<u8>()?[range.clone()].fill(group.rank() as u8 + 1);
-    ///             }
-    ///             group.all_gather_buffer(&mut buffer, layout)?;
-    ///             assert_eq!(buffer.as_slice::<u8>()?, [1, 2, 2, 2, 2, 1]);
-    ///             Ok(())
-    ///         });
-    ///     }
-    /// });
-    /// # Ok(())
-    /// # }
-    /// ```
-    ///
-    /// # Errors
-    ///
-    /// The errors of [`reduce_scatter_buffer`](Self::reduce_scatter_buffer).
-    #[track_caller]
-    fn all_gather_buffer(&self, buffer: &mut Buffer, layout: &Arc<ShardLayout>) -> Result<()>;
-
-    /// Starts an [`all_gather_buffer`](Self::all_gather_buffer) and returns at once, as
-    /// [`start_all_reduce`](ProcessGroup::start_all_reduce) does. Ranks that call the blocking one at the same time
-    /// take part in the same operation.
-    ///
-    /// # Errors
-    ///
-    /// The errors of [`start_reduce_scatter`](Self::start_reduce_scatter).
-    #[track_caller]
-    fn start_all_gather(&self, buffer: Buffer, layout: &Arc<ShardLayout>) -> Result<Pending>;
-}
-
-/// A guard that makes collectives of this rank fail while it lives; see [`GroupExt::forbid`].
+/// A guard that makes collectives of this rank fail while it lives; see [`ProcessGroup::forbid`].
 #[derive(Debug)]
 #[must_use = "collectives are allowed again when this is dropped"]
 pub struct Forbidden {
@@ -368,9 +57,16 @@ pub enum NextPlace {
     Leave,
 }
 
-impl GroupExt for ProcessGroup {
+#[doc(hidden)]
+impl ProcessGroup {
+    /// Divides the ranks of this group by their hosts. Returns the group of those on this rank's host, and the group of
+    /// those that have its local rank on their hosts.
+    ///
+    /// # Errors
+    ///
+    /// The errors of [`split`](ProcessGroup::split).
     #[track_caller]
-    fn split_by_hosts(&self) -> Result<[Self; 2]> {
+    pub fn split_by_hosts(&self) -> Result<[Self; 2]> {
         let world = self.handle.rank_state.world();
         let (rank, local_rank) = (world.topology.rank(), world.topology.local_rank());
         let replicas = self.split(local_rank, rank)?;
@@ -379,7 +75,24 @@ impl GroupExt for ProcessGroup {
         Ok([self.split(host, local_rank)?, replicas])
     }
 
-    fn forbid(&self, reason: impl Into<String>) -> Forbidden {
+    /// Forbids collectives on all handles of this rank while the guard lives.
+    ///
+    /// A collective that only some ranks reach would wait for the others in vain; around code
+    /// that runs on one rank alone, this turns it into a misuse error at once, with the reason.
+    /// The group stays usable.
+    ///
+    /// ```
+    /// use accelerator_collective::ProcessGroup;
+    ///
+    /// let group = ProcessGroup::single();
+    /// let guard = group.forbid("only the main rank runs this closure");
+    /// let error = group.barrier().unwrap_err();
+    /// assert!(error.is_misuse());
+    /// assert!(error.to_string().ends_with("only the main rank runs this closure"));
+    /// drop(guard);
+    /// assert!(group.barrier().is_ok());
+    /// ```
+    pub fn forbid(&self, reason: impl Into<String>) -> Forbidden {
         let reason: Arc<str> = reason.into().into();
         self.handle.rank_state.forbid(Arc::clone(&reason));
         Forbidden {
@@ -388,24 +101,43 @@ impl GroupExt for ProcessGroup {
         }
     }
 
-    fn check_allowed(&self, call: impl fmt::Display) -> Result<()> {
+    /// Checks that collectives of this rank are allowed here, for a `call` that communicates only after it
+    /// has done something else. Sends nothing.
+    ///
+    /// # Errors
+    ///
+    /// A misuse error if they are [forbidden](Self::forbid), with the reason. The group stays usable.
+    pub fn check_allowed(&self, call: impl fmt::Display) -> Result<()> {
         self.handle.rank_state.check_allowed(&call)
     }
 
-    fn abort_by_panic(&self) {
+    /// Aborts the group, like [`abort`](ProcessGroup::abort), because a panic of this thread was caught; the reason is
+    /// the panic's message and location. If an unwinding thread drops the last handle of a group, the group aborts by
+    /// itself.
+    pub fn abort_by_panic(&self) {
         self.handle.rank_state.abort(&rank_state::last_panic());
     }
 
-    fn last_panic() -> String {
+    /// Returns the message and the location of the latest panic of this thread, for a thread that unwinds. They are
+    /// known only in a program with a group of several ranks.
+    pub fn last_panic() -> String {
         rank_state::last_panic()
     }
 
-    fn has_next_place(&self) -> bool {
+    /// Returns `true` if the launcher has told this process its place in a next group. Nothing is sent or awaited.
+    /// Other ranks may learn of theirs a moment earlier or later. It is always `false` without a launcher that does so.
+    pub fn has_next_place(&self) -> bool {
         let store = self.handle.rank_state.store.as_ref();
         store.is_some_and(|store| store.has_next_place(|told| of_loss(told).is_none()))
     }
 
-    fn next_place(&self, timeout: Duration) -> Result<NextPlace> {
+    /// Waits up to `timeout` for the place that the launcher gives this process in the next group. This group may
+    /// already be closed.
+    ///
+    /// # Errors
+    ///
+    /// A rendezvous error if none comes in time; a topology error if the launcher gives an impossible place.
+    pub fn next_place(&self, timeout: Duration) -> Result<NextPlace> {
         let told = told_place(self, timeout, |told| of_loss(told).is_none())?;
         if told.is_empty() {
             return Ok(NextPlace::Leave);
@@ -413,11 +145,18 @@ impl GroupExt for ProcessGroup {
         Ok(NextPlace::Join(Box::new(launch_at(told, self)?)))
     }
 
-    fn continues_on_loss(&self) -> bool {
+    /// Returns `true` if the launcher may give the survivors of a lost rank places in a next group.
+    pub fn continues_on_loss(&self) -> bool {
         self.options().on_loss != OnLoss::End
     }
 
-    fn survivors_place(&self, timeout: Duration) -> Result<Launch> {
+    /// Waits up to `timeout` for the place that the launcher gives this rank after the loss of another one. A second
+    /// call waits for a newer place: the launcher gives one if the next group loses a rank before it is complete.
+    ///
+    /// # Errors
+    ///
+    /// A rendezvous error if none comes in time; a topology error if the launcher gives an impossible place.
+    pub fn survivors_place(&self, timeout: Duration) -> Result<Launch> {
         let told = told_place(self, timeout, |told| of_loss(told).is_some())?;
         if of_loss(&told) != Some(SURVIVOR) {
             return Err(Error::rendezvous(
@@ -427,7 +166,13 @@ impl GroupExt for ProcessGroup {
         launch_at(told, self)
     }
 
-    fn token(&self, purpose: &str) -> Option<Token> {
+    /// Derives a token from the key of the job, for a protocol of the program's own between the ranks of this group;
+    /// nobody sends the token. Each purpose has a different one. Returns `None` if this rank is alone or the ranks are
+    /// threads.
+    ///
+    /// The token is as secret as the job's key: if the ranks have met without a job token, anyone who has recorded
+    /// their connections can derive it, too.
+    pub fn token(&self, purpose: &str) -> Option<Token> {
         let key = self.handle.key.as_ref()?;
         Some(match self.handle.rank_state.transport.subset() {
             None => key.token(purpose),
@@ -435,28 +180,72 @@ impl GroupExt for ProcessGroup {
         })
     }
 
-    fn buffer_of_file(dtype: DType, memory: FileMemory) -> Buffer {
+    /// Wraps the zeroed memory of a file in a buffer of as many elements as it holds, for long-lived sums that are never sent.
+    /// [`buffer_bytes`](Self::buffer_bytes) does not count it.
+    pub fn buffer_of_file(dtype: DType, memory: FileMemory) -> Buffer {
         Buffer::of_file(dtype, memory)
     }
 
-    fn buffer_bytes(&self) -> usize {
+    /// The total size in bytes of this rank's live buffers: those that [`buffer`](ProcessGroup::buffer) has
+    /// allocated and that are not dropped yet.
+    pub fn buffer_bytes(&self) -> usize {
         self.handle.rank_state.buffers.bytes()
     }
 
-    fn observe(&self, observer: impl Fn(&OpEvent) + Send + Sync + 'static) -> Result<()> {
+    /// Calls `observer` after each operation of this rank, before the operation returns its result. The observer is
+    /// meant to measure, not to compute: it runs on the thread that ran the operation, must not wait, and must not call
+    /// a collective. It also sees the operations of groups that are parts of this one, unless they have observers of their
+    /// own.
+    ///
+    /// ```
+    /// use std::sync::{Arc, atomic::{AtomicUsize, Ordering}};
+    ///
+    /// use accelerator_collective::{ProcessGroup, ReduceOp};
+    ///
+    /// # fn main() -> accelerator_collective::Result<()> {
+    /// let group = ProcessGroup::single();
+    /// let bytes = Arc::new(AtomicUsize::new(0));
+    /// let sum = Arc::clone(&bytes);
+    /// group.observe(move |operation| {
+    ///     sum.fetch_add(operation.bytes, Ordering::Relaxed);
+    /// })?;
+    /// group.all_reduce(&mut [1.0_f32; 8], ReduceOp::Sum)?;
+    /// assert_eq!(bytes.load(Ordering::Relaxed), 32);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// A misuse error if this rank has an observer already.
+    pub fn observe(&self, observer: impl Fn(&OpEvent) + Send + Sync + 'static) -> Result<()> {
         self.handle.rank_state.observe(Box::new(observer))
     }
 
-    fn time_waited(&self) -> Duration {
+    /// The time for which threads of this rank have waited for operations so far, in all its groups: within blocking ones,
+    /// and in [`Pending::wait`](crate::Pending::wait).
+    pub fn time_waited(&self) -> Duration {
         self.handle.rank_state.wait_clock().total()
     }
 
-    fn describe(&self, rank: usize) -> String {
+    /// Describes a rank, with its process and host where they are known: "rank 2 (process 17 on n3)".
+    ///
+    /// # Panics
+    ///
+    /// Panics if the group has no such rank.
+    pub fn describe(&self, rank: usize) -> String {
         self.handle.rank_state.transport.peer(rank).to_string()
     }
 
+    /// Gathers as [`all_gather_varied`](ProcessGroup::all_gather_varied) does, but into memory of the caller: `sink`
+    /// gets the values of each other rank with its number, piece by piece and in order for each rank. It does not get
+    /// the rank's own values.
+    ///
+    /// # Errors
+    ///
+    /// The same as for [`all_gather_varied`](ProcessGroup::all_gather_varied).
     #[track_caller]
-    fn all_gather_varied_with<T: Element>(
+    pub fn all_gather_varied_with<T: Element>(
         &self,
         values: &[T],
         mut sink: impl FnMut(usize, &[T]),
@@ -475,8 +264,50 @@ impl GroupExt for ProcessGroup {
         })
     }
 
+    /// Shows every rank parts of the buffers of all ranks, its own included: `sink` gets each part with its rank and
+    /// its index among the parts of that rank. All ranks pass buffers of the same lengths, and the same `parts`, listed
+    /// by rank; parts of different ranks must not overlap.
+    ///
+    /// If ranks share memory, they see the parts in place, without a copy. In that case, and after errors, a rank's own
+    /// buffers have unspecified contents where the parts of other ranks lie.
+    ///
+    /// `sink` is called for every part or for none, even if an error is returned: the calls begin only when all parts
+    /// of all ranks are there.
+    ///
+    /// ```
+    /// use std::thread;
+    ///
+    /// use accelerator_collective::internal::{BufferSlice};
+    /// use accelerator_collective::{DType, GroupOptions, ProcessGroup};
+    ///
+    /// # fn main() -> accelerator_collective::Result<()> {
+    /// let ranks = ProcessGroup::threads(2, &GroupOptions::new())?;
+    /// // Rank 0 has the first four bytes, and rank 1 the rest.
+    /// let parts = [0..4, 4..6].map(|bytes| vec![BufferSlice { buffer: 0, bytes }]);
+    /// thread::scope(|scope| {
+    ///     for group in ranks {
+    ///         let parts = &parts;
+    ///         scope.spawn(move || -> accelerator_collective::Result<()> {
+    ///             let mut buffer = group.buffer(DType::U8, 6);
+    ///             buffer.as_mut_slice::<u8>()?.fill(group.rank() as u8 + 1);
+    ///             let mut all: Vec<u8> = Vec::new();
+    ///             group.all_gather_parts(&mut [&mut buffer], parts, |_, _, bytes| all.extend(bytes))?;
+    ///             assert_eq!(all, [1, 1, 1, 1, 2, 2]);
+    ///             Ok(())
+    ///         });
+    ///     }
+    /// });
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// A misuse error if parts do not lie within the buffers, or if there are parts for more or fewer ranks than the
+    /// group has; a mismatch error if ranks pass different parts; otherwise the errors of
+    /// [`all_reduce`](ProcessGroup::all_reduce).
     #[track_caller]
-    fn all_gather_parts(
+    pub fn all_gather_parts(
         &self,
         buffers: &mut [&mut Buffer],
         parts: &[Vec<BufferSlice>],
@@ -490,8 +321,51 @@ impl GroupExt for ProcessGroup {
         })
     }
 
+    /// Reduces the values of all ranks, element by element and in place, but only the elements that this rank keeps by
+    /// the `layout`: afterwards they have the bits that [`all_reduce_buffer`](ProcessGroup::all_reduce_buffer) would
+    /// give them. All other elements are unspecified.
+    ///
+    /// All ranks pass buffers of the same length, and the same layout. If they share memory, the elements that a rank
+    /// keeps are reduced in place and written once. Over connections, no results travel, so this sends half as much as
+    /// an all-reduce. Over [several hosts](crate::TransportKind::Hierarchical), everything is reduced as by an
+    /// all-reduce, so that a link carries no more.
+    ///
+    /// ```
+    /// use std::{sync::Arc, thread};
+    ///
+    /// use accelerator_collective::internal::{ShardLayout};
+    /// use accelerator_collective::{DType, GroupOptions, ProcessGroup, ReduceOp};
+    ///
+    /// # fn main() -> accelerator_collective::Result<()> {
+    /// let ranks = ProcessGroup::threads(2, &GroupOptions::new())?;
+    /// // Rank 0 keeps both ends of the buffer, and rank 1 the middle.
+    /// let layout = Arc::new(ShardLayout::new(6, vec![vec![0..1, 5..6], vec![1..5]])?);
+    /// thread::scope(|scope| {
+    ///     for group in ranks {
+    ///         let layout = &layout;
+    ///         scope.spawn(move || -> accelerator_collective::Result<()> {
+    ///             let mut buffer = group.buffer(DType::F32, 6);
+    ///             buffer.as_mut_slice::<f32>()?.fill(1.5);
+    ///             group.reduce_scatter_buffer(&mut buffer, ReduceOp::Sum, layout)?;
+    ///             for range in layout.of(group.rank()) {
+    ///                 let kept = &buffer.as_slice::<f32>()?[range.clone()];
+    ///                 assert!(kept.iter().all(|x| *x == 3.0));
+    ///             }
+    ///             Ok(())
+    ///         });
+    ///     }
+    /// });
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// A misuse error if the layout is for another number of ranks, or for a buffer of another length; a mismatch
+    /// error, with the same text on every rank, if ranks pass different layouts; otherwise the errors of
+    /// [`all_reduce`](ProcessGroup::all_reduce). After an error, the buffer's contents are unspecified.
     #[track_caller]
-    fn reduce_scatter_buffer(
+    pub fn reduce_scatter_buffer(
         &self,
         buffer: &mut Buffer,
         op: ReduceOp,
@@ -504,8 +378,17 @@ impl GroupExt for ProcessGroup {
         })
     }
 
+    /// Starts a [`reduce_scatter_buffer`](Self::reduce_scatter_buffer) and returns at once, as
+    /// [`start_all_reduce`](ProcessGroup::start_all_reduce) does. Ranks that call the blocking one at the
+    /// same time take part in the same operation.
+    ///
+    /// # Errors
+    ///
+    /// Fails at once if the layout does not fit, the operation is not admitted or the communication thread
+    /// cannot be started; otherwise from [`Pending::wait`], as
+    /// [`reduce_scatter_buffer`](Self::reduce_scatter_buffer).
     #[track_caller]
-    fn start_reduce_scatter(
+    pub fn start_reduce_scatter(
         &self,
         buffer: Buffer,
         op: ReduceOp,
@@ -517,15 +400,60 @@ impl GroupExt for ProcessGroup {
         self.handle.start(fingerprint, buffer, operation)
     }
 
+    /// Gives every rank the elements that each rank keeps by the `layout`, in place: the counterpart of
+    /// [`reduce_scatter_buffer`](Self::reduce_scatter_buffer). Elements that no rank keeps stay as they are.
+    ///
+    /// All ranks pass buffers of the same length, and the same layout. If they share memory, each rank copies the
+    /// elements of the others from where they lie. Over connections, each rank sends its elements to every other one,
+    /// also over [several hosts](crate::TransportKind::Hierarchical).
+    ///
+    /// ```
+    /// use std::{sync::Arc, thread};
+    ///
+    /// use accelerator_collective::internal::{ShardLayout};
+    /// use accelerator_collective::{DType, GroupOptions, ProcessGroup};
+    ///
+    /// # fn main() -> accelerator_collective::Result<()> {
+    /// let ranks = ProcessGroup::threads(2, &GroupOptions::new())?;
+    /// // Rank 0 keeps both ends of the buffer, and rank 1 the middle.
+    /// let layout = Arc::new(ShardLayout::new(6, vec![vec![0..1, 5..6], vec![1..5]])?);
+    /// thread::scope(|scope| {
+    ///     for group in ranks {
+    ///         let layout = &layout;
+    ///         scope.spawn(move || -> accelerator_collective::Result<()> {
+    ///             let mut buffer = group.buffer(DType::U8, 6);
+    ///             for range in layout.of(group.rank()) {
+    ///                 buffer.as_mut_slice::<u8>()?[range.clone()].fill(group.rank() as u8 + 1);
+    ///             }
+    ///             group.all_gather_buffer(&mut buffer, layout)?;
+    ///             assert_eq!(buffer.as_slice::<u8>()?, [1, 2, 2, 2, 2, 1]);
+    ///             Ok(())
+    ///         });
+    ///     }
+    /// });
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// The errors of [`reduce_scatter_buffer`](Self::reduce_scatter_buffer).
     #[track_caller]
-    fn all_gather_buffer(&self, buffer: &mut Buffer, layout: &Arc<ShardLayout>) -> Result<()> {
+    pub fn all_gather_buffer(&self, buffer: &mut Buffer, layout: &Arc<ShardLayout>) -> Result<()> {
         let fingerprint = self.sharded(OpKind::AllGatherBuffer, buffer, layout)?;
         let operation = BufferOp::AllGather(Arc::clone(layout));
         self.run(&fingerprint, |ctx| ctx.run_buffer_op(&operation, buffer))
     }
 
+    /// Starts an [`all_gather_buffer`](Self::all_gather_buffer) and returns at once, as
+    /// [`start_all_reduce`](ProcessGroup::start_all_reduce) does. Ranks that call the blocking one at the same time
+    /// take part in the same operation.
+    ///
+    /// # Errors
+    ///
+    /// The errors of [`start_reduce_scatter`](Self::start_reduce_scatter).
     #[track_caller]
-    fn start_all_gather(&self, buffer: Buffer, layout: &Arc<ShardLayout>) -> Result<Pending> {
+    pub fn start_all_gather(&self, buffer: Buffer, layout: &Arc<ShardLayout>) -> Result<Pending> {
         let fingerprint = self.sharded(OpKind::AllGatherBuffer, &buffer, layout)?;
         let operation = BufferOp::AllGather(Arc::clone(layout));
         self.handle

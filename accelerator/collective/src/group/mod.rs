@@ -15,7 +15,7 @@ mod split;
 
 use std::{fmt, panic::Location, sync::Arc, thread, time::Instant};
 
-pub use internal::{Forbidden, GroupExt, NextPlace};
+pub use internal::{Forbidden, NextPlace};
 pub use lifecycle::{Activity, Busy};
 pub use observer::{ExecThread, OpEvent};
 pub use options::GroupOptions;
@@ -266,7 +266,6 @@ impl ProcessGroup {
     /// ```
     /// use std::panic::Location;
     ///
-    /// use accelerator_collective::internal::GroupExt;
     /// use accelerator_collective::{ProcessGroup, ReduceOp};
     ///
     /// # fn main() -> accelerator_collective::Result<()> {
@@ -468,7 +467,6 @@ mod tests {
     use std::process::Command;
 
     use super::*;
-    use crate::launch::LaunchExt;
     use crate::rendezvous::Rendezvous;
 
     /// The test below runs this one in a process of its own.

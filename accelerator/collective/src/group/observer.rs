@@ -8,7 +8,7 @@ use crate::transport::OpDeadline;
 use crate::wire::GroupId;
 
 /// An operation of this rank that has ended, well or not; see
-/// [`GroupExt::observe`](super::GroupExt::observe).
+/// [`ProcessGroup::observe`](super::ProcessGroup::observe).
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct OpEvent {
@@ -134,7 +134,6 @@ mod tests {
     };
 
     use super::*;
-    use crate::group::GroupExt;
     use crate::{DType, GroupOptions, ProcessGroup, ReduceOp};
 
     #[test]

@@ -256,7 +256,7 @@ impl RankState {
         &self.recorder.waited
     }
 
-    /// See [`GroupExt::observe`](super::GroupExt::observe).
+    /// See [`ProcessGroup::observe`](super::ProcessGroup::observe).
     pub(super) fn observe(&self, observer: Callback) -> Result<()> {
         self.observer.set(observer).map_err(|_| {
             let rank = self.topology.rank();

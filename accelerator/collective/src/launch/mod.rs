@@ -269,16 +269,21 @@ impl Launch {
     }
 }
 
-/// Methods of a [`Launch`] for the other crates of this project.
-pub trait LaunchExt: Sized {
+#[doc(hidden)]
+impl Launch {
     /// A launch that the program describes itself.
-    fn new(topology: Topology, rendezvous: Rendezvous) -> Self;
+    pub fn new(topology: Topology, rendezvous: Rendezvous) -> Self {
+        Self {
+            topology,
+            rendezvous: Some(rendezvous),
+            ..Self::single()
+        }
+    }
 
     /// Every setting with its value and where it came from, in a fixed order.
     ///
     /// ```
     /// use accelerator_collective::Launch;
-    /// use accelerator_collective::internal::LaunchExt;
     ///
     /// # fn main() -> accelerator_collective::Result<()> {
     /// for setting in Launch::from_vars(|_| None)?.settings() {
@@ -287,13 +292,14 @@ pub trait LaunchExt: Sized {
     /// # Ok(())
     /// # }
     /// ```
-    fn settings(&self) -> &[Setting];
+    pub fn settings(&self) -> &[Setting] {
+        &self.settings
+    }
 
     /// Launchers that have left variables, and whose place this process does not take.
     ///
     /// ```
     /// use accelerator_collective::Launch;
-    /// use accelerator_collective::internal::LaunchExt;
     ///
     /// # fn main() -> accelerator_collective::Result<()> {
     /// let launch = Launch::from_vars(|name| {
@@ -311,23 +317,7 @@ pub trait LaunchExt: Sized {
     /// # Ok(())
     /// # }
     /// ```
-    fn noticed(&self) -> &[LaunchSource];
-}
-
-impl LaunchExt for Launch {
-    fn new(topology: Topology, rendezvous: Rendezvous) -> Self {
-        Self {
-            topology,
-            rendezvous: Some(rendezvous),
-            ..Self::single()
-        }
-    }
-
-    fn settings(&self) -> &[Setting] {
-        &self.settings
-    }
-
-    fn noticed(&self) -> &[LaunchSource] {
+    pub fn noticed(&self) -> &[LaunchSource] {
         &self.noticed
     }
 }

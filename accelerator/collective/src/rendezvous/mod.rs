@@ -290,7 +290,7 @@ pub(crate) fn is_on(name: &str, value: &str) -> Result<bool> {
 /// use std::sync::mpsc;
 ///
 /// use accelerator_collective::internal::{
-///     LaunchExt, Rendezvous, Report, Security, StoreHost, StoreOptions, StoreServer, Token,
+///     Rendezvous, Report, Security, StoreHost, StoreOptions, StoreServer, Token,
 /// };
 /// use accelerator_collective::{GroupOptions, Launch, ProcessGroup, Topology};
 ///

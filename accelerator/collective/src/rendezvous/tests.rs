@@ -19,7 +19,7 @@ use super::{Rendezvous, Report, StoreHost, StoreOptions, StorePlace, StoreServer
 use crate::element::ReduceOp;
 use crate::error::{Error, Kind, Result};
 use crate::group::{GroupOptions, ProcessGroup};
-use crate::launch::{Launch, LaunchExt};
+use crate::launch::Launch;
 use crate::topology::{Topology, TransportKind};
 use crate::transport::Tcp;
 use crate::wire::message::{

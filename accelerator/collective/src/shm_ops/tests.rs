@@ -3,7 +3,7 @@
 use std::{ops::Range, sync::Arc, thread};
 
 use crate::buffer::BufferSlice;
-use crate::group::{GroupExt, GroupOptions, ProcessGroup};
+use crate::group::{GroupOptions, ProcessGroup};
 use crate::shard_layout::ShardLayout;
 use crate::shm::SHM_CHUNK;
 use crate::{DType, ReduceOp};

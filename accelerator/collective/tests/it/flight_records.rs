@@ -7,8 +7,8 @@ use std::{
 };
 
 use accelerator_collective::internal::{
-    FlightRecords, LaunchExt, OpRecord, RankStatus, Rendezvous, StoreHost, StoreOptions,
-    StoreServer, Token, flight_records,
+    FlightRecords, OpRecord, RankStatus, Rendezvous, StoreHost, StoreOptions, StoreServer, Token,
+    flight_records,
 };
 use accelerator_collective::{Launch, ProcessGroup, ReduceOp, Topology};
 

@@ -8,7 +8,7 @@ use std::{
     time::Duration,
 };
 
-use accelerator_collective::internal::{LaunchExt, Rendezvous, StoreHost, StoreServer, Token};
+use accelerator_collective::internal::{Rendezvous, StoreHost, StoreServer, Token};
 use accelerator_collective::{GroupOptions, Launch, ProcessGroup, ReduceOp, Result, Topology};
 
 const DEADLINE: Duration = Duration::from_secs(60);

@@ -4,7 +4,7 @@ use std::{ops::Range, sync::Arc};
 
 use crate::suite::sample::{Sample, assert_same, buffer, reduced};
 use crate::suite::world::{Means, run};
-use accelerator_collective::internal::{GroupExt, ShardLayout};
+use accelerator_collective::internal::ShardLayout;
 use accelerator_collective::{Partition, ProcessGroup, ReduceOp};
 use half::{bf16, f16};
 use proptest::{prelude::*, sample::select};

@@ -8,9 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use accelerator_collective::internal::{
-    LaunchExt, Rendezvous, StoreHost, StoreOptions, StoreServer, Token,
-};
+use accelerator_collective::internal::{Rendezvous, StoreHost, StoreOptions, StoreServer, Token};
 use accelerator_collective::{
     Error, GroupOptions, Launch, ProcessGroup, ReduceOp, Result, Topology, TransportKind,
 };

@@ -9,7 +9,6 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 
 use accelerator_collective::ProcessGroup;
-use accelerator_collective::internal::GroupExt;
 use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::{Module, ParamId};
 use burn::optim::{GradientsParams, ModuleOptimizer, OptimizerRecord};

@@ -1,6 +1,5 @@
 //! Buckets on their way: sent, received, reduced again where one was sent too early, or handed to a hook.
 
-use accelerator_collective::internal::GroupExt;
 use accelerator_collective::{Buffer, DType, Element, Pending, ProcessGroup, ReduceOp};
 use burn::optim::GradientsParams;
 

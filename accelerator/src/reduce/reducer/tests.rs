@@ -1,6 +1,5 @@
 use std::sync::Barrier;
 
-use accelerator_collective::internal::GroupExt;
 use burn::module::ParamId;
 use burn::tensor::{Device, Tensor};
 

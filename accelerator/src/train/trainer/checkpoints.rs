@@ -1,7 +1,6 @@
 use core::fmt;
 use std::path::{Path, PathBuf};
 
-use accelerator_collective::internal::GroupExt;
 use accelerator_manifest::internal::Place;
 use burn::module::Module;
 

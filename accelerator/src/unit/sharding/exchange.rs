@@ -6,7 +6,7 @@ use core::ops::Mul;
 use std::collections::HashMap;
 use std::sync::{Arc, Weak};
 
-use accelerator_collective::internal::{GroupExt, ShardLayout};
+use accelerator_collective::internal::ShardLayout;
 use accelerator_collective::{Buffer, DType as WireType, Element, ProcessGroup, ReduceOp};
 use accelerator_host::sync::Mutex;
 use burn::backend::DispatchTensor;

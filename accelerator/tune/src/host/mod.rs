@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
-use accelerator_collective::internal::{GroupExt, PendingHandshakes, Token, listen_everywhere};
+use accelerator_collective::internal::{PendingHandshakes, Token, listen_everywhere};
 use accelerator_collective::{GroupOptions, Launch, ProcessGroup};
 use accelerator_host::machine::host_name;
 use rustix::process::Signal;

@@ -15,7 +15,7 @@ use std::sync::atomic::AtomicBool;
 use std::thread;
 use std::time::Duration;
 
-use accelerator_collective::internal::{GroupExt, ShardLayout};
+use accelerator_collective::internal::ShardLayout;
 use accelerator_collective::{Element, GroupOptions, Launch, Partition, ProcessGroup, ReduceOp};
 use clap::{Args, ValueEnum};
 use half::{bf16, f16};

@@ -155,7 +155,7 @@ impl StoreServer {
 
     /// Tells a rank its place in the group that follows this one, by the variables of a
     /// [`Launch`](crate::Launch), which take precedence over its environment. Without variables it has no place there.
-    /// The program learns of it by [`next_place`](crate::internal::GroupExt::next_place), at the earliest when it
+    /// The program learns of it by [`next_place`](crate::ProcessGroup::next_place), at the earliest when it
     /// is connected to the others.
     ///
     /// ```

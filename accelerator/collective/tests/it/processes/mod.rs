@@ -13,7 +13,7 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 
-use accelerator_collective::internal::{GroupExt, ShardLayout};
+use accelerator_collective::internal::ShardLayout;
 use accelerator_collective::{
     DType, Error, GroupOptions, Launch, Partition, ProcessGroup, ReduceOp,
 };

@@ -8,7 +8,7 @@ use std::{
     time::Duration,
 };
 
-use accelerator_collective::internal::{GroupExt, ShardLayout};
+use accelerator_collective::internal::ShardLayout;
 use accelerator_collective::{Element, ProcessGroup, ReduceOp};
 
 use super::world::{Means, long_timeouts, run, run_with};

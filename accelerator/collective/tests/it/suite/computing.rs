@@ -9,7 +9,7 @@ use std::{
     time::Duration,
 };
 
-use accelerator_collective::internal::{BufferSlice, GroupExt};
+use accelerator_collective::internal::BufferSlice;
 use accelerator_collective::{Buffer, DType, Element, Partition, ProcessGroup, ReduceOp};
 use half::{bf16, f16};
 use serde::{Deserialize, Serialize};

@@ -2,7 +2,7 @@
 
 use std::{ops::Range, sync::Arc};
 
-use accelerator_collective::internal::{GroupExt, ShardLayout};
+use accelerator_collective::internal::ShardLayout;
 use accelerator_collective::{Buffer, Element, Partition, Pending, ProcessGroup, ReduceOp, Result};
 use half::{bf16, f16};
 

@@ -2,7 +2,7 @@
 
 use std::{sync::mpsc, thread, time::Duration};
 
-use accelerator_collective::internal::{LaunchExt, Rendezvous, StoreHost, StoreServer};
+use accelerator_collective::internal::{Rendezvous, StoreHost, StoreServer};
 use accelerator_collective::{GroupOptions, Launch, ProcessGroup, Topology, TransportKind};
 
 /// The connection between the ranks of a test.

@@ -1,7 +1,6 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use accelerator_collective::internal::GroupExt;
 use accelerator_collective::{Buffer, DType, ProcessGroup};
 use burn::module::ParamId;
 use proptest::prelude::*;

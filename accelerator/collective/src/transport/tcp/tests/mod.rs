@@ -13,7 +13,7 @@ use crate::element::{Element, ReduceOp};
 use crate::error::Error;
 use crate::fingerprint::{CallSite, CollectiveFingerprint, OpKind};
 use crate::group::{GroupOptions, ProcessGroup};
-use crate::launch::{Launch, LaunchExt};
+use crate::launch::Launch;
 use crate::rendezvous::tests::registration;
 use crate::rendezvous::{Key, Meeting, Rendezvous, StoreHost, StoreServer, WeakStoreClient};
 use crate::topology::{Topology, TransportKind};
