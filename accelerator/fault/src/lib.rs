@@ -8,15 +8,11 @@
 //! nothing, and a plan that is set is an error ([`check`]).
 //!
 //! ```
-//! use accelerator_fault::{Bounds, FaultPlan};
+//! use accelerator_fault::FaultPlan;
 //!
 //! # fn main() -> Result<(), accelerator_fault::Error> {
 //! let plan: FaultPlan = "rank=1 step=3 kill; rank=0 save=2 written exit 7".parse()?;
 //! assert_eq!(plan.to_string(), "rank=1 step=3 kill; rank=0 save=2 written exit 7");
-//!
-//! // A schedule that is drawn, not written, is replayed by its seed.
-//! let bounds = Bounds { ranks: 4, steps: 100, saves: 5, restarts: 3 };
-//! assert_eq!(FaultPlan::random(7, bounds), FaultPlan::random(7, bounds));
 //! # Ok(())
 //! # }
 //! ```
@@ -24,7 +20,7 @@
 mod plan;
 mod points;
 
-pub use plan::{Action, Bounds, Error, Fault, FaultPlan, Point, SaveStage};
+pub use plan::{Action, Error, Fault, FaultPlan, Point, SaveStage};
 pub use points::{Effect, check, fail_point};
 
 /// The variable that holds the plan of a process.

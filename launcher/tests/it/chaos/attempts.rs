@@ -4,7 +4,7 @@ use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
-use accelerator_fault::{FaultPlan, Point};
+use accelerator_fault::{Action, FaultPlan, Point};
 use serde::Deserialize;
 
 /// The steps of a run without faults.
@@ -107,7 +107,7 @@ impl Attempts {
     pub(super) fn compare(&self, plan: &FaultPlan, ranks: usize) -> Result<(), String> {
         let fatal_fault = |attempt: usize| {
             let mut faults = plan.faults.iter();
-            faults.find(|fault| fault.restart == attempt as u64 && fault.action.is_deadly())
+            faults.find(|fault| fault.restart == attempt as u64 && is_deadly(fault.action))
         };
         for (attempt, ReportedAttempt { first }) in self.failed.iter().enumerate() {
             let ReportedFirst { rank, cause } = first;
@@ -254,4 +254,12 @@ fn success_after_reaching_a_fatal_fault_is_an_error() {
         compare(&format!("rank=0 {place} slow 1ms")).unwrap();
         compare(&format!("rank=0 restart=1 {place} kill")).unwrap();
     }
+}
+
+/// Returns `true` if the rank or its process is gone, or is taken for gone, once the fault is triggered.
+fn is_deadly(action: Action) -> bool {
+    !matches!(
+        action,
+        Action::Slow(_) | Action::DiskFull | Action::FailWrite
+    )
 }

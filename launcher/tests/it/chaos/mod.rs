@@ -6,17 +6,19 @@
 //! temporary file or broken checkpoint is left.
 
 mod attempts;
+mod random;
 
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use accelerator_fault::{Action, Bounds, FaultPlan, Point};
+use accelerator_fault::{Action, FaultPlan, Point};
 use accelerator_manifest::VerifyLevel;
 
 use crate::support::{Folder, Run};
 use attempts::{Attempts, OPERATIONS, STEPS};
+use random::{Bounds, random_plan};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_chaos-rank");
 
@@ -122,7 +124,7 @@ fn drawn(seed: u64) -> FaultPlan {
         saves: SAVES,
         restarts: FAULTY_ATTEMPTS,
     };
-    let mut plan = FaultPlan::random(seed, bounds);
+    let mut plan = random_plan(seed, bounds);
     for fault in &mut plan.faults {
         // Faults of connections need an operation, so they strike the first one of that step.
         if let (Point::Step(step), Action::DropConnection | Action::CorruptFrame) =
