@@ -38,9 +38,20 @@ pub fn keep_freed_memory() {
     }
 }
 
+/// Gives the memory that is free at the moment back to the system. Does nothing if the C library is not glibc.
+pub fn give_back_freed_memory() {
+    #[cfg(all(target_os = "linux", target_env = "gnu"))]
+    glibc::give_back_freed_memory();
+}
+
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
-#[expect(unsafe_code, reason = "a function of the C library")]
+#[expect(unsafe_code, reason = "functions of the C library")]
 mod glibc {
+    pub(super) fn give_back_freed_memory() {
+        // SAFETY: `malloc_trim` takes the allocator's locks and leaves blocks that are in use alone.
+        unsafe { libc::malloc_trim(0) };
+    }
+
     pub(super) fn keep_freed_memory() {
         let set = |parameter, value| {
             // SAFETY: `mallopt` sets the value under the allocator's lock, so other threads may allocate meanwhile. glibc
@@ -70,6 +81,7 @@ mod glibc {
             let block = vec![1_u8; 24 << 20];
             assert!(mapped_blocks() <= before);
             drop(block);
+            super::give_back_freed_memory();
         }
     }
 }

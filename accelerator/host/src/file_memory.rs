@@ -1,4 +1,4 @@
-//! Memory backed by files, which the kernel can write to disk when it runs short of RAM.
+//! Memory backed by files, which the kernel can write to disk when it runs short of RAM, or which several processes map.
 
 #![expect(
     unsafe_code,
@@ -8,6 +8,8 @@
 use std::fs::File;
 use std::io::{self, ErrorKind};
 use std::path::Path;
+#[cfg(target_os = "linux")]
+use std::path::PathBuf;
 
 use memmap2::MmapMut;
 
@@ -61,6 +63,68 @@ impl FileMemory {
     }
 }
 
+/// Bytes that no process can change, which the processes of a user on a host map without copying them.
+#[cfg(target_os = "linux")]
+#[derive(Debug)]
+pub struct SharedBytes(File);
+
+#[cfg(target_os = "linux")]
+impl SharedBytes {
+    /// Writes the bytes that `write` emits to memory that has no name, and seals it.
+    ///
+    /// # Errors
+    ///
+    /// If the memory does not suffice, or `write` fails.
+    pub fn new(write: impl FnOnce(&mut File) -> io::Result<()>) -> io::Result<Self> {
+        use rustix::fs::{MemfdFlags, fcntl_add_seals, memfd_create};
+
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let mut file = File::from(memfd_create("shared bytes", flags)?);
+        write(&mut file)?;
+        fcntl_add_seals(&file, Self::SEALS)?;
+        Ok(Self(file))
+    }
+
+    /// Opens the bytes of another process by the [path](Self::path) there.
+    ///
+    /// # Errors
+    ///
+    /// If the process does not exist any more or belongs to another user, or if the bytes are not sealed.
+    pub fn open(path: &Path) -> io::Result<Self> {
+        let file = File::open(path)?;
+        match rustix::fs::fcntl_get_seals(&file)?.contains(Self::SEALS) {
+            true => Ok(Self(file)),
+            false => Err(io::Error::other("the file is not sealed")),
+        }
+    }
+
+    /// Returns the path by which other processes open the bytes while this exists.
+    #[must_use]
+    pub fn path(&self) -> PathBuf {
+        let fd = std::os::fd::AsRawFd::as_raw_fd(&self.0);
+        format!("/proc/{}/fd/{fd}", std::process::id()).into()
+    }
+
+    /// Maps `len` bytes from `offset` on, a multiple of the page size. Pages that this process writes to become its own.
+    ///
+    /// # Errors
+    ///
+    /// If the bytes end before, or cannot be mapped.
+    pub fn map(&self, offset: u64, len: usize) -> io::Result<FileMemory> {
+        if len == 0 || self.0.metadata()?.len() < offset.saturating_add(len as u64) {
+            return Err(ErrorKind::InvalidInput.into());
+        }
+        let mut options = memmap2::MmapOptions::new();
+        // SAFETY: the file is sealed, so nobody can write to it or truncate it.
+        let memory = unsafe { options.offset(offset).len(len).map_copy(&self.0) };
+        Ok(FileMemory(memory?))
+    }
+
+    const SEALS: rustix::fs::SealFlags = rustix::fs::SealFlags::SHRINK
+        .union(rustix::fs::SealFlags::GROW)
+        .union(rustix::fs::SealFlags::WRITE);
+}
+
 /// Returns `true` if a folder is on a file system in memory, such as tmpfs.
 ///
 /// # Errors
@@ -112,6 +176,35 @@ mod tests {
         assert!(FileMemory::take(&path).is_err());
         assert!(FileMemory::new(folder.path(), 0).is_err());
         assert!(FileMemory::new(&folder.path().join("missing"), 1).is_err());
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn shared_bytes_are_mapped_by_their_path_and_written_by_nobody() {
+        use std::io::Write;
+
+        let bytes = SharedBytes::new(|file| file.write_all(&[7; 5000])).unwrap();
+        let other = SharedBytes::open(&bytes.path()).unwrap();
+        let mut one = other.map(0, 5000).unwrap();
+        one.bytes_mut()[0] = 1;
+        let two = bytes.map(4096, 904).unwrap();
+        drop((bytes, other));
+        assert_eq!(
+            (one.bytes()[..2].to_vec(), two.bytes()),
+            (vec![1, 7], &[7; 904][..])
+        );
+        let bytes = SharedBytes::new(|file| file.write_all(&[7; 5000])).unwrap();
+        assert_eq!(bytes.map(0, 1).unwrap().bytes(), [7]);
+        assert!(bytes.map(4096, 905).is_err());
+        assert!(
+            File::options()
+                .write(true)
+                .open(bytes.path())
+                .is_ok_and(|mut file| file.write(&[1]).is_err())
+        );
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("file"), [1]).unwrap();
+        assert!(SharedBytes::open(&folder.path().join("file")).is_err());
     }
 
     #[cfg(target_os = "linux")]

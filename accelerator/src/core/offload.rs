@@ -175,7 +175,7 @@ impl Offload {
         self.0.bytes.fetch_add(length, Ordering::Relaxed);
         TensorMemory {
             file,
-            folder: self.0.clone(),
+            folder: Some(self.0.clone()),
         }
     }
 
@@ -282,7 +282,14 @@ thread_local! {
 /// Memory in a file, for a tensor or bytes.
 pub(crate) struct TensorMemory {
     file: FileMemory,
-    folder: Arc<OffloadFolder>,
+    /// `None` for memory that is not offloaded.
+    folder: Option<Arc<OffloadFolder>>,
+}
+
+/// Returns memory that other processes have mapped as well, for a tensor.
+#[cfg(target_os = "linux")]
+pub(crate) fn shared(file: FileMemory) -> Bytes {
+    TensorMemory { file, folder: None }.into_bytes()
 }
 
 impl TensorMemory {
@@ -330,7 +337,9 @@ impl AllocationController for TensorMemory {
 
 impl Drop for TensorMemory {
     fn drop(&mut self) {
-        let length = self.file.bytes().len();
-        self.folder.bytes.fetch_sub(length, Ordering::Relaxed);
+        if let Some(folder) = &self.folder {
+            let length = self.file.bytes().len();
+            folder.bytes.fetch_sub(length, Ordering::Relaxed);
+        }
     }
 }

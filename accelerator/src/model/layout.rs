@@ -366,13 +366,16 @@ pub(crate) fn from_rank_zero(
     let mut reader = ReplicaSource { values: Vec::new() };
     model.visit(&mut reader);
     let values = broadcast(group, reader.values)?;
-    if group.rank() == 0 {
-        return Ok(model);
-    }
-    Ok(model.map(&mut ReplicaWriter {
-        ids: ids.into_iter(),
-        values: values.into_iter(),
-    }))
+    let model = match group.rank() {
+        0 => model,
+        _ => model.map(&mut ReplicaWriter {
+            ids: ids.into_iter(),
+            values: values.into_iter(),
+        }),
+    };
+    #[cfg(target_os = "linux")]
+    let model = super::shared::share_frozen(group, model)?;
+    Ok(model)
 }
 
 pub(crate) fn float_values(model: &dyn DynModule) -> Vec<(String, Vec<f32>)> {

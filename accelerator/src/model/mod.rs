@@ -12,6 +12,8 @@ mod load;
 mod peft;
 mod read;
 mod save;
+#[cfg(target_os = "linux")]
+mod shared;
 mod snapshot;
 mod tied;
 

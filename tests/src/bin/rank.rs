@@ -13,7 +13,9 @@ use accelerator::metric::Mean;
 use accelerator::prelude::*;
 use accelerator_tests::fixtures::Training;
 use accelerator_tests::{operator, problems, trajectory};
-use burn::tensor::FloatDType;
+use burn::module::{Lora, Module};
+use burn::nn::{Linear, LinearConfig};
+use burn::tensor::{FloatDType, Tensor};
 use serde::Serialize;
 
 /// An error that takes a while to print: a rank that fails with it ends after the others, which fail because of it.
@@ -28,6 +30,13 @@ impl std::fmt::Display for Slow {
 }
 
 impl std::error::Error for Slow {}
+
+fn proportional_memory() -> Result<u64> {
+    let text = std::fs::read_to_string("/proc/self/smaps_rollup")?;
+    let line = text.lines().find_map(|line| line.strip_prefix("Pss:"));
+    let kibibytes = line.and_then(|line| line.trim().strip_suffix(" kB"));
+    Ok(1024 * kibibytes.expect("a size").parse::<u64>().expect("a size"))
+}
 
 fn main() -> Result<ExitCode> {
     let args: Vec<String> = std::env::args().skip(1).collect();
@@ -91,6 +100,23 @@ fn main() -> Result<ExitCode> {
                 accelerator.finish()
             })?;
             println!("behind");
+        }
+        // Prints the memory in MiB of a rank with a base of 128 MiB, where shared pages count once among all ranks.
+        ["frozen-base", world_size] => {
+            accelerator::launch_processes(number(world_size), |accelerator| {
+                let before = proportional_memory()?;
+                let device = accelerator.device();
+                let base: Linear = LinearConfig::new(8192, 4096).init(&device);
+                let model = accelerator.prepare(base.apply_lora(Lora::new(2, 4.0)))?;
+                accelerator.wait_for_everyone()?;
+                let after = proportional_memory()?;
+                let sum = model.forward(Tensor::<2>::ones([1, 8192], &device)).sum();
+                let sums = accelerator.gather_object(&sum.into_scalar::<f32>())?;
+                assert!(sums.iter().all(|other| *other == sums[0]), "{sums:?}");
+                println!("{}", after.saturating_sub(before) >> 20);
+                accelerator.wait_for_everyone()?;
+                accelerator.finish()
+            })?;
         }
         ["search", trials, scheduler, folder] => {
             accelerator_tests::searches::run(trials, scheduler, folder.as_ref())?;

@@ -62,6 +62,18 @@ fn a_rank_that_others_lose_is_named_though_it_ends_after_them() {
     assert!(stderr.contains("slow to say"), "{stderr}");
 }
 
+/// Four copies of the base would be 512 MiB.
+#[cfg(target_os = "linux")]
+#[test]
+fn ranks_of_a_host_share_the_memory_of_a_frozen_base() {
+    let ended = run(&["frozen-base", "4"]);
+    let sizes = ended.stdout.lines();
+    let sizes: Vec<u64> = sizes.map(|size| size.parse().unwrap()).collect();
+    assert_eq!(sizes.len(), 4, "{}", ended.stderr);
+    let all: u64 = sizes.iter().sum();
+    assert!((128..300).contains(&all), "{sizes:?}");
+}
+
 #[test]
 fn ranks_that_were_preempted_have_not_finished() {
     let ended = run(&["launch-processes", "2", "preempt"]);
