@@ -419,7 +419,10 @@ impl Accelerator {
     ) -> Result<()> {
         let (reduction, tracking) = (&self.shared.reduction, &self.shared.tracking);
         replicas::check_and_sync(reduction, tracking, "save the model", model)?;
-        model::save(&self.shared.context, model, path.as_ref(), options)
+        let known = reduction.models.find(model).ok();
+        let trained = known.map(|known| known.parameters().iter().map(|known| known.id).collect());
+        let (context, path) = (&self.shared.context, path.as_ref());
+        model::save(context, model, path, options, trained.as_ref())
     }
 
     /// Loads the values of a safetensors file, or of a set of files with an index, into the model. Rank 0 reads, and

@@ -24,7 +24,7 @@ pub struct Checkpoints {
     rescale: Option<Arc<RescaleRule>>,
 }
 
-/// The place of parameters that no training changes.
+/// The content of checkpoints as to parameters that no training changes.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum FrozenParameters {
     Saved,
@@ -115,10 +115,13 @@ impl Checkpoints {
         self
     }
 
-    /// Leaves frozen parameters out, such as the base of LoRA adapters: checkpoints of a large model that is fine-tuned are
-    /// as small as its adapters. A checkpoint has the hashes of the parameters instead.
-    /// [`resume`](crate::Accelerator::resume) takes their values from the model that it is given, and fails if they are not
-    /// the ones that were trained with. So load the base before. Default: they are saved.
+    /// Leaves frozen parameters, such as the base of LoRA adapters, out of checkpoints, which store a hash of each instead:
+    /// they are as small as the adapters. [`resume`](crate::Accelerator::resume) takes the values from the model that you
+    /// pass and fails if they differ from those used in training, so load the base first. By default, frozen parameters
+    /// are saved.
+    ///
+    /// Frozen parameters must still have the values of the base. Any that were trained before would be lost when older
+    /// checkpoints are deleted. Each save reads and hashes the frozen parameters.
     ///
     /// ```
     /// use accelerator::prelude::*;

@@ -28,7 +28,7 @@ pub enum FileLayout {
     Burn,
     /// The layout of `torch.nn`, for Python programs: `load_state_dict` takes it.
     PyTorch,
-    /// The adapters of a model alone, as `peft`, Hugging Face's library, saves and loads them: a file that should be named
+    /// The adapters of a model alone, as `peft`, Hugging Face's library, saves and loads them: the file
     /// `adapter_model.safetensors`, and `adapter_config.json` beside it.
     ///
     /// Saving takes a model with the LoRA adapters that
@@ -92,11 +92,14 @@ impl FileLayout {
     }
 }
 
+/// The name by which PEFT looks for the tensors of adapters.
+pub(super) const ADAPTER_FILE: &str = "adapter_model.safetensors";
+
 /// The prefix of all names in PEFT's files.
 pub(super) const PEFT_PREFIX: &str = "base_model.model.";
 
 /// The entry of a file's metadata that has the hashes of the parameters that were left out, by their paths.
-pub(super) const LEFT_OUT: &str = "left out";
+pub(super) const LEFT_OUT: &str = "left_out_hashes";
 
 /// The kind of container that has the parts of an adapter.
 const ADAPTER: &str = "Reparameterization";

@@ -68,8 +68,8 @@ pub(super) fn check(
         return Ok(());
     };
     Err(Error::model(format!(
-        "`{}` was saved without frozen parameters, and {} of the {} have other values in this model, such as `{first}`: \
-         load the base that was trained with first",
+        "`{}` was saved without frozen parameters, and {} of the {} differ in this model, for example `{first}`: before \
+         loading it, load the base that these adapters were trained on",
         file.display(),
         1 + others.count(),
         expected.len(),
@@ -125,7 +125,8 @@ impl ModuleVisitor for DigestReader<'_> {
             Some(piece) => piece.partition.whole_shape().to_vec(),
             None => data.shape().to_vec(),
         };
-        let blocks = data.bytes().chunks(BLOCK * dtype.size());
+        // A quantised element may have no size of its own; such a parameter is in one piece.
+        let blocks = data.bytes().chunks(BLOCK * dtype.size().max(1));
         self.parameters.push(Digests {
             path: path.to_owned(),
             dtype,

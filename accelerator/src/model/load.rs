@@ -8,7 +8,7 @@ use burn::tensor::kind::Basic;
 use burn::tensor::{Bool, DType, Int, Tensor, TensorData};
 use serde::{Deserialize, Serialize};
 
-use super::format::{FileLayout, LoadOptions, burn_dtype, file_dtype, quantization};
+use super::format::{FileLayout, LoadOptions, PEFT_PREFIX, burn_dtype, file_dtype, quantization};
 use super::frozen::{self, Hashes};
 use super::layout::{self, Layout};
 use super::peft::Attachments;
@@ -46,16 +46,17 @@ pub(crate) fn load_on_all(
     }
     let loading = group.for_purpose("load a model");
     let (loaded, report) = if group.rank() == 0 {
-        let opened = open(group.activity()).and_then(|file| {
-            let (model, attached) = with_adapters(model, &file, options)?;
-            Ok((file, model, attached))
-        });
-        let matched = opened.as_ref().map_err(Clone::clone);
-        let matched = matched.and_then(|(file, model, attached)| {
-            let matched = Matched::checked(model, file, options, ids)?;
-            Ok((matched, file, model.clone(), attached))
-        });
-        let (matched, file, model, attached) = agreement::send(group, matched)?;
+        let file = open(group.activity());
+        let file = file.as_ref().map_err(Clone::clone);
+        let adapted = file
+            .clone()
+            .and_then(|file| with_adapters(model, file, options));
+        let matched = match (&file, &adapted) {
+            (Ok(file), Ok((model, _))) => Matched::checked(model, file, options, ids),
+            (Err(error), _) | (_, Err(error)) => Err(error.clone()),
+        };
+        let matched = agreement::send(group, matched)?;
+        let (file, (model, attached)) = (file?, adapted?);
         let sent: Vec<bool> = matched.sources.iter().map(Option::is_some).collect();
         let report = matched.report.clone();
         let left_out = matched.left_out.clone();
@@ -63,26 +64,35 @@ pub(crate) fn load_on_all(
         loading.broadcast_object(Some(&told), 0)?;
         compare(&loading, &model)?;
         let known = frozen::check(&loading, &model, &left_out, file.path());
-        let loaded = known.and_then(|()| matched.load(model, file, ids, &loading));
-        (loaded, report)
+        agree(group, &left_out, known)?;
+        (matched.load(model, file, ids, &loading), report)
     } else {
         agreement::receive(group, ACTION)?;
         let (report, sent, attached, left_out): (_, _, Attachments, Hashes) =
             loading.broadcast_object(None, 0)?;
         let model = attached.attach(model);
         compare(&loading, &model)?;
-        // All ranks come to the same answer. Unless the model is sharded, rank 0's alone counts.
+        // Unless the model is sharded, rank 0's answer alone counts.
         let known = match is_sharded(&model) {
             true => frozen::check(&loading, &model, &left_out, Path::new("the file of rank 0")),
             false => Ok(()),
         };
-        let loaded = known.and_then(|()| receive_pieces(model, sent, &loading));
-        (loaded, report)
+        agree(group, &left_out, known)?;
+        (receive_pieces(model, sent, &loading), report)
     };
     let model = agreement::together(group, loaded, ACTION)?;
     let layout = Layout::of(&model);
     let model = layout::from_rank_zero(group, model, &layout)?;
     Ok((TiedParameters::of(&model).retie(model), report))
+}
+
+/// Fails on all ranks if one of them does not have the parameters that the file leaves out. Loading sends pieces after it.
+#[track_caller]
+fn agree(group: &ProcessGroup, left_out: &Hashes, known: Result<()>) -> Result<()> {
+    match left_out.is_empty() {
+        true => Ok(()),
+        false => agreement::together(group, known, "load the model"),
+    }
 }
 
 /// Attaches the adapters of PEFT's files that the model does not have.
@@ -94,7 +104,8 @@ fn with_adapters(
     if agreed_layout(file, options)? != FileLayout::Peft {
         return Ok((model, Attachments::default()));
     }
-    let attached = Attachments::missing(&model, file, &originals(file, options)?)?;
+    let originals = originals(file, FileLayout::Peft, options)?;
+    let attached = Attachments::needed_by(&model, file, &originals)?;
     Ok((attached.clone().attach(model), attached))
 }
 
@@ -164,11 +175,12 @@ struct ValueSource<'a> {
 
 impl<'a> Matched<'a> {
     fn new(model: &dyn DynModule, file: &'a ModelFile, options: &LoadOptions) -> Result<Self> {
+        let layout = agreed_layout(file, options)?;
         let mut matcher = Matcher {
             file,
-            layout: agreed_layout(file, options)?,
+            layout,
             casts_floats: options.casts_floats,
-            originals: originals(file, options)?,
+            originals: originals(file, layout, options)?,
             used: BTreeSet::new(),
             report: LoadReport::default(),
         };
@@ -186,7 +198,15 @@ impl<'a> Matched<'a> {
         };
         let unexpected = file.names().filter(counts).map(str::to_owned);
         report.unexpected = unexpected.collect();
-        let left_out = file.left_out()?;
+        // Parts of a model may lack them as they may lack others.
+        let left_out = match options.allows_partial {
+            true => Hashes::new(),
+            false => file.left_out()?,
+        };
+        let left_out = left_out.into_iter();
+        let left_out: Hashes = left_out
+            .map(|(path, hash)| (options.renamed(&path), hash))
+            .collect();
         report.missing.retain(|name| !left_out.contains_key(name));
         Ok(Self {
             sources,
@@ -263,14 +283,29 @@ fn agreed_layout(file: &ModelFile, options: &LoadOptions) -> Result<FileLayout> 
 }
 
 /// Returns the names in the file, keyed by the names after renaming.
-fn originals(file: &ModelFile, options: &LoadOptions) -> Result<BTreeMap<String, String>> {
+fn originals(
+    file: &ModelFile,
+    layout: FileLayout,
+    options: &LoadOptions,
+) -> Result<BTreeMap<String, String>> {
     let mut originals = BTreeMap::new();
     for name in file.names() {
-        if let Some(other) = originals.insert(options.renamed(name), name.to_owned()) {
+        let renamed = match layout {
+            // PEFT saves embeddings beside their adapters under this name.
+            FileLayout::Peft => options.renamed(&name.replace(".base_layer.", ".")),
+            FileLayout::Burn | FileLayout::PyTorch => options.renamed(name),
+        };
+        let renamed = match layout {
+            FileLayout::Peft if !renamed.starts_with(PEFT_PREFIX) => {
+                format!("{PEFT_PREFIX}{renamed}")
+            }
+            _ => renamed,
+        };
+        if let Some(other) = originals.insert(renamed.clone(), name.to_owned()) {
             return Err(Error::config(format!(
                 "renaming makes `{other}` and `{name}` of the model file `{}` the same: `{}`",
                 file.path().display(),
-                options.renamed(name)
+                renamed
             )));
         }
     }

@@ -4,14 +4,19 @@
 //! file of tensors does not have the scale: the configuration has it as `lora_alpha / r`, with patterns for modules that
 //! have other numbers.
 
-use std::collections::{BTreeMap, BTreeSet};
+use core::fmt;
+use core::marker::PhantomData;
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 
 use burn::module::{
     LoraAdapter, Module, ModuleMapper, ModuleVisitor, Param, ParamId, Reparameterizer,
 };
 use burn::tensor::{DType, Tensor};
 use regex::Regex;
+use serde::de::{Deserializer, MapAccess, Visitor};
+use serde::ser::Serializer;
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use super::format::{FileLayout, FilePath, PEFT_PREFIX};
 use super::read::ModelFile;
@@ -28,14 +33,16 @@ pub(super) struct PeftExport {
 }
 
 impl PeftExport {
-    pub(super) fn of(model: &dyn DynModule) -> Result<Self> {
-        let survey = Survey::of(model);
-        let mut numbers = BTreeMap::new();
+    /// Surveys a model whose trained parameters are these, if they are known; otherwise, those that require gradients are.
+    pub(super) fn of(model: &dyn DynModule, trained: Option<&HashSet<ParamId>>) -> Result<Self> {
+        let survey = Survey::of(model, trained);
+        let mut adapters = BTreeMap::new();
         for (path, scale) in survey.scales(model) {
             let Adapted {
                 module,
                 rank,
                 names,
+                is_trained,
             } = &survey.adapted[&path];
             if names.is_none() || module.is_empty() {
                 return Err(Error::model(format!(
@@ -43,27 +50,43 @@ impl PeftExport {
                      within a model: leave this one out with `Lora::set_param_group`, or save in another layout"
                 )));
             }
+            if trained.is_none() && !is_trained {
+                return Err(Error::model(
+                    "the adapters of the model require no gradients, so it is not known which other layers were trained: save \
+                     the model that was prepared, and not a copy of it for inference",
+                ));
+            }
             // In the shortest form that the product has in the precision of the scale.
             let alpha = scale * *rank as f32;
             let alpha = alpha.to_string().parse().unwrap_or(f64::from(alpha));
-            numbers.insert(module.clone(), AdapterNumbers { rank: *rank, alpha });
+            adapters.insert(module.clone(), RankAndAlpha { rank: *rank, alpha });
         }
-        let Some(common) = most_common(&numbers) else {
+        let Some(common) = most_common(&adapters) else {
             return Err(Error::model(
                 "the model has no LoRA adapters: attach them with `apply_lora`, or save it in another layout",
             ));
         };
         let mut saved_modules = BTreeSet::new();
         for (path, module) in &survey.trained {
-            if module.is_empty() || numbers.contains_key(module) {
+            if module.is_empty() || adapters.contains_key(module) {
                 return Err(Error::model(format!(
-                    "`{path}` is trained beside the adapters, and PEFT's files have only layers that are trained whole: \
-                     freeze it, or save the model in another layout"
+                    "`{path}` is trained, but its layer also has an adapter or is the model itself; PEFT can save only whole \
+                     layers beside adapters: freeze it, or save the model in another layout"
                 )));
             }
             saved_modules.insert(module.clone());
         }
-        let config = AdapterConfig::new(&numbers, common, &saved_modules, &survey.modules);
+        // PEFT has no other form for them than names with which the names of modules end.
+        for saved in &saved_modules {
+            let mut others = survey.modules.difference(&saved_modules);
+            if let Some(other) = others.find(|other| other.ends_with(saved)) {
+                return Err(Error::model(format!(
+                    "`{saved}` is trained whole, and PEFT would take `{other}`, whose name ends with that, for trained as well: \
+                     rename one of them, or save the model in another layout"
+                )));
+            }
+        }
+        let config = AdapterConfig::new(&adapters, common, &saved_modules, &survey.modules);
         Ok(Self {
             config,
             saved_modules,
@@ -101,16 +124,22 @@ impl Attachments {
     /// # Errors
     ///
     /// [`Error::is_model`] if the files have another kind of adapter, or an adapter of the model has another scale.
-    pub(super) fn missing(
+    pub(super) fn needed_by(
         model: &dyn DynModule,
         file: &ModelFile,
         originals: &BTreeMap<String, String>,
     ) -> Result<Self> {
         let config = AdapterConfig::read(file)?;
-        let survey = Survey::of(model);
+        let survey = Survey::of(model, None);
         let scales = survey.scales(model);
-        let mut missing = Self::default();
-        for (path, names) in &survey.adaptable {
+        let mut needed = Self::default();
+        let mut adapted = BTreeSet::new();
+        for Adaptable {
+            path,
+            module,
+            names,
+        } in &survey.adaptable
+        {
             let Some(original) = originals.get(&names[0]) else {
                 continue;
             };
@@ -124,7 +153,8 @@ impl Attachments {
             match scales.get(path) {
                 None => {
                     let attachment = Attachment { rank, scale };
-                    missing.adapters.insert(path.clone(), attachment);
+                    needed.adapters.insert(path.clone(), attachment);
+                    adapted.insert(module);
                 }
                 Some(&own) if (f64::from(own) - scale).abs() > 1e-6 * scale.abs() => {
                     return Err(Error::model(format!(
@@ -136,7 +166,7 @@ impl Attachments {
                 Some(_) => {}
             }
         }
-        if !missing.adapters.is_empty() {
+        if !needed.adapters.is_empty() {
             if is_sharded(model) {
                 return Err(Error::misuse(
                     "adapters cannot be attached to a model whose units are sharded: load them before `prepare`",
@@ -144,16 +174,16 @@ impl Attachments {
             }
             let is_saved = |module: &String| {
                 let mut saved = config.modules_to_save.iter().flatten();
-                saved.any(|name| has_suffix(module, name))
+                saved.any(|name| module.ends_with(name)) && !adapted.contains(module)
             };
-            let trained = survey.trained.into_iter();
+            let trained = survey.trained.iter();
             let trained = trained.filter(|(_, module)| is_saved(module));
-            missing.trained = trained.map(|(path, _)| path).collect();
+            needed.trained = trained.map(|(path, _)| path.clone()).collect();
             let own = survey.adapted.keys();
             let factors = own.flat_map(|path| ["a", "b"].map(|name| format!("{path}.lora.{name}")));
-            missing.trained.extend(factors);
+            needed.trained.extend(factors);
         }
-        Ok(missing)
+        Ok(needed)
     }
 
     /// Attaches the adapters, with factors of zeros, and freezes the other parameters as
@@ -196,7 +226,7 @@ impl Reparameterizer for Attachments {
     }
 }
 
-/// The configuration of adapters, as PEFT writes and reads it. PEFT takes its own defaults for everything else.
+/// The configuration of adapters, as PEFT writes and reads it. PEFT takes its own defaults for what is not there.
 #[derive(Debug, Deserialize, Serialize)]
 struct AdapterConfig {
     peft_type: String,
@@ -211,17 +241,75 @@ struct AdapterConfig {
     #[serde(default)]
     modules_to_save: Option<Vec<String>>,
     #[serde(default)]
-    rank_pattern: BTreeMap<String, usize>,
+    rank_pattern: Patterns<usize>,
     #[serde(default)]
-    alpha_pattern: BTreeMap<String, f64>,
+    alpha_pattern: Patterns<f64>,
     #[serde(default)]
     use_rslora: bool,
     #[serde(default)]
-    use_dora: bool,
-    #[serde(default)]
-    lora_bias: bool,
-    #[serde(default)]
     inference_mode: bool,
+    #[serde(flatten)]
+    others: BTreeMap<String, Value>,
+}
+
+/// The settings of PEFT with which adapters are other functions of their factors, or of another base.
+const REFUSED: [&str; 14] = [
+    "alora_invocation_tokens",
+    "arrow_config",
+    "bias",
+    "init_lora_weights",
+    "kasa_config",
+    "layer_replication",
+    "lora_bias",
+    "target_parameters",
+    "trainable_token_indices",
+    "use_bdlora",
+    "use_dora",
+    "use_qalora",
+    "velora_config",
+    "monteclora_config",
+];
+
+/// Values by regular expressions of module names. The first one that matches counts.
+#[derive(Debug)]
+struct Patterns<T>(Vec<(String, T)>);
+
+impl<T> Default for Patterns<T> {
+    fn default() -> Self {
+        Self(Vec::new())
+    }
+}
+
+impl<T: Serialize> Serialize for Patterns<T> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_map(self.0.iter().map(|(key, value)| (key, value)))
+    }
+}
+
+impl<'de, T: Deserialize<'de>> Deserialize<'de> for Patterns<T> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct InOrder<T>(PhantomData<T>);
+        impl<'de, T: Deserialize<'de>> Visitor<'de> for InOrder<T> {
+            type Value = Patterns<T>;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a map of patterns, or null")
+            }
+
+            fn visit_unit<E>(self) -> Result<Self::Value, E> {
+                Ok(Patterns::default())
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
+                let mut entries = Vec::new();
+                while let Some(entry) = map.next_entry()? {
+                    entries.push(entry);
+                }
+                Ok(Patterns(entries))
+            }
+        }
+        deserializer.deserialize_any(InOrder(PhantomData))
+    }
 }
 
 /// The adapted modules: by names, each of which also stands for modules that end with it, or by a regular expression.
@@ -239,32 +327,32 @@ impl Default for TargetModules {
 }
 
 #[derive(Clone, Copy, PartialEq)]
-struct AdapterNumbers {
+struct RankAndAlpha {
     rank: usize,
     alpha: f64,
 }
 
 impl AdapterConfig {
     fn new(
-        numbers: &BTreeMap<String, AdapterNumbers>,
-        common: AdapterNumbers,
+        adapters: &BTreeMap<String, RankAndAlpha>,
+        common: RankAndAlpha,
         saved_modules: &BTreeSet<String>,
         modules: &BTreeSet<String>,
     ) -> Self {
         let others = modules
             .iter()
-            .filter(|module| !numbers.contains_key(*module));
-        let is_taken = |other: &String| numbers.keys().any(|name| has_suffix(other, name));
+            .filter(|module| !adapters.contains_key(*module));
+        let is_taken = |other: &String| adapters.keys().any(|name| has_suffix(other, name));
         let target_modules = match others.into_iter().any(is_taken) {
             true => {
-                let names: Vec<_> = numbers.keys().map(|name| regex::escape(name)).collect();
+                let names: Vec<_> = adapters.keys().map(|name| regex::escape(name)).collect();
                 TargetModules::Pattern(Some(format!("({})", names.join("|"))))
             }
-            false => TargetModules::Names(numbers.keys().cloned().collect()),
+            false => TargetModules::Names(adapters.keys().cloned().collect()),
         };
         let key = |module: &String| format!("^{}", regex::escape(module));
-        let special = |differs: fn(AdapterNumbers, AdapterNumbers) -> bool| {
-            let special = numbers
+        let special = |differs: fn(RankAndAlpha, RankAndAlpha) -> bool| {
+            let special = adapters
                 .iter()
                 .filter(move |(_, own)| differs(**own, common));
             special.map(|(module, own)| (key(module), *own))
@@ -280,12 +368,11 @@ impl AdapterConfig {
             target_modules,
             modules_to_save: (!saved_modules.is_empty())
                 .then(|| saved_modules.iter().cloned().collect()),
-            rank_pattern: ranks.map(|(key, own)| (key, own.rank)).collect(),
-            alpha_pattern: alphas.map(|(key, own)| (key, own.alpha)).collect(),
+            rank_pattern: Patterns(ranks.map(|(key, own)| (key, own.rank)).collect()),
+            alpha_pattern: Patterns(alphas.map(|(key, own)| (key, own.alpha)).collect()),
             use_rslora: false,
-            use_dora: false,
-            lora_bias: false,
             inference_mode: true,
+            others: BTreeMap::new(),
         }
     }
 
@@ -295,18 +382,28 @@ impl AdapterConfig {
         let failed = |error| Error::io("read the configuration of adapters", &path, error);
         let text = std::fs::read(&path).map_err(failed)?;
         let config: Self = serde_json::from_slice(&text).map_err(|error| failed(error.into()))?;
-        let refused = match &config {
-            Self { use_dora: true, .. } => Some("DoRA"),
-            Self {
-                lora_bias: true, ..
-            } => Some("adapters with a bias"),
-            Self { peft_type, .. } if peft_type != "LORA" => Some(&**peft_type),
-            _ => None,
+        let named = |name: &&str| {
+            let value = config.others.get(*name)?;
+            let is_plain = match value {
+                Value::Null | Value::Bool(false) => true,
+                Value::Bool(true) => *name == "init_lora_weights",
+                // These begin with another base; other ways to begin do not matter any more.
+                Value::String(text) if *name == "init_lora_weights" => !["pissa", "olora", "corda"]
+                    .iter()
+                    .any(|other| text.starts_with(other)),
+                Value::String(text) => text == "none",
+                Value::Array(items) => items.is_empty(),
+                Value::Object(entries) => entries.is_empty(),
+                Value::Number(_) => false,
+            };
+            (!is_plain).then(|| format!("`{name}` is {value}"))
         };
-        match refused {
+        let kind =
+            (config.peft_type != "LORA").then(|| format!("`peft_type` is {}", config.peft_type));
+        match kind.or_else(|| REFUSED.iter().find_map(named)) {
             None => Ok(config),
-            Some(kind) => Err(Error::model(format!(
-                "`{}` is about {kind}, and only plain LoRA adapters can be loaded",
+            Some(setting) => Err(Error::model(format!(
+                "only plain LoRA adapters can be loaded, and in `{}`, {setting}",
                 path.display()
             ))),
         }
@@ -315,11 +412,11 @@ impl AdapterConfig {
     /// Returns the factor by which the product of an adapter's factors is scaled.
     fn scale(&self, module: &str, rank: usize) -> Result<f64> {
         let mut alpha = self.lora_alpha;
-        for (pattern, own) in &self.alpha_pattern {
+        for (pattern, own) in &self.alpha_pattern.0 {
             let pattern = Regex::new(&format!(r"^(?:.*\.)?(?:{pattern})$")).map_err(|error| {
                 Error::new(
                     Kind::Model,
-                    format!("`alpha_pattern` in `{CONFIG_FILE}` has the key `{pattern}`, which is no regular expression"),
+                    format!("`alpha_pattern` in `{CONFIG_FILE}` has the key `{pattern}`, which this library cannot read as a regular expression"),
                 )
                 .with_source(error)
             })?;
@@ -333,9 +430,9 @@ impl AdapterConfig {
     }
 }
 
-fn most_common(numbers: &BTreeMap<String, AdapterNumbers>) -> Option<AdapterNumbers> {
-    let uses = |own: &AdapterNumbers| numbers.values().filter(|other| *other == own).count();
-    numbers.values().copied().max_by_key(uses)
+fn most_common(adapters: &BTreeMap<String, RankAndAlpha>) -> Option<RankAndAlpha> {
+    let uses = |own: &RankAndAlpha| adapters.values().filter(|other| *other == own).count();
+    adapters.values().copied().max_by_key(uses)
 }
 
 /// Returns `true` if the module is called `name` as a whole or from one of its dots on.
@@ -352,14 +449,15 @@ fn module_of(name: &str) -> &str {
 
 /// The adapters of a model, and what they could adapt.
 #[derive(Default)]
-struct Survey {
+struct Survey<'a> {
+    known: Option<&'a HashSet<ParamId>>,
     place: FilePath,
-    /// The modules that have parameters.
+    /// The modules that have parameters, and those that have such modules.
     modules: BTreeSet<String>,
     /// The adapted parameters by their paths.
     adapted: BTreeMap<String, Adapted>,
-    /// The paths of the parameters that PEFT adapts, and the names of their factors.
-    adaptable: Vec<(String, [String; 2])>,
+    /// The parameters that PEFT adapts.
+    adaptable: Vec<Adaptable>,
     /// The paths and modules of the trained parameters that are not factors of an adapter.
     trained: Vec<(String, String)>,
 }
@@ -368,11 +466,22 @@ struct Adapted {
     module: String,
     rank: usize,
     names: Option<[String; 2]>,
+    is_trained: bool,
 }
 
-impl Survey {
-    fn of(model: &dyn DynModule) -> Self {
-        let mut survey = Self::default();
+struct Adaptable {
+    path: String,
+    module: String,
+    /// The names of its factors.
+    names: [String; 2],
+}
+
+impl<'a> Survey<'a> {
+    fn of(model: &dyn DynModule, known: Option<&'a HashSet<ParamId>>) -> Self {
+        let mut survey = Self {
+            known,
+            ..Self::default()
+        };
         model.visit(&mut survey);
         survey
     }
@@ -385,7 +494,7 @@ impl Survey {
         if self.adapted.is_empty() {
             return BTreeMap::new();
         }
-        let merged = model.boxed().map(&mut Ones::default()).materialize();
+        let merged = model.boxed().map(&mut ScaleProbe::default()).materialize();
         let mut reader = ScaleReader {
             place: FilePath::default(),
             scales: BTreeMap::new(),
@@ -397,7 +506,7 @@ impl Survey {
     }
 }
 
-impl ModuleVisitor for Survey {
+impl ModuleVisitor for Survey<'_> {
     fn enter_module(&mut self, name: &str, container_type: &str) {
         self.place.enter(name, container_type);
     }
@@ -408,13 +517,22 @@ impl ModuleVisitor for Survey {
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         let path = self.place.name(FileLayout::Burn);
+        let known = self.known.map(|known| known.contains(&param.id));
+        let is_trained = known.unwrap_or_else(|| param.is_require_grad());
         let Some(weight) = self.place.adapted() else {
             let module = self.place.module();
+            for (end, _) in module.match_indices('.') {
+                self.modules.insert(module[..end].to_owned());
+            }
             self.modules.insert(module.clone());
             if let Some(names) = self.place.factor_names().filter(|_| D == 2) {
-                self.adaptable.push((path.clone(), names));
+                self.adaptable.push(Adaptable {
+                    path: path.clone(),
+                    module: module.clone(),
+                    names,
+                });
             }
-            if param.is_require_grad() {
+            if is_trained {
                 self.trained.push((path, module));
             }
             return;
@@ -428,6 +546,7 @@ impl ModuleVisitor for Survey {
                 module: weight.module(),
                 rank,
                 names: weight.factor_names(),
+                is_trained,
             };
             self.adapted.insert(weight.name(FileLayout::Burn), adapted);
         }
@@ -436,9 +555,9 @@ impl ModuleVisitor for Survey {
 
 /// Makes each parameter one element: 1 in adapters, and 0 elsewhere.
 #[derive(Default)]
-struct Ones(FilePath);
+struct ScaleProbe(FilePath);
 
-impl ModuleMapper for Ones {
+impl ModuleMapper for ScaleProbe {
     fn enter_module(&mut self, name: &str, container_type: &str) {
         self.0.enter(name, container_type);
     }

@@ -10,7 +10,9 @@ use safetensors::Dtype;
 use safetensors::tensor::Metadata;
 use serde::Deserialize;
 
-use super::format::{FileLayout, FileNames, LEFT_OUT, PEFT_PREFIX, burn_dtype, quantization_key};
+use super::format::{
+    ADAPTER_FILE, FileLayout, FileNames, LEFT_OUT, PEFT_PREFIX, burn_dtype, quantization_key,
+};
 use super::frozen::Hashes;
 use crate::core::error::{Error, Kind, Result};
 
@@ -18,8 +20,6 @@ use crate::core::error::{Error, Kind, Result};
 const MAX_HEADER: u64 = 100_000_000;
 
 const BLOCK: usize = 1 << 24;
-
-const ADAPTER_FILE: &str = "adapter_model.safetensors";
 
 /// A model in one file or in several with an index, on disk or in memory. Opening it reads and checks the headers;
 /// values are read on request.

@@ -1,3 +1,5 @@
+use std::collections::HashSet;
+use std::ffi::OsStr;
 use std::fs::File;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
@@ -7,30 +9,38 @@ use accelerator_collective::Activity;
 use accelerator_host::fs::{Durability, folder_of, place, sync_folder};
 use accelerator_host::lock::{FileLock, LockMode};
 use accelerator_manifest::internal::StagedFolder;
+use burn::module::ParamId;
 
-use super::format::{FileLayout, FileNames, FilePath, SaveOptions};
+use super::format::{ADAPTER_FILE, FileLayout, FileNames, FilePath, SaveOptions};
 use super::peft::{CONFIG_FILE, PeftExport};
 use super::snapshot::ModelSnapshot;
 use crate::context::Context;
 use crate::core::dyn_module::DynModule;
 use crate::core::error::{Error, Result};
 
-/// Writes the model on rank 0, and returns its result on all ranks.
+/// Writes the model on rank 0, and returns its result on all ranks. `trained` are the trained parameters, if they are known.
 #[track_caller]
 pub(crate) fn save(
     context: &Context,
     model: &dyn DynModule,
     path: &Path,
     options: &SaveOptions,
+    trained: Option<&HashSet<ParamId>>,
 ) -> Result<()> {
     let activity = context.group().activity();
     let adapters = match options.layout {
+        FileLayout::Peft if path.file_name() != Some(OsStr::new(ADAPTER_FILE)) => {
+            return Err(Error::config(format!(
+                "PEFT does not find `{}`: name the file `{ADAPTER_FILE}`",
+                path.display()
+            )));
+        }
         FileLayout::Peft if options.max_shard_size.is_some() => {
             return Err(Error::config(
                 "PEFT reads adapters from one file: leave `with_max_shard_size` out",
             ));
         }
-        FileLayout::Peft => Some(PeftExport::of(model)?),
+        FileLayout::Peft => Some(PeftExport::of(model, trained)?),
         FileLayout::Burn | FileLayout::PyTorch => None,
     };
     let wanted = |place: &FilePath| adapters.as_ref().is_none_or(|adapters| adapters.has(place));
@@ -68,14 +78,15 @@ fn write(
 }
 
 /// Returns the path to write to. A symbolic link stays and its target is replaced, but not if there may
-/// be several files, whose index is looked for beside the link. Anything that is not a regular file is
+/// be several files, which are looked for beside the link. Anything that is not a regular file is
 /// refused.
 fn target(path: &Path, options: &SaveOptions) -> io::Result<PathBuf> {
+    let is_alone = options.max_shard_size.is_none() && options.layout != FileLayout::Peft;
     match std::fs::metadata(path) {
         Ok(found) if !found.is_file() => {
             Err(io::Error::other("it is there and not a regular file"))
         }
-        Ok(_) if options.max_shard_size.is_none() => path.canonicalize(),
+        Ok(_) if is_alone => path.canonicalize(),
         Ok(_) | Err(_) => Ok(path.to_owned()),
     }
 }
@@ -124,14 +135,17 @@ impl Staged {
     }
 
     /// Puts every file in its place, the index last, and removes what older saves under this name have left.
-    /// If shards of an older save are replaced, its index goes first: none may ever speak of files of two
-    /// saves.
+    /// If shards or adapters of an older save are replaced, their index or configuration goes first: none may ever speak
+    /// of files of two saves.
     fn publish(self) -> io::Result<()> {
         let _turn = wait_for_turn(&self.folder);
         let written = &self.files;
         let replaces = |name: &String| self.names.is_shard(name) && self.folder.join(name).exists();
         if written.len() > 1 && written.iter().any(replaces) {
             remove_if_there(&self.folder.join(self.names.index()))?;
+        }
+        if written.iter().any(|name| name == CONFIG_FILE) {
+            remove_if_there(&self.folder.join(CONFIG_FILE))?;
         }
         for name in written {
             let staged = self.hidden.path().join(name);

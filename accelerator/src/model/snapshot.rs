@@ -434,7 +434,8 @@ impl<'a> Record<'a> {
         let dtype = file_dtype(entry.dtype);
         if matches!(entry.dtype, DType::QFloat(_)) && layout != FileLayout::Burn {
             return Err(Error::model(format!(
-                "`{name}` is quantised, and only files in Burn's layout hold quantised parameters: save in that layout, or                  `materialize` the model before"
+                "`{name}` is quantised, and only files in Burn's layout hold quantised parameters: save in that layout, or \
+                 `materialize` the model first"
             )));
         }
         let shape = entry.shape(layout);

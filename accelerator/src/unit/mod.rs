@@ -53,7 +53,7 @@ pub enum Units {
     /// this is the same as `Recompute`, unless an
     /// [offload folder](crate::AcceleratorBuilder::offload_folder) is set.
     ///
-    /// Frozen matrices are sharded as well, such as the base of adapters. Every rank keeps whole copies of other frozen
+    /// Frozen matrices, such as the base of adapters, are sharded as well. Every rank keeps whole copies of other frozen
     /// parameters, of quantised ones, and of parameters outside units. The optimizer must update each element
     /// independently of the others, as SGD, Adam and AdamW do. Every rank must run the same units in the same order. If
     /// gradients are accumulated, the last bits can differ from those of other modes. A unit panics if it runs after the

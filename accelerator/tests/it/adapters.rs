@@ -348,6 +348,29 @@ fn quantised_parameters_come_back_from_files_bit_for_bit() {
     }
 }
 
+/// An element of 4 bits has no size in bytes.
+#[test]
+fn a_base_of_four_bits_can_be_left_out() {
+    let folder = tempfile::tempdir().unwrap();
+    let accelerator = Accelerator::new().unwrap();
+    let checkpoints = Checkpoints::new(folder.path()).without_frozen_parameters();
+    let device = accelerator.device();
+    let scheme = device.settings().quantization.scheme;
+    let scheme = scheme.with_value(QuantValue::Q4S);
+    let quantizer = || Quantizer::new(Calibration::MinMax, scheme);
+    let layer: Linear = LinearConfig::new(32, 64).init(&device);
+    let build = || {
+        let qlora = QLora::new(Lora::new(2, 4.0), quantizer());
+        accelerator
+            .prepare(layer.clone().apply_qlora(qlora))
+            .unwrap()
+    };
+    let saved = build();
+    accelerator.save_state(&checkpoints, &saved).unwrap();
+    let (resumed, _) = accelerator.resume(&checkpoints, build()).unwrap();
+    assert_eq!(values(&resumed), values(&saved));
+}
+
 #[test]
 fn quantised_parameters_fit_only_the_same_quantisation() {
     let folder = tempfile::tempdir().unwrap();

@@ -11,6 +11,7 @@ use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
 use burn::optim::SgdConfig;
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use safetensors::SafeTensors;
+use safetensors::tensor::TensorView;
 use serde_json::{Value, json};
 
 #[derive(Debug, Module)]
@@ -246,6 +247,11 @@ fn what_peft_cannot_hold_is_refused() {
         &["`blocks.0.fc1.bias`", "freeze"],
     );
 
+    let other = folder.path().join("model.safetensors");
+    let error = accelerator
+        .save_model_with(&lora, &other, &peft())
+        .unwrap_err();
+    assert_error(&error, Error::is_config, &["adapter_model.safetensors"]);
     let sharded = peft().with_max_shard_size(8);
     let error = accelerator
         .save_model_with(&lora, &path, &sharded)
@@ -262,25 +268,136 @@ fn what_peft_cannot_hold_is_refused() {
 }
 
 #[test]
+fn trained_layers_are_saved_with_averages_and_not_guessed_for_inference() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("adapter_model.safetensors");
+    let accelerator = Accelerator::new().unwrap();
+    let base = Net::base(&accelerator).unwrap();
+    let model = accelerator.load_model(base, fixture("patterns")).unwrap();
+    let model = accelerator.prepare(model).unwrap();
+    let ema = Ema::new(&model, 0.5);
+    accelerator
+        .save_model_with(ema.model(), &path, &peft())
+        .unwrap();
+    let given = fixture("patterns/adapter_model.safetensors");
+    assert_eq!(tensors(&path), tensors(&given));
+
+    let other = Accelerator::new().unwrap();
+    let error = other
+        .save_model_with(&model.valid(), &path, &peft())
+        .unwrap_err();
+    assert_error(&error, Error::is_model, &["for inference"]);
+}
+
+#[test]
+fn a_layer_that_is_trained_whole_must_not_end_the_name_of_another() {
+    #[derive(Debug, Module)]
+    struct Nested {
+        fc: Linear,
+        inner_fc: Linear,
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("adapter_model.safetensors");
+    let accelerator = Accelerator::new().unwrap();
+    let device = accelerator.device();
+    let linear = || LinearConfig::new(2, 2).init(&device);
+    let nested = || Nested {
+        fc: linear(),
+        inner_fc: linear(),
+    };
+    let adapt = |name: &str| Lora::new(1, 1.0).set_param_group(ParamGroup::from_path(name));
+    let model = nested().apply_lora(adapt("inner_fc.weight"));
+    let whole = ParamGroup::from_predicate("fc.").exclude(ParamGroup::from_predicate("inner_fc."));
+    let error = accelerator
+        .save_model_with(&model.unfreeze_group(whole), &path, &peft())
+        .unwrap_err();
+    assert_error(&error, Error::is_model, &["`fc`", "`inner_fc`", "rename"]);
+}
+
+/// Copies PEFT's files of a case with another configuration and other names.
+fn changed(
+    folder: &Path,
+    case: &str,
+    config: impl Fn(&mut Value),
+    rename: impl Fn(&str) -> String,
+) -> PathBuf {
+    let to = tempfile::tempdir_in(folder).unwrap().keep();
+    let mut value = read_json(fixture(case).join("adapter_config.json"));
+    config(&mut value);
+    std::fs::write(to.join("adapter_config.json"), value.to_string()).unwrap();
+    let tensors = tensors(&fixture(case).join("adapter_model.safetensors"));
+    let views = tensors.iter().map(|(name, (dtype, shape, bytes))| {
+        let view = TensorView::new(*dtype, shape.clone(), bytes).unwrap();
+        (rename(name), view)
+    });
+    let bytes = safetensors::serialize(views, None).unwrap();
+    std::fs::write(to.join("adapter_model.safetensors"), bytes).unwrap();
+    to
+}
+
+#[test]
+fn the_first_pattern_that_matches_counts_and_null_is_none() {
+    let folder = tempfile::tempdir().unwrap();
+    let accelerator = Accelerator::new().unwrap();
+    let scale = |patterns: &str| {
+        let path = changed(
+            folder.path(),
+            "patterns",
+            |config| {
+                config["alpha_pattern"] = json!("PATTERNS");
+                config["rank_pattern"] = Value::Null;
+            },
+            str::to_owned,
+        );
+        let file = path.join("adapter_config.json");
+        // A `Value` would sort the keys.
+        let text = std::fs::read_to_string(&file).unwrap();
+        std::fs::write(&file, text.replace("\"PATTERNS\"", patterns)).unwrap();
+        let base = Net::base(&accelerator).unwrap();
+        let model = accelerator.load_model(base, path).unwrap();
+        let scale = |block: &Block| block.fc2.weight.adapter().unwrap().scale * 3.0;
+        model.blocks.iter().map(scale).collect::<Vec<_>>()
+    };
+    assert_eq!(scale(r#"{"fc2": 6, "blocks.1.fc2": 9}"#), [6.0, 6.0]);
+    assert_eq!(scale(r#"{"blocks.1.fc2": 9, "fc2": 6}"#), [6.0, 9.0]);
+    assert_eq!(scale("null"), [3.0, 3.0]);
+}
+
+#[test]
+fn other_names_of_the_same_layers_are_found() {
+    let folder = tempfile::tempdir().unwrap();
+    let accelerator = Accelerator::new().unwrap();
+    let load = |path: &Path, options: LoadOptions| {
+        let base = Net::base(&accelerator).unwrap();
+        flat(&accelerator.load_model_with(base, path, &options).unwrap().0)
+    };
+    let expected = load(&fixture("patterns"), LoadOptions::new());
+    // As PEFT names what is beside an adapter, and as a program may have renamed it.
+    let base_layer = |name: &str| name.replace("head.", "head.base_layer.");
+    let path = changed(folder.path(), "patterns", |_| (), base_layer);
+    assert_eq!(load(&path, LoadOptions::new()), expected);
+    let stripped = LoadOptions::new()
+        .with_layout(FileLayout::Peft)
+        .strip_prefix("base_model.model.");
+    assert_eq!(load(&fixture("patterns"), stripped), expected);
+}
+
+#[test]
 fn files_that_do_not_fit_are_refused_on_every_rank() {
     let folder = tempfile::tempdir().unwrap();
-    let copy = |change: &dyn Fn(&mut Value)| {
-        let mut config = read_json(fixture("lora/adapter_config.json"));
-        change(&mut config);
-        let to = tempfile::tempdir_in(&folder).unwrap().keep();
-        let file = "adapter_model.safetensors";
-        std::fs::copy(fixture("lora").join(file), to.join(file)).unwrap();
-        std::fs::write(to.join("adapter_config.json"), config.to_string()).unwrap();
-        to
-    };
+    let copy = |change: &dyn Fn(&mut Value)| changed(folder.path(), "lora", change, str::to_owned);
     let dora = copy(&|config| config["use_dora"] = json!(true));
     let loha = copy(&|config| config["peft_type"] = json!("LOHA"));
+    let pissa = copy(&|config| config["init_lora_weights"] = json!("pissa_niter_4"));
+    let biases = copy(&|config| config["bias"] = json!("all"));
     let pattern = copy(&|config| config["alpha_pattern"] = json!({"(": 1}));
     let alone = copy(&|_| ());
     std::fs::remove_file(alone.join("adapter_config.json")).unwrap();
     for (path, words) in [
-        (dora, &["DoRA"][..]),
+        (dora, &["`use_dora` is true"][..]),
         (loha, &["LOHA"]),
+        (pissa, &["init_lora_weights", "pissa"]),
+        (biases, &["`bias`", "all"]),
         (pattern, &["alpha_pattern"]),
         (alone, &["configuration of adapters", "adapter_config.json"]),
     ] {

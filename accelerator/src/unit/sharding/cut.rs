@@ -193,7 +193,7 @@ type OwnPiece = (Piece, Vec<u8>);
 struct ParameterHeader {
     id: u64,
     is_trained: bool,
-    /// `false` for what stays whole: statistics, and frozen parameters that are small or quantised.
+    /// `false` for what stays whole: statistics, and frozen parameters that are vectors or quantised.
     is_cut: bool,
     dtype: DType,
     shape: Vec<usize>,
@@ -224,12 +224,12 @@ impl ModuleMapper for CutMapper<'_> {
         let own = is_main.then(|| {
             let value = param.base();
             let is_trained = value.is_require_grad();
-            let is_large_and_frozen =
+            let is_frozen_matrix =
                 D > 1 && Float::of(value.dtype()).is_some() && !self.statistics.contains(&place);
             let header = ParameterHeader {
                 id: param.id.val(),
                 is_trained,
-                is_cut: is_trained || is_large_and_frozen,
+                is_cut: is_trained || is_frozen_matrix,
                 dtype: value.dtype(),
                 shape: value.dims().to_vec(),
             };
