@@ -70,14 +70,20 @@ pub struct SharedBytes(File);
 
 #[cfg(target_os = "linux")]
 impl SharedBytes {
-    /// Writes the bytes that `write` emits to memory that has no name, and seals it.
+    /// Writes the bytes that `write` emits, at most `len`, to memory that has no name, and seals it.
     ///
     /// # Errors
     ///
-    /// If the memory does not suffice, or `write` fails.
-    pub fn new(write: impl FnOnce(&mut File) -> io::Result<()>) -> io::Result<Self> {
+    /// If a file of this process may not have that many bytes (`ulimit -f`), if the memory does not suffice, or if `write`
+    /// fails.
+    pub fn new(len: u64, write: impl FnOnce(&mut File) -> io::Result<()>) -> io::Result<Self> {
         use rustix::fs::{MemfdFlags, fcntl_add_seals, memfd_create};
 
+        let limit = rustix::process::getrlimit(rustix::process::Resource::Fsize);
+        if limit.current.is_some_and(|limit| limit < len) {
+            // A write beyond it would end the process.
+            return Err(ErrorKind::FileTooLarge.into());
+        }
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let mut file = File::from(memfd_create("shared bytes", flags)?);
         write(&mut file)?;
@@ -183,7 +189,7 @@ mod tests {
     fn shared_bytes_are_mapped_by_their_path_and_written_by_nobody() {
         use std::io::Write;
 
-        let bytes = SharedBytes::new(|file| file.write_all(&[7; 5000])).unwrap();
+        let bytes = SharedBytes::new(5000, |file| file.write_all(&[7; 5000])).unwrap();
         let other = SharedBytes::open(&bytes.path()).unwrap();
         let mut one = other.map(0, 5000).unwrap();
         one.bytes_mut()[0] = 1;
@@ -193,7 +199,7 @@ mod tests {
             (one.bytes()[..2].to_vec(), two.bytes()),
             (vec![1, 7], &[7; 904][..])
         );
-        let bytes = SharedBytes::new(|file| file.write_all(&[7; 5000])).unwrap();
+        let bytes = SharedBytes::new(5000, |file| file.write_all(&[7; 5000])).unwrap();
         assert_eq!(bytes.map(0, 1).unwrap().bytes(), [7]);
         assert!(bytes.map(4096, 905).is_err());
         assert!(

@@ -48,7 +48,7 @@ pub(super) fn share_frozen(group: &ProcessGroup, model: BoxedModule) -> Result<B
         return Ok(model);
     }
     let write = |file: &mut File| write_large(&model, file);
-    let offered = (host.rank() == 0).then(|| SharedBytes::new(write));
+    let offered = (host.rank() == 0).then(|| SharedBytes::new(bytes as u64, write));
     let offered = offered.map(|offered| offered.map_err(|error| unshared(&error)));
     let path = offered.as_ref().map(|offered| {
         let bytes = offered.as_ref().ok();

@@ -5,6 +5,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+mod adapters;
 mod fsdp2;
 mod huggingface;
 mod local_sgd;
