@@ -13,10 +13,11 @@ use accelerator::nn::{Unit, Units, recompute};
 use accelerator::optim::{InitFused, Manual, PreparedOptimizer, Sharded};
 use accelerator::train::{FsdpStrategy, TrainingArguments};
 use accelerator::{AcceleratorBuilder, Clip, prelude::*};
-use burn::module::{Lora, Module};
+use burn::module::{Lora, Module, ModuleMapper, Param, QLora, Quantizer};
 use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig, LinearLayout};
 use burn::optim::{AdamWConfig, GradientsParams, LambConfig, ModuleOptimizer, SgdConfig};
 use burn::tensor::activation::gelu;
+use burn::tensor::quantization::{Calibration, QuantValue};
 use burn::tensor::{Device, Tensor};
 
 /// A block whose `wide` is cut among up to three ranks. Its other parameters live on one rank each.
@@ -468,6 +469,62 @@ fn a_frozen_base_is_sharded_and_its_adapters_have_the_same_bits() {
         for held in held {
             let part = whole[0] / ranks;
             assert!(held < part * 11 / 10, "{held} of {}", whole[0]);
+        }
+    }
+}
+
+/// A quantised parameter stays whole; its adapters are sharded.
+#[test]
+fn a_quantised_base_trains_in_sharded_units() {
+    let outcome = |units| {
+        let folder = folder_in_memory();
+        let builder = Accelerator::builder().device(devices().next()).units(units);
+        let outcomes = builder.launch(2, |accelerator| {
+            let scheme = accelerator.device().settings().quantization.scheme;
+            let scheme = scheme.with_value(QuantValue::Q8S);
+            let build = |device: &Device| {
+                let linear = known(LinearConfig::new(128, 128).with_bias(false).init(device));
+                let quantizer = Quantizer::new(Calibration::MinMax, scheme);
+                let adapted: Linear = linear.apply_qlora(QLora::new(Lora::new(2, 4.0), quantizer));
+                Unit::new(adapted.map(&mut Halves))
+            };
+            let new = || accelerator.prepare((build(&accelerator.device()), adam()));
+            let checkpoints = Checkpoints::new(folder.path()).without_frozen_parameters();
+            let (mut model, mut optimizer) = new()?;
+            let mut losses = Vec::new();
+            for step in 0..4 {
+                let x = Tensor::<2>::full([2, 128], step as f32 + 1.0, &accelerator.device());
+                let loss = accelerator.forward(&model, |model: &Unit<Linear>| {
+                    model
+                        .run(x, |layer, x| layer.forward(x))
+                        .powi_scalar(2)
+                        .mean()
+                });
+                let gradients = accelerator.backward(loss, &model, 2)?;
+                losses.extend(gradients.loss());
+                model = optimizer.step(0.01, model, gradients);
+                if step == 1 {
+                    accelerator.save_state(&checkpoints, (&model, &optimizer))?;
+                    ((model, optimizer), _) = accelerator.resume(&checkpoints, new()?)?;
+                }
+            }
+            Ok(losses)
+        });
+        outcomes.unwrap()
+    };
+    let (found, expected) = (outcome(Units::Shard), outcome(Units::Recompute));
+    assert_eq!(found, expected);
+    assert!(found[0].windows(2).any(|pair| pair[0] != pair[1]));
+}
+
+/// Gives the factors of an adapter values that do not depend on a generator.
+struct Halves;
+
+impl ModuleMapper for Halves {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        match param.val().dtype().is_float() {
+            true => param.map(|value| value.zeros_like().add_scalar(0.5).require_grad()),
+            false => param,
         }
     }
 }
