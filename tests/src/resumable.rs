@@ -304,8 +304,11 @@ impl<'a> Training<'a> {
                     world_size: accelerator.world_size(),
                     samples: batch.real_indices().to_vec(),
                 };
-                let line = serde_json::to_string(&step).expect("plain data");
-                writeln!(log, "{line}").expect("a writable folder");
+                let mut line = serde_json::to_string(&step).expect("plain data");
+                // In one write: another rank may continue the file of one that is killed, and `writeln!` writes the end of
+                // a line apart.
+                line.push('\n');
+                log.write_all(line.as_bytes()).expect("a writable folder");
                 let loss = loss(&self.model, &batch);
                 let gradients = accelerator
                     .backward(loss, &self.model, &batch)?
