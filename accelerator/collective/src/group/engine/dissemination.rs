@@ -1,9 +1,8 @@
 //! The exchange of headers in rounds, by which a rank of a large world sends few messages.
 //!
-//! In round k each rank sends what it has, its own header and those of the 2^k - 1 ranks after it, to the rank 2^k
-//! before it, and takes those of the ranks behind its own from the rank 2^k after it. After ⌈log₂ n⌉ rounds all n ranks
-//! have all headers, with the data that came with them (Bruck et al., "Efficient algorithms for all-to-all
-//! communications in multiport message-passing systems", 1997: the concatenation).
+//! In round k, rank r sends the headers that it has, those of the ranks r to r + 2^k - 1, to rank r - 2^k, and receives as
+//! many from rank r + 2^k. After ⌈log₂ n⌉ rounds, every rank has all n headers and their data (Bruck et al., "Efficient
+//! algorithms for all-to-all communications in multiport message-passing systems", 1997: the concatenation).
 
 use accelerator_fault::Point;
 
@@ -14,7 +13,7 @@ use crate::{
     transport::{CHUNK, OpPhase, OpPosition, OutgoingChunk, RecvChunk},
 };
 
-/// The data that come with the headers of an operation, in bytes. All ranks that agree have the same.
+/// The sizes of the data that are sent with headers, in bytes. All ranks that agree have the same.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct HeaderData {
     /// The data of the rank that sends the most.
@@ -33,7 +32,7 @@ impl HeaderData {
 }
 
 impl OpContext<'_> {
-    /// Declares the operation to every rank, with as many bytes from each, and the same for all.
+    /// Sends this operation's header with data to every rank. The data of all ranks have the same length.
     pub(super) fn announce(&mut self, payload: &[u8]) -> Result<()> {
         let data = HeaderData::from_each(payload.len(), self.world_size);
         match self.disseminates(data) {
@@ -42,8 +41,10 @@ impl OpContext<'_> {
         }
     }
 
-    /// Returns `true` if headers are exchanged in rounds. The ranks that wait for a rank in vain are found by what
-    /// heartbeats carry, which are not sent yet while ranks connect, and concern operations of the world alone.
+    /// Returns `true` if headers are exchanged in rounds.
+    ///
+    /// Rounds rely on heartbeats to find the rank that blocks a chain of waits. Heartbeats report waits only for operations
+    /// of the world, and start only once the group is connected; other operations send headers directly.
     pub(super) fn disseminates(&self, data: HeaderData) -> bool {
         self.world_size >= MIN_RANKS
             && self.transport.subset().is_none()
@@ -191,7 +192,7 @@ impl OpContext<'_> {
     fn try_take_blocks(&mut self, from: usize, chunk: &RecvChunk) -> Option<usize> {
         let sender = chunk.fingerprint?;
         let distance = 1_usize.checked_shl(chunk.tag.index.checked_sub(1)?)?;
-        if distance >= self.world_size {
+        if distance >= self.world_size || (self.rank + distance) % self.world_size != from {
             return None;
         }
         let (first, mut rest) = chunk.payload.bytes().split_first_chunk()?;
@@ -204,6 +205,10 @@ impl OpContext<'_> {
             let (payload_len, after) = after.split_first_chunk()?;
             let (head, after) = after.split_at_checked(u16::from_le_bytes(*head_len).into())?;
             let payload_len = u32::from_le_bytes(*payload_len) as usize;
+            if payload_len > MAX_DATA {
+                // This rank could not forward it.
+                return None;
+            }
             let (payload, after) = after.split_at_checked(payload_len)?;
             rest = after;
             let header = match head {
@@ -218,7 +223,7 @@ impl OpContext<'_> {
         Some(new)
     }
 
-    fn unreadable(&self, from: usize) -> Error {
+    pub(super) fn unreadable(&self, from: usize) -> Error {
         self.deadline.protocol(
             self.transport.peer(from),
             "it sent headers of several ranks that cannot be read",
@@ -236,7 +241,7 @@ impl OpContext<'_> {
         self.note_header(rank, header);
     }
 
-    /// The ranks whose headers `from` sends to the rank `distance` before it: at most those that this one lacks.
+    /// The ranks whose headers `from` sends to the rank `distance` before it, which has the others already.
     fn block_ranks(&self, from: usize, distance: usize) -> impl Iterator<Item = usize> + use<> {
         let world_size = self.world_size;
         let count = distance.min(world_size - distance);
@@ -244,12 +249,12 @@ impl OpContext<'_> {
     }
 }
 
-/// The fewest ranks that exchange headers in rounds. Fewer have them sooner if each sends its own to all others: one
-/// message to each takes less time than the rounds, which wait for one another.
+/// The fewest ranks that exchange headers in rounds. With fewer, sending directly is faster, since rounds wait for one
+/// another.
 const MIN_RANKS: usize = 16;
 
-/// The most data of a rank that travel in rounds. More are copied for longer, on their way from rank to rank, than it
-/// takes to send each rank a message of its own.
+/// The most data of a rank that travel in rounds. Copying more of them at every hop costs more than a message of its own to
+/// each rank.
 const MAX_DATA: usize = 8 * 1024;
 const _: () = assert!(FRAME_HEAD + MAX_BLOCK_HEAD + MAX_DATA <= CHUNK);
 

@@ -251,6 +251,10 @@ impl<'a> OpContext<'a> {
                 Some(chunk) => self.take_header(peer, chunk)?,
                 None => return Ok(OpProgress::Waiting(peer..self.world_size)),
             }
+            // Without its header, this rank would combine its own data in place of the peer's.
+            if self.headers[peer].is_none() {
+                return Err(self.unreadable(peer));
+            }
         }
         Ok(OpProgress::Done)
     }

@@ -439,11 +439,15 @@ fn rounds_that_cannot_be_read_are_errors() {
     let payloads = [
         Vec::new(),
         vec![0; 3],
+        // A frame without a header.
+        vec![0; 4],
         blocks(0, 0, 40, &[0; 39]),
         blocks(0, 0, 40, &[0; 41]),
         blocks(1, 0, 40, &[0; 40]),
         blocks(u32::MAX, 0, 40, &[0; 40]),
         blocks(0, 0, u32::MAX, &[0; 40]),
+        // Data that could not be forwarded.
+        blocks(0, 0, 9000, &[0; 9000]),
         blocks(0, u16::MAX, 40, &[0; 40]),
         blocks(0, 30, 40, &[0xFF; 70]),
         // A second block, which the round does not have.
@@ -451,7 +455,8 @@ fn rounds_that_cannot_be_read_are_errors() {
     ];
     let cases = payloads.iter().map(|payload| (1, payload));
     let whole = blocks(0, 0, 40, &[0; 40]);
-    let cases = cases.chain([5, 6, 64, 65, u32::MAX].map(|index| (index, &whole)));
+    // Rank 1 sends rank 0 the first round only.
+    let cases = cases.chain([2, 5, 6, 64, 65, u32::MAX].map(|index| (index, &whole)));
     for (index, payload) in cases {
         for len in [10, 100_000] {
             let mut simulation = Simulation::new(CLUSTER, 16, OpKind::AllReduce, |_| len);
